@@ -22,9 +22,9 @@ from galvatron_lite.model.batch import batch_size, check_entries
 from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph, dead_note
-from galvatron_lite.model.trace_meta import check_model, precision_of
-from galvatron_lite.model.trace_record import ValuesReadError
-from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
+from galvatron_lite.model.trace.meta import check_model, precision_of
+from galvatron_lite.model.trace.record import ValuesReadError
+from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs

@@ -15,7 +15,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 
 GB = 10**9
-PRECISION, ITEM_BYTES = "bf16", 2
+PRECISION = "bf16"
 LAYERS = (8, 16, 32, 64, 128, 256, 512)
 UNLIKE = (10, 20, 40, 75, 150, 300)
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -88,14 +88,14 @@ def graph_of(model: str, layers: int | None) -> ModelGraph:
 def pyramid(layers: int) -> ModelGraph:
     """A convolutional network of so many layers, no two alike: bottlenecks that widen from each to the next, in four
     stages that halve the picture (after Han et al. 2017, "Deep Pyramidal Residual Networks", without shortcuts)."""
-    net = NetworkBuilder(f"pyramid-{layers}", ITEM_BYTES, 3, (224, 224))
+    net = NetworkBuilder(f"pyramid-{layers}", PRECISION, 3, (224, 224))
     net.stem(_stem)
     blocks = layers - 2
     for place in range(blocks):
         stage = 4 * place // blocks
         halves = stage > 0 and 4 * (place - 1) // blocks < stage
         net.block(_bottleneck, width=256 + 4 * place, stride=2 if halves else 1)
-    return net.end(PRECISION, classify, classes=1000)
+    return net.end(classify)
 
 
 def _stem(flow: ImageFlow) -> None:

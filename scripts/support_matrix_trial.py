@@ -23,7 +23,7 @@ from galvatron_lite import auto_parallelize, plan
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.batch import call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.trace_meta import normalise_alone
+from galvatron_lite.model.trace.meta import normalise_alone
 from galvatron_lite.plans.io import read_plan, write_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler import measure

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.discover import find_blocks
-from galvatron_lite.model.trace_flow import at
+from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trainable import Trainable
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from galvatron_lite.model.batch import map_tensors, places, tensors_of
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import DeadParameters, Layer, Operator, OperatorClass, Role, SplitDims
 from galvatron_lite.model.sides import SIDES, sides_of
-from galvatron_lite.model.trace_flow import DataFlow, at
-from galvatron_lite.model.trace_meta import left_to_the_plan
-from galvatron_lite.model.trace_record import Recorder
-from galvatron_lite.model.trace_run import BlockCall, Observation, shapes_only
+from galvatron_lite.model.trace.flow import DataFlow, at
+from galvatron_lite.model.trace.meta import left_to_the_plan
+from galvatron_lite.model.trace.record import Recorder
+from galvatron_lite.model.trace.run import BlockCall, Observation, items_a_sample, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.sharded.calls import in_place
 from galvatron_lite.parallelism.sharded.tensor import Call, name_of
@@ -144,10 +144,8 @@ def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples
         samples: both numbers.
     """
     for one, other in zip(few, more, strict=True):
-        first, second = (dict(places((call.args, call.kwargs))) for call in (one, other))
-        for place in first.keys() & second.keys():
-            a, b = (tensor.shape[0] if tensor.dim() else 0 for tensor in (first[place], second[place]))
-            if a > samples[0] and a * samples[1] == b * samples[0]:
+        for place, each in items_a_sample(one, other, samples).items():
+            if each > 1:
                 return f"{place.lstrip('.')} of {one.path}"
     return ""
 

@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import Layer, Passed, Role, Tie
-from galvatron_lite.model.trace_flow import DataFlow, Needs, at, group_bits, holders_of, needs_of
-from galvatron_lite.model.trace_run import Observation
+from galvatron_lite.model.trace.flow import DataFlow, Needs, at, group_bits, holders_of, needs_of
+from galvatron_lite.model.trace.run import Observation
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors,
 from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorBoundary, TensorSplit
 from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
-from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
-from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
+from galvatron_lite.model.trace.figures import RegionFigures, figures, slope
+from galvatron_lite.model.trace.record import OperatorCall, Recorder, Recording
+from galvatron_lite.model.trace.run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ListeningGroup
@@ -271,7 +271,7 @@ def _boundaries(groups: Sequence[ListeningGroup], shared: bool) -> tuple[TensorB
     """What was asked of a group at both batch sizes, by bytes a sample."""
     counts: dict[int, Counter[str]] = defaultdict(Counter)
     for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
-        counts[(large - small) // (SAMPLES[1] - SAMPLES[0])][count] += 1
+        counts[slope(small, large)][count] += 1
     return tuple(TensorBoundary(size, shared, **found) for size, found in counts.items())
 
 
@@ -336,8 +336,7 @@ def _loss_bytes(groups: Sequence[ListeningGroup]) -> int:
     """Bytes per sample that a device gives of a loss on shares of logits; 0 where whole ones were asked for."""
     if any(group.outputs for group in groups):
         return 0
-    small, large = (sum(group.figures) // group.size for group in groups)
-    return (large - small) // (SAMPLES[1] - SAMPLES[0])
+    return slope(*(sum(group.figures) // group.size for group in groups))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,14 +56,13 @@ from galvatron_lite.model.graph import (
     TensorSplit,
     dead_note,
 )
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
-from galvatron_lite.model.trace_flow import Needs
-from galvatron_lite.model.trace_meta import check_model, dtype_of, meta_copy, precision_of
-from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
+from galvatron_lite.model.trace.figures import SAMPLES, RegionFigures, figures, merge, slope
+from galvatron_lite.model.trace.flow import Needs
+from galvatron_lite.model.trace.meta import check_model, dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace.run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import narrow_norms
 from galvatron_lite.parallelism.tensor.cost import boundaries
-from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
 @garbage_waits()
@@ -216,20 +215,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _slope(pair: Sequence[int]) -> int:
-    return (pair[1] - pair[0]) // (SAMPLES[1] - SAMPLES[0])
-
-
 def _read(tensors: Sequence[Passed], layer: Layer, lending: Collection[str]) -> int:
     """Bytes per sample that a layer borrows of layers that count them as kept."""
     return sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
-
-
-def _edge_regions(layer: Layer, plan: TensorPlan) -> dict[str, Any]:
-    """How often what lies before or after the blocks sums its output, and the gradient of its input."""
-    if layer.role is Role.BLOCK:
-        return {}
-    return {"tensor_gathers": len(plan.heads), "tensor_scatters": len(plan.embeddings)}
 
 
 def _keeping(kind: LayerKind, size: int, choices: Iterable[Recompute]) -> LayerKind:
@@ -297,7 +285,7 @@ class _Capture:
     def output_bytes(self) -> dict[str, int]:
         """Bytes per sample that each block gives."""
         sizes = [{call.path: _bytes(tensors_of(call.output)) for call in calls} for calls in self.calls]
-        return {path: _slope([size[path] for size in sizes]) for path in sizes[1]}
+        return {path: slope(*[size[path] for size in sizes]) for path in sizes[1]}
 
     def _with_handed(self, kinds: dict[str, LayerKind], wholes: Mapping[str, RegionFigures]) -> dict[str, LayerKind]:
         """The kinds with what the layer before keeps of its own output, where they do not keep it themselves.
@@ -329,8 +317,8 @@ class _Capture:
         calls = [_typical([call for call in chained if call.path in alike]) for chained in self.calls]
         chains = [chain_inputs(chained, alike) for chained in self.calls]
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
-        entering = _slope([_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
-        leaving = _slope([_bytes(tensors_of(call.output)) for call in calls])
+        entering = slope(*[_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
+        leaving = slope(*[_bytes(tensors_of(call.output)) for call in calls])
         figure = split_block(block, calls, chains, figures(runs[0], runs[1]))
         kept = {Recompute.NONE: figure.split("kept")}
         if not (figure.whole.overwrites or figure.whole.overwrites_heavy):
@@ -353,7 +341,7 @@ class _Capture:
         for path in before.modules:
             first = first.with_whole(*self._between(path))
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
-        batch = _slope([_bytes(tensors_of(example)) for example in batches])
+        batch = slope(*[_bytes(tensors_of(example)) for example in batches])
         entry, leave = self._boundary()
         given = _sample_shape(tensors_of(batches[1]))
         handed = _sample_shape(tensors_of(self.calls[1][-1].output)) if self.calls[1] else given
@@ -380,7 +368,7 @@ class _Capture:
             return 0, 0
         chains = [chain_inputs(calls, {calls[0].path}) for calls in self.calls]
         entering = [_bytes(calls[0].inputs[i] for i in chain) for calls, chain in zip(self.calls, chains, strict=True)]
-        return _slope(entering), _slope([_bytes(tensors_of(calls[-1].output)) for calls in self.calls])
+        return slope(*entering), slope(*[_bytes(tensors_of(calls[-1].output)) for calls in self.calls])
 
     def _kind(
         self,
@@ -422,7 +410,8 @@ class _Capture:
             regathers=len(plan.regions) if plan.sequence_parallel else 0,
             gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
             loss_bytes=figure.loss_bytes,
-            **_edge_regions(layer, plan),
+            tensor_gathers=None if layer.role is Role.BLOCK else len(plan.heads),
+            tensor_scatters=None if layer.role is Role.BLOCK else len(plan.embeddings),
             channel_reasons=self._channel_reasons(layer, dims),
             context_reason=self._context_reason(layer, dims),
             expert_parameters=mixture.parameters,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.trace_meta import left_to_the_plan
+from galvatron_lite.model.trace.meta import left_to_the_plan
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, batch)`` gives the scalar mean loss of a model's output."""
@@ -28,7 +28,7 @@ ITEMS = "num_items_in_batch"
 def call_model(model: nn.Module, batch: Any) -> Any:
     """The model's output for a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
 
-    Its own checkpoints run what they hold (see ``trace_meta.left_to_the_plan``).
+    Its own checkpoints run what they hold (see ``trace.meta.left_to_the_plan``).
     """
     inputs = model_inputs(model, batch)
     with left_to_the_plan():

@@ -17,10 +17,10 @@ from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.order import bits, order_of
-from galvatron_lite.model.trace_figures import SAMPLES
-from galvatron_lite.model.trace_flow import DataFlow, Needs, at, holders_of, inside, needs_of
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import Observation, garbage_waits, observe
+from galvatron_lite.model.trace.figures import SAMPLES
+from galvatron_lite.model.trace.flow import DataFlow, Needs, at, holders_of, inside, needs_of
+from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.run import Observation, garbage_waits, observe
 
 BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 """How a user names blocks: the path of a container or module, a module class, or a list of these."""

@@ -15,9 +15,9 @@ from galvatron_lite.files import read_data, read_value
 from galvatron_lite.folders import profile_folder
 from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
+from galvatron_lite.model.shapes import load_model, load_shape, model_names
 from galvatron_lite.model.shapes.fields import not_square, sides_of, sizes_of
-from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
+from galvatron_lite.model.shapes.images.names import canonical, graph_of_name
 from galvatron_lite.oracle import pricing
 from galvatron_lite.oracle.closed_form import KINDS, Case, closed_forecast, quirks_named
 from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
@@ -25,30 +25,24 @@ from galvatron_lite.oracle.pricing import allows, machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast, Method
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
 from galvatron_lite.plans.written import parse_strategy
-from galvatron_lite.units import activation_bytes
 
-SIDE, CLASSES = 224, 1000  # pixels of a picture's side and classes of networks known by name only
+SIDE = 224  # pixels of a picture's side of networks known by name only
 
 
 def graph_named(name: str, precision: str, image: str | None = None) -> ModelGraph:
     """The planner's model of a name or file: shipped ones, then image networks by their published names."""
-    plain = canonical(name)
     if Path(name).suffix in (".yaml", ".yml", ".json") or name in model_names():
         sizes = sizes_of(load_shape(name), name, image) if image else None
         return load_model(name, overrides=sizes, precision=precision)
     height, width = sides_of(image) if image else (SIDE, SIDE)
-    shape = shape_of_name(plain, height)
-    if shape is None and (builder := builder_of(plain)) is not None:
-        if height != width:
-            raise not_square(name, image or "")
-        return builder(height, CLASSES, precision, activation_bytes(precision))
-    if shape is None:
+    graph = graph_of_name(canonical(name), height, precision)
+    if graph is None:
         known = ", ".join(model_names())
         remedy = f"Shipped models: {known}; image networks by name, such as vgg16, resnet152, regnety_032; or a file."
         raise InputError("model", name, remedy)
     if height != width:
         raise not_square(name, image or "")
-    return build_graph(shape, precision=precision)
+    return graph
 
 
 def network_names() -> tuple[str, ...]:

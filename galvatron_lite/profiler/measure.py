@@ -28,7 +28,7 @@ from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.batch import LossFn, batch_size
 from galvatron_lite.model.discover import BlockNames
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.model.trace_meta import precision_of
+from galvatron_lite.model.trace.meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
 from galvatron_lite.profiler.measure_hardware import (

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, map_tensors, move_batch, tensors_of
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.model.trace_run import block_calls
+from galvatron_lite.model.trace.run import block_calls
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import compute_context, compute_dtype, holding_copies, narrow_norms

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.model.trace_meta import left_to_the_plan
+from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import BY
 from galvatron_lite.parallelism.channel.infer import infer_channels

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_meta import meta_copy, normalise_alone, prepare_for_training
+from galvatron_lite.model.trace.meta import meta_copy, normalise_alone, prepare_for_training
 from galvatron_lite.parallelism.precision import compute_context
 
 

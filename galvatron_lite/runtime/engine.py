@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, tensors_of
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_meta import prepare_for_training
+from galvatron_lite.model.trace.meta import prepare_for_training
 from galvatron_lite.parallelism.precision import compute_dtype, holding_copies
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan

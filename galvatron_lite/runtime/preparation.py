@@ -15,7 +15,7 @@ from torch import nn
 from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_run import BlockCall, block_calls, check_folded, sample_arguments
+from galvatron_lite.model.trace.run import BlockCall, block_calls, check_folded, sample_arguments
 from galvatron_lite.parallelism.channel.infer import infer_channels, shared_by
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.lines import lines_of

@@ -23,7 +23,7 @@ from galvatron_lite.model.batch import (
     with_share_of_items,
 )
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_flow import at
+from galvatron_lite.model.trace.flow import at
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.rng.modules import Draws, find_sites
 from galvatron_lite.parallelism.sharded.tensor import to_local

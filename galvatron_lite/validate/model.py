@@ -11,17 +11,15 @@ from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, EncoderDecoderShape, EncoderShape, MoeShape, Shape
 from galvatron_lite.model.shapes.images.layout import channels_last, fused_norms, partitioned
 from galvatron_lite.model.shapes.images.names import (
-    builder_of,
     canonical,
+    graph_of_name,
     normalises_inplace,
     once_a_batch,
-    shape_of_name,
     works_on_tokens,
 )
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
-from galvatron_lite.model.shapes.registry import build_graph, load_model, load_shape, model_names
+from galvatron_lite.model.shapes.registry import load_model, load_shape, model_names
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.plans import argument, integer_argument
 from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
@@ -88,12 +86,9 @@ def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -
     if last:
         graph = _named(name, side, precision, kernels, False)
         return None if graph is None else channels_last(graph)
-    if (shape := shape_of_name(name, side)) is not None:
-        return build_graph(shape, precision=precision, kernels=kernels)
     if name in _SHIPPED:
         return load_model(name, overrides={"image_size": side}, precision=precision)
-    builder = builder_of(name)
-    return builder(side, 1000, precision, ITEM_BYTES[precision]) if builder else None
+    return graph_of_name(name, side, precision, kernels)
 
 
 _FUSED: dict[int, tuple[ModelGraph, ModelGraph]] = {}
@@ -122,7 +117,7 @@ def _summed(name: str, totals: tuple[float, float, float], side: int, precision:
         name=name, macs=macs, activations=activations, parameters=parameters, image_size=side, channels_last=last,
         tokens=works_on_tokens(name), inplace=normalises_inplace(name),
     )  # fmt: skip
-    return summary_graph(shape, precision, ITEM_BYTES[precision])
+    return summary_graph(shape, precision)
 
 
 _FORCED = ("force-balanced", "forced expert balance", "force-load-balancing", "fake balanced gate")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_run import sample_arguments
+from galvatron_lite.model.trace.run import sample_arguments
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow
 from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.strategy import Strategy

@@ -7,7 +7,7 @@ import torch
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
+from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.branch.find import find_regions
 from tests.model.forks import MODELS
 from tests.model.models import plain

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.model.gates import keep_gates, keeping_gates
+from tests.model.saved import saved_storages
 
 ROWS, WIDTH = 6, 16
 
@@ -39,16 +40,8 @@ class Plain(nn.Module):
 
 def kept(module: nn.Module, rows: Tensor) -> int:
     """Tensors of the size of ``rows`` that a pass leaves behind for backward, the input apart."""
-    saved: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = module(rows)
-    del output
-    return sum(one.numel() == rows.numel() and one.data_ptr() != rows.data_ptr() for one in saved.values())
+    saved = saved_storages(lambda: module(rows), module).values()
+    return sum(one.numel() == rows.numel() and one.data_ptr() != rows.data_ptr() for one in saved)
 
 
 def gradients(module: nn.Module, rows: Tensor, run: Any = None) -> list[Tensor]:

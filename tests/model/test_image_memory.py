@@ -13,32 +13,18 @@ from torch.nn import functional as F  # noqa: N812
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.shapes import ConvNextShape, VitShape, build_graph
-from galvatron_lite.model.shapes.images.convnets import Residual, residual_graph
 from galvatron_lite.model.shapes.images.flow import Extent
 from galvatron_lite.model.shapes.images.layout import partitioned
 from galvatron_lite.model.shapes.images.mobile import BlockSpec, Mobile, mobile_graph
-from galvatron_lite.model.shapes.images.names import builder_of
+from galvatron_lite.model.shapes.images.names import graph_of_name
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
+from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.stacks.schema import EAGER_KERNELS
+from tests.model.saved import saved_bytes
 
 SAMPLES = 2
 SIDE = 64
-
-
-def kept_bytes(run: Callable[[], Tensor], module: nn.Module) -> int:
-    """Bytes of all storages that autograd keeps; parameters, buffers and batch statistics left out."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    saved: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = run()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del output
-    return sum(size for place, size in storages.items() if place not in weights)
 
 
 def kept(graph: ModelGraph) -> int:
@@ -92,19 +78,13 @@ class Inverted(nn.Module):
         return x + y if self.same else y
 
 
+def entering(precision: str) -> NetworkBuilder:
+    """A picture, of which a network can be made."""
+    return NetworkBuilder("made-up", precision, 3, (SIDE, SIDE))
+
+
 def head(channels: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
-
-
-def test_a_residual_network_keeps_every_tensor_once() -> None:
-    """ReLU's output at a block's end and the next block's input are one tensor."""
-    net = nn.Sequential(
-        *normed(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1), Bottleneck(64, 64, 1), Bottleneck(256, 64, 1),
-        Bottleneck(256, 128, 2), Bottleneck(512, 128, 1), *head(512),
-    )  # fmt: skip
-    graph = residual_graph("made-up", Residual(depths=(2, 2)), SIDE, 1000, "fp32", 4)
-    assert sum(parameter.numel() for parameter in net.parameters()) == graph.parameters
-    assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.005)
 
 
 @pytest.mark.parametrize(("function", "name"), [(nn.ReLU, "relu"), (nn.ReLU6, "relu6"), (nn.SiLU, "silu")])
@@ -123,14 +103,14 @@ def test_inverted_bottlenecks_keep_what_their_activation_needs(
     )  # fmt: skip
     rows = (BlockSpec(1, (3,), 1, 6, 32, squeeze), BlockSpec(1, (3,), 2, 6, 48, squeeze))
     spec = Mobile(rows=rows, head=256, function=name)  # type: ignore[arg-type]
-    graph = mobile_graph("made-up", spec, SIDE, 1000, "fp32", 4)
-    assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)
+    graph = mobile_graph(entering("fp32"), spec)
+    assert saved_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)
 
 
 def test_autocast_keeps_what_the_closed_form_says() -> None:
     """Half precision: activations at two bytes, the picture also as it came, weights' copies whatever the batch."""
     net = nn.Sequential(*normed(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1), Bottleneck(64, 64, 1), *head(256))
-    graph = residual_graph("made-up", Residual(depths=(1,)), SIDE, 1000, "bf16", 2)
+    graph = residual_graph(entering("bf16"), Residual(depths=(1,)))
 
     def run() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -141,7 +121,7 @@ def test_autocast_keeps_what_the_closed_form_says() -> None:
     statistics = sum(8 * norm.num_features for norm in norms)
     # autograd does not keep the fp32 picture (it is the caller's), our count holds it
     expected = kept(graph) - SAMPLES * 3 * SIDE * SIDE * 4
-    assert kept_bytes(run, net) - copies - statistics == pytest.approx(expected, rel=0.02)
+    assert saved_bytes(run, net) - copies - statistics == pytest.approx(expected, rel=0.02)
     buffers = sum(graph.kind_of(layer).buffer_bytes for layer in graph.layers)
     own = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
     assert buffers == pytest.approx(own + copies, rel=0.01)
@@ -152,9 +132,9 @@ SIZES = [("amoebanet_d_l18_d208", 224, 81.5), ("amoebanet_d_l18_d416", 224, 319.
 
 
 def built(name: str, side: int, item_bytes: int = 4) -> ModelGraph:
-    builder = builder_of(name)
-    assert builder is not None
-    return builder(side, 1000, "fp32" if item_bytes == 4 else "fp16", item_bytes)
+    graph = graph_of_name(name, side, "fp32" if item_bytes == 4 else "fp16")
+    assert graph is not None
+    return graph
 
 
 @pytest.mark.parametrize(("name", "side", "millions"), SIZES)
@@ -195,7 +175,7 @@ def test_a_summary_keeps_two_tensors_an_output(tokens: bool, inplace: bool, tens
     outputs = 10_000_000
     given = ImageTotals(macs=4e9, activations=outputs, parameters=25e6, tokens=tokens, inplace=inplace)
     ends = outputs / 50 * (4 + 2)  # the picture as it came in fp32, the last layer's output
-    assert kept(summary_graph(given, "fp16", 2)) / SAMPLES == pytest.approx(tensors * outputs * 2 + ends, rel=0.01)
+    assert kept(summary_graph(given, "fp16")) / SAMPLES == pytest.approx(tensors * outputs * 2 + ends, rel=0.01)
 
 
 class NextBlock(nn.Module):
@@ -226,7 +206,7 @@ def test_a_convnext_block_under_autocast() -> None:
         return out
 
     copies = 2 * sum(layer.weight.numel() for layer in (block.conv, block.up, block.down))
-    assert kept_bytes(run, block) - copies == pytest.approx(SAMPLES * kind.kept[Recompute.NONE].total, rel=0.03)
+    assert saved_bytes(run, block) - copies == pytest.approx(SAMPLES * kind.kept[Recompute.NONE].total, rel=0.03)
     assert kind.buffer_bytes == 2 * kind.parameters.total
 
 
@@ -265,6 +245,6 @@ def test_a_plain_vit_block_under_autocast() -> None:
 
     copies = 2 * sum(layer.weight.numel() for layer in (block.qkv, block.out, block.up, block.down))
     kept_here = SAMPLES * kind.kept[Recompute.NONE].total
-    assert kept_bytes(run, block) - copies == pytest.approx(kept_here, rel=0.02)
+    assert saved_bytes(run, block) - copies == pytest.approx(kept_here, rel=0.02)
     assert not any(operator.name.endswith("mask") for operator in kind.operators)
     assert kind.buffer_bytes == 2 * kind.parameters.total

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.model.op_cache import OpCache
+from galvatron_lite.model.trace.op_cache import OpCache
 
 ATEN = torch.ops.aten
 

@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import ModelGraph, Passed, Recompute
 from galvatron_lite.model.shapes import build_graph, load_model
 from galvatron_lite.model.shapes.fields import UNetShape
 from galvatron_lite.model.shapes.images.layout import partitioned
-from galvatron_lite.model.shapes.images.names import builder_of
+from galvatron_lite.model.shapes.images.names import graph_of_name
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
@@ -29,9 +29,9 @@ def place(graph: ModelGraph, name: str) -> int:
 
 
 def built(name: str, side: int) -> ModelGraph:
-    builder = builder_of(name)
-    assert builder is not None
-    return builder(side, 1000, "fp32", SINGLE)
+    graph = graph_of_name(name, side, "fp32")
+    assert graph is not None
+    return graph
 
 
 def test_a_chain_hands_each_output_to_the_next_layer() -> None:

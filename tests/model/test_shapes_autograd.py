@@ -1,7 +1,5 @@
 """What the closed forms say is kept, against what autograd keeps of real modules on this machine (fp32, CPU)."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,31 +7,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.model.shapes import (
-    DecoderShape,
-    EncoderShape,
-    MoeShape,
-    VitShape,
-    build_graph,
-)
+from galvatron_lite.model.shapes import DecoderShape, EncoderShape, MoeShape, VitShape, build_graph
+from tests.model.saved import saved_bytes
 
 SAMPLES = 2
-
-
-def kept_storages(run: Callable[[], Tensor], modules: nn.Module) -> dict[int, int]:
-    """Bytes of every storage that autograd keeps, parameters left out."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*modules.parameters(), *modules.buffers()]}
-    saved: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = run()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del output
-    return {place: size for place, size in storages.items() if place not in weights}
 
 
 def kept_per_sample(graph: ModelGraph) -> int:
@@ -41,7 +18,7 @@ def kept_per_sample(graph: ModelGraph) -> int:
 
 
 def kept_by_block(module: nn.Module, *inputs: Tensor) -> float:
-    return sum(kept_storages(lambda: module(*inputs), module).values()) / SAMPLES
+    return saved_bytes(lambda: module(*inputs), module) / SAMPLES
 
 
 def test_bert_layer_of_transformers() -> None:
@@ -71,8 +48,8 @@ def test_vit_model_of_transformers() -> None:
     graph = build_graph(shape, precision="fp32")
     assert sum(parameter.numel() for parameter in model.parameters()) == graph.parameters
     images, labels = torch.randn(SAMPLES, 3, 32, 32), torch.zeros(SAMPLES, dtype=torch.long)
-    storages = kept_storages(lambda: F.cross_entropy(model(images).logits, labels), model)
-    assert sum(storages.values()) == SAMPLES * kept_per_sample(graph) + 4
+    saved = saved_bytes(lambda: F.cross_entropy(model(images).logits, labels), model)
+    assert saved == SAMPLES * kept_per_sample(graph) + 4
 
 
 class Mixture(nn.Module):

@@ -3,16 +3,16 @@
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.shapes.images.layout import fused_norms
-from galvatron_lite.model.shapes.images.names import builder_of
+from galvatron_lite.model.shapes.images.names import graph_of_name
 
 ITEMS = 28 * 28
 HALF = 2
 
 
 def resnet() -> ModelGraph:
-    build = builder_of("resnet50")
-    assert build is not None
-    return build(224, 1000, "fp16", HALF)
+    graph = graph_of_name("resnet50", 224, "fp16")
+    assert graph is not None
+    return graph
 
 
 def moved(kind: LayerKind) -> tuple[int, int]:

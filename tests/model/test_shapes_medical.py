@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 
 from galvatron_lite.model.graph import ModelGraph, OperatorClass
-from galvatron_lite.model.shapes.images.names import builder_of, canonical
+from galvatron_lite.model.shapes.images.names import canonical, graph_of_name
 
 
 def graph(name: str) -> ModelGraph:
-    build = builder_of(canonical(name))
-    assert build is not None
-    return build(224, 1000, "fp16", 2)
+    found = graph_of_name(canonical(name), 224, "fp16")
+    assert found is not None
+    return found
 
 
 def items(name: str) -> int:

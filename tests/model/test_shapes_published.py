@@ -97,35 +97,11 @@ def test_mixtral_computes_with_its_active_parameters_only() -> None:
     assert weights == active - 32000 * 4096 - (2 * 32 + 1) * 4096
 
 
-def test_resnet50_forward_flops_are_the_published_ones() -> None:
-    """4.09 billion multiply-adds (torchvision)."""
-    flops = forward_flops(load_model("resnet50"), OperatorClass.CONVOLUTION, OperatorClass.MATMUL)
-    assert flops / 2 == pytest.approx(4.09e9, rel=0.001)
-
-
-def test_convnext_xl_forward_flops_are_the_published_ones() -> None:
-    """60.9 billion multiply-adds (Liu et al. 2022, table 1)."""
-    flops = forward_flops(load_model("convnext-xl"), OperatorClass.CONVOLUTION, OperatorClass.MATMUL)
-    assert flops / 2 == pytest.approx(60.9e9, rel=0.002)
-
-
 def test_vit_huge_forward_flops_are_the_published_ones() -> None:
     """167.3 billion multiply-adds (torchvision, vit_h_14 at 224 pixels), which count attention's matmuls."""
     graph = load_model("vit-huge")
     classes = (OperatorClass.MATMUL, OperatorClass.ATTENTION, OperatorClass.CONVOLUTION)
     assert forward_flops(graph, *classes) / 2 == pytest.approx(167.3e9, rel=0.002)
-
-
-def test_gpt3_block_keeps_what_korthikanti_counts_without_attention_matrices() -> None:
-    """Equation 1 less the attention matrices: 34 s b h bytes with dropout; what flash attention and the norms keep
-    besides is one fp32 number a query and head, and four fp32 numbers a token.
-    """
-    graph = load_model("gpt3-175b", overrides={"dropout": 0.1})
-    tokens, hidden, heads = 2048, 12288, 96
-    kept = graph.kinds["block"].kept
-    extra = 4 * tokens * heads + 4 * 4 * tokens
-    assert kept[Recompute.NONE].total == 34 * tokens * hidden + extra
-    assert kept[Recompute.FULL].total == 2 * tokens * hidden
 
 
 def test_gpt3_block_under_tensor_parallelism_keeps_what_korthikanti_counts() -> None:
@@ -137,11 +113,3 @@ def test_gpt3_block_under_tensor_parallelism_keeps_what_korthikanti_counts() -> 
     assert kept.at(degree, False) == (10 + 24 / degree) * tokens * hidden + sums + statistics
     shared = 34 / degree * tokens * hidden + sums + statistics / degree
     assert kept.at(degree, True) == shared
-
-
-def test_llama3_8b_logits_dominate_the_head() -> None:
-    kind = load_model("llama3-8b").kinds["after"]
-    tokens, vocab, hidden = 8192, 128256, 4096
-    assert kind.gathered_output_bytes == 2 * tokens * vocab
-    assert kind.kept[Recompute.NONE].total == 4 * tokens * vocab + 2 * 2 * tokens * hidden + (4 + 8) * tokens
-    assert kind.working.total >= 2 * 4 * tokens * vocab - 2 * 2 * tokens * hidden

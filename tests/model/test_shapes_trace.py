@@ -54,14 +54,6 @@ def test_flops_are_equal_by_class(graphs: tuple[ModelGraph, ModelGraph]) -> None
         assert by_class(kind, backward) == by_class(built.kinds[key], backward), key
 
 
-def test_kept_bytes_are_equal(graphs: tuple[ModelGraph, ModelGraph]) -> None:
-    traced, built = graphs
-    for key, kind in traced.kinds.items():
-        for choice, kept in kind.kept.items():
-            assert built.kinds[key].kept[choice].total == kept.total, (key, choice)
-    assert set(built.kinds["block"].kept) == set(Recompute)
-
-
 def test_tensor_parallelism_divides_them_equally(graphs: tuple[ModelGraph, ModelGraph]) -> None:
     """The captured graph ran one device's share; the closed form says how each part is divided."""
     traced, built = graphs
@@ -69,6 +61,7 @@ def test_tensor_parallelism_divides_them_equally(graphs: tuple[ModelGraph, Model
         other = built.kinds[key]
         assert other.parameters == kind.parameters, key
         assert {choice: other.kept[choice] for choice in kind.kept} == kind.kept, key
+        assert key != "block" or set(other.kept) == set(Recompute)
         for figure in ("tensor_degrees", "tensor_collectives", "sequence_parallel", "gathered_output_bytes"):
             assert getattr(other, figure) == getattr(kind, figure), (key, figure)
 

@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.sides import sides_told
-from galvatron_lite.model.trace_operators import extents
+from galvatron_lite.model.trace.operators import extents
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.parallelism.channel.parts import divides
 from galvatron_lite.parallelism.pictures import channels_of, extents_of, has_weights, items_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
-from galvatron_lite.parallelism.spatial.grids import sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.grids import sensible_grids
 from galvatron_lite.search.space import Fixed, Space
+from tests.model.saved import saved_bytes
 
 Made = tuple[nn.Module, dict[str, Any]]
 SAMPLES = 4
@@ -138,29 +137,13 @@ def captured(name: str) -> ModelGraph:
     return trace(*MODELS[name]())
 
 
-def kept_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Bytes of every storage that autograd keeps in a real run, parameters and buffers left out."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**batch)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del output
-    return sum(size for place, size in storages.items() if place not in own)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_keep_what_autograd_keeps_each_tensor_once(name: str) -> None:
     """What grows with the batch: the difference of real runs of the whole model at two batch sizes."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     half = {field: tensor[: SAMPLES // 2].clone() for field, tensor in batch.items()}
-    real = (kept_bytes(model, batch) - kept_bytes(model, half)) / (SAMPLES // 2)
+    real = (saved_bytes(lambda: model(**batch), model) - saved_bytes(lambda: model(**half), model)) / (SAMPLES // 2)
     graph = captured(name)
     again = batch["pictures"][0].nbytes if "perception" in name else 0  # each of two networks counts what both read
     assert sum(graph.kind_of(layer).kept[Recompute.NONE].total for layer in graph.layers) == real + again
@@ -227,43 +210,9 @@ def test_blocks_and_levels_are_layers(name: str) -> None:
     assert [layer.name for layer in captured(name).layers] == ["before", *BLOCKS[name], "after"]
 
 
-def test_the_full_sizes_are_cut_into_layers() -> None:
-    """Without a batch, so that nothing runs: each network's blocks, of its published number."""
-    counts = {}
-    for name in ("resnet-152", "vgg-16", "alexnet", "convnext-xl", "regnet-y-32gf", "unet", "unet-bilinear"):
-        with torch.device("meta"):
-            counts[name] = len(discover_layers(build(name))) - 2
-    assert counts == {
-        "resnet-152": 50, "vgg-16": 5, "alexnet": 5, "convnext-xl": 36, "regnet-y-32gf": 20, "unet": 8,
-        "unet-bilinear": 8,
-    }  # fmt: skip
-
-
-def test_a_u_nets_skips_go_from_level_to_level() -> None:
-    graph = captured("unet-mini")
-    sides = {"before": 32, "downs.0": 16, "downs.1": 8, "ups.0": 16, "ups.1": 32}
-    channels = {"before": 4, "downs.0": 8, "downs.1": 16, "ups.0": 8, "ups.1": 4}
-    readers = {
-        "before": ("downs.0", "ups.1"), "downs.0": ("downs.1", "ups.0"), "downs.1": ("ups.0",), "ups.0": ("ups.1",),
-        "ups.1": ("after",),
-    }  # fmt: skip
-    assert {one.producer: one.readers for one in graph.tensors} == readers
-    assert {one.producer: one.size for one in graph.tensors} == {
-        layer: 4 * channels[layer] * side**2 for layer, side in sides.items()
-    }
-
-
 def kinds_of(name: str) -> list[LayerKind]:
     graph = captured(name)
     return [graph.kind_of(layer) for layer in graph.layers]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_pixels_and_channels_of_captured_blocks_can_be_shared(name: str) -> None:
-    for kind in kinds_of(name)[1:-1]:
-        assert splits_pixels(kind), kind.name
-        dense = any(has_weights(one) for one in kind.operators)
-        assert divides(kind, "filters", 2) or not dense, kind.name
 
 
 def test_extents_of_the_pictures_that_enter() -> None:
@@ -307,6 +256,7 @@ def test_what_is_summed_over_all_pixels() -> None:
         lambda x: F.interpolate(x[None], scale_factor=2, mode="trilinear")[0],
         lambda x: F.max_pool3d(x[None], (1, 2, 2))[0],
         lambda x: F.avg_pool3d(x[None], 3, 2, 1)[0],
+        lambda x: nn.Conv1d(4, 6, 3, 2, 2, 2)(x[:, :, 0])[None],
         nn.Conv2d(4, 6, (3, 5), (1, 2), (1, 0), (2, 1), groups=2),
         nn.ConvTranspose2d(4, 6, 2, 2),
         nn.ConvTranspose2d(4, 6, (4, 3), (2, 1), groups=2),
@@ -319,6 +269,17 @@ def test_windows_tell_the_extents_after_them(call: Callable[[Tensor], Tensor]) -
     sides = sides_told(sizes[3:] if sizes[:2] == (4, 6) else sizes[2:])
     assert tuple(side.extent for side in sides) == x.shape[4 - len(sides) :]
     assert tuple(side.output for side in sides) == after[4 - len(sides) :]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_either_gradient_of_a_convolution_takes_what_forward_does(groups: int) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, groups=groups), nn.ConvTranspose2d(8, 4, 2, 2))
+    graph = trace(model, torch.randn(2, 4, 6, 6), loss_fn=lambda output, _: output.mean(), blocks=())
+    plain, back = (one for one in graph.kind_of(graph.layers[0]).operators if one.kind is OperatorClass.CONVOLUTION)
+    assert plain.flops == 2 * 36 * 8 * (4 // groups) * 9
+    assert plain.backward_flops == plain.flops  # a picture takes no gradient
+    assert back.flops == 2 * 36 * 8 * 4 * 4
+    assert back.backward_flops == 2 * back.flops
 
 
 @pytest.mark.parametrize("times", [2, 3, 4])

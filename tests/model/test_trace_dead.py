@@ -17,9 +17,9 @@ from galvatron_lite.capture.limits import dead_parameters, everything_in
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model
 from galvatron_lite.model.graph import DeadParameters
-from galvatron_lite.model.trace_flow import DataFlow
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import observe
+from galvatron_lite.model.trace.flow import DataFlow
+from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.run import observe
 
 WIDTH = 6
 

@@ -15,7 +15,7 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model, map_tensors, resize_batch, tensors_of
 from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
-from galvatron_lite.model.trace_meta import prepare_for_training
+from galvatron_lite.model.trace.meta import prepare_for_training
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.profiler.memory import PeakMemory, track_peak

@@ -6,9 +6,9 @@ import pytest
 
 from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import BlockCall, observe, run_block
+from galvatron_lite.model.trace.figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.run import BlockCall, observe, run_block
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block

@@ -10,7 +10,7 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace_run import check_folded, sample_arguments
+from galvatron_lite.model.trace.run import check_folded, sample_arguments
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients

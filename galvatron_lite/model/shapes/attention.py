@@ -13,7 +13,7 @@ from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.fields import TransformerShape
 from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
-from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of
+from galvatron_lite.model.shapes.tape import Tape, narrow, sharding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _bias(tape: Tape, name: str, q: Value, k: Value, heads: Heads) -> Value:
     """The mask with the bias of every pair of a query and a key, a head."""
     queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
     out = tape.value(heads.queries * queries * keys, q.part)
-    return tape.record(ShapeCall((), out), memory_operator(name, out, 3 * out.bytes, out.bytes))
+    return tape.memory(name, (), out, 3 * out.bytes, out.bytes)
 
 
 def _flash(
@@ -104,9 +104,7 @@ def _plain(
 
 def _repeat(tape: Tape, name: str, x: Value, items: int) -> Value:
     out = tape.value(items, x.part)
-    return tape.record(
-        ShapeCall((x,), out, core=True), memory_operator(name, out, x.bytes + out.bytes, x.bytes + out.bytes)
-    )
+    return tape.memory(name, (x,), out, x.bytes + out.bytes, core=True)
 
 
 def _product(tape: Tape, name: str, factors: tuple[Value, Value], shape: tuple[int, int, int]) -> Value:
@@ -126,23 +124,22 @@ def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool
     out = tape.value(scores.items, scores.part)
     if tape.kernels.fused_softmax:
         seen = 1 if causal else 2  # Megatron's causal kernel skips what the mask hides
-        operator = memory_operator(f"{name}.softmax", out, (seen + 2) * out.bytes // 2, (seen + 1) * out.bytes)
-        return tape.record(ShapeCall((scores,), out, saved=(out,), core=True), operator)
+        moved, back = (seen + 2) * out.bytes // 2, (seen + 1) * out.bytes
+        return tape.memory(f"{name}.softmax", (scores,), out, moved, back, saved=(out,), core=True)
     passes = ("scale", "mask", "bias") if biased else ("scale", "mask")
     x = scores
     for each in passes:
         made = tape.value(x.items, x.part)
-        operator = memory_operator(f"{name}.{each}", x, 2 * x.bytes, 0 if each == "bias" else 2 * x.bytes)
-        x = tape.record(ShapeCall((x,), made, core=True, fusible=True, shares_gradient=each == "bias"), operator)
+        moved, added = 2 * x.bytes, each == "bias"
+        x = tape.memory(
+            f"{name}.{each}", (x,), made, moved, 0 if added else moved, core=True, fusible=True, shares_gradient=added
+        )
     wide = out if out.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
-    operator = memory_operator(f"{name}.softmax", wide, x.bytes + wide.bytes, 2 * wide.bytes + x.bytes)
-    tape.record(ShapeCall((x,), wide, saved=(wide,), core=True, fusible=True), operator)
+    moved, back = x.bytes + wide.bytes, 2 * wide.bytes + x.bytes
+    tape.memory(f"{name}.softmax", (x,), wide, moved, back, saved=(wide,), core=True, fusible=True)
     if wide is out:
         return out
-    moved = wide.bytes + out.bytes
-    return tape.record(
-        ShapeCall((wide,), out, core=True, fusible=True), memory_operator(f"{name}.cast", out, moved, moved)
-    )
+    return tape.memory(f"{name}.cast", (wide,), out, wide.bytes + out.bytes, core=True, fusible=True)
 
 
 def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
@@ -151,8 +148,7 @@ def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
     out = tape.value(weights.items, weights.part)
     mask = tape.value(weights.items, weights.part, 1, grad=False)
     moved = 2 * weights.bytes + mask.bytes
-    call = ShapeCall((weights,), out, saved=(mask,), core=True, fusible=True)
-    return tape.record(call, memory_operator(name, weights, moved, moved))
+    return tape.memory(name, (weights,), out, moved, saved=(mask,), core=True, fusible=True)
 
 
 def view(tensor: Value, items: int) -> Value:
@@ -205,22 +201,16 @@ def _keys_and_values(tape: Tape, shape: TransformerShape, x: Value, heads: Heads
     tokens = x.items // shape.hidden
     plain = shape.head_dim - shape.rope_dim
     joined = _compressed(tape, shape, "kv", x, shape.kv_rank + shape.rope_dim, shape.kv_rank)
-    small = tape.gather(
-        tape.record(
-            ShapeCall((joined,), tape.value(tokens * shape.kv_rank, joined.part)),
-            memory_operator("", joined, 0, 0, count=0),
-        )
-    )
+    part = tape.value(tokens * shape.kv_rank, joined.part)
+    small = tape.gather(tape.memory("", (joined,), part, 0, like=joined, count=0))
     columns = shape.heads * (plain + heads.values)
     both = ops.linear(
         tape, "attention.kv_up", small, shape.kv_rank, columns, Division.TENSOR, bias=False, fp8=tape.kernels.fp8
     )
     keys = tape.value(tokens * shape.heads * shape.head_dim, both.part)
     values = tape.value(tokens * shape.heads * heads.values, both.part)
-    operator = memory_operator("attention.join_keys", keys, 2 * keys.bytes, 2 * keys.bytes, count=3)
-    tape.record(ShapeCall((both,), keys, fusible=True), operator)
-    copied = memory_operator("attention.split_values", values, 2 * values.bytes, 2 * values.bytes)
-    tape.record(ShapeCall((both,), values, fusible=True), copied)
+    tape.memory("attention.join_keys", (both,), keys, 2 * keys.bytes, count=3, fusible=True)
+    tape.memory("attention.split_values", (both,), values, 2 * values.bytes, fusible=True)
     return keys, values
 
 
@@ -229,4 +219,4 @@ def _turned(tape: Tape, name: str, x: Value, turned: int) -> Value:
     out = tape.value(x.items, x.part)
     passes, count = (2, 1) if tape.kernels.fused_rotary else (10, 6)
     moved = passes * turned * x.item_bytes + 2 * (x.bytes - turned * x.item_bytes)
-    return tape.record(ShapeCall((x,), out, fusible=True), memory_operator(name, x, moved, moved, count=count))
+    return tape.memory(name, (x,), out, moved, count=count, fusible=True)

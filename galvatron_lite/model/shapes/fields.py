@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import Strict
@@ -291,21 +291,7 @@ Shape = (
     DecoderShape | EncoderShape | MoeShape | EncoderDecoderShape | VitShape | ResNetShape | ConvNextShape | VggShape
     | AlexNetShape | RegNetShape | UNetShape | CosmoFlowShape | PerceptionShape
 )  # fmt: skip
-SHAPES: dict[str, type[Shape]] = {
-    "decoder": DecoderShape,
-    "encoder": EncoderShape,
-    "moe": MoeShape,
-    "encoder_decoder": EncoderDecoderShape,
-    "vit": VitShape,
-    "resnet": ResNetShape,
-    "convnext": ConvNextShape,
-    "vgg": VggShape,
-    "alexnet": AlexNetShape,
-    "regnet": RegNetShape,
-    "unet": UNetShape,
-    "cosmoflow": CosmoFlowShape,
-    "perception": PerceptionShape,
-}
+SHAPES: dict[str, type[Shape]] = {kind.__dataclass_fields__["arch"].default: kind for kind in get_args(Shape)}
 """Architecture families by the name a file gives under ``arch``."""
 
 

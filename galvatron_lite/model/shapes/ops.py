@@ -37,9 +37,9 @@ def layer_norm_in_steps(tape: Tape, name: str, x: Value, width: int) -> Value:
     out, root = (tape.value(items, x.part) for items in (x.items, x.items // width))
     kept = tuple(tape.value(x.items, x.part) for _ in range(3))
     tape.count(2 * width)
-    moved, backward_moved = (passes * x.bytes for passes in _LAYER_PASSES)
-    operator = memory_operator(name, x, moved, backward_moved, 2 * width * tape.item_bytes, count=10)
-    return tape.record(ShapeCall((x,), out, saved=(*kept, root), fusible=True), operator)
+    moved, back = (passes * x.bytes for passes in _LAYER_PASSES)
+    weights = 2 * width * tape.item_bytes
+    return tape.memory(name, (x,), out, moved, back, saved=(*kept, root), weight_bytes=weights, count=10, fusible=True)
 
 
 def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Value:
@@ -56,14 +56,13 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
         return _norm(tape, name, x, root, width)
     out = tape.value(x.items, x.part)
     casts = 0 if x.item_bytes == FP32 else 2 * (x.bytes + x.items * FP32)
-    moved, backward_moved = (passes * x.items * FP32 + casts for passes in _RMS_PASSES)
+    moved, back = (passes * x.items * FP32 + casts for passes in _RMS_PASSES)
     upcast = x if x.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     normalised = tape.value(x.items, x.part, FP32)
     tape.count(width)
-    operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
-    for_input = (upcast, root) if x.grad else ()
-    for_weight = () if tape.freezes(name) else (normalised,)
-    return tape.record(ShapeCall((x,), out, saved=(*for_input, *for_weight), fusible=True), operator)
+    saved = ((upcast, root) if x.grad else ()) + (() if tape.freezes(name) else (normalised,))
+    weights = width * tape.item_bytes
+    return tape.memory(name, (x,), out, moved, back, saved=saved, weight_bytes=weights, count=6, fusible=True)
 
 
 def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> Value:
@@ -73,11 +72,10 @@ def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> V
     cast = tape.kernels.autocast and x.item_bytes < FP32
     kept = tape.value(x.items, x.part, FP32) if cast else x
     casts = 2 * (x.bytes + kept.bytes) if cast else 0
-    moved, backward_moved = 2 * kept.bytes + casts, 3 * kept.bytes + casts
-    operator = memory_operator(
-        name, x, moved, backward_moved, weights * tape.item_bytes, count=3 if cast else 1
+    return tape.memory(
+        name, (x,), out, 2 * kept.bytes + casts, 3 * kept.bytes + casts, saved=(kept, statistics),
+        weight_bytes=weights * tape.item_bytes, count=3 if cast else 1, fusible=True,
     )  # fmt: skip
-    return tape.record(ShapeCall((x,), out, saved=(kept, statistics), fusible=True), operator)
 
 
 def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
@@ -95,8 +93,7 @@ def _cast(tape: Tape, name: str, logits: Value) -> Value:
     if logits.item_bytes == FP32:
         return logits
     cast = tape.value(logits.items, logits.part, FP32)
-    moved = logits.bytes + cast.bytes
-    return tape.record(ShapeCall((logits,), cast), memory_operator(f"{name}.cast", cast, moved, moved))
+    return tape.memory(f"{name}.cast", (logits,), cast, logits.bytes + cast.bytes)
 
 
 def _eager(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
@@ -107,12 +104,12 @@ def _eager(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     """
     cast = _cast(tape, name, logits)
     log_softmax = tape.value(logits.items, logits.part, FP32)
-    softmax = memory_operator(f"{name}.log_softmax", cast, 2 * cast.bytes, 3 * cast.bytes)
-    tape.record(ShapeCall((cast,), log_softmax, saved=(log_softmax,)), softmax)
+    tape.memory(f"{name}.log_softmax", (cast,), log_softmax, 2 * cast.bytes, 3 * cast.bytes, saved=(log_softmax,))
     loss = tape.value(1, Division.WHOLE, FP32)
-    likelihood = memory_operator(f"{name}.nll", cast, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
-    held = replace(logits, grad=False)
-    return tape.record(ShapeCall((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)
+    return tape.memory(
+        f"{name}.nll", (log_softmax, labels, replace(logits, grad=False)), loss, labels.bytes,
+        2 * cast.bytes + labels.bytes, like=cast, saved=(log_softmax, labels), items=labels.items,
+    )  # fmt: skip
 
 
 def _vocabulary_parallel(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
@@ -126,28 +123,28 @@ def _vocabulary_parallel(tape: Tape, name: str, logits: Value, labels: Value) ->
     softmax, passes, kernels = cast, 8, 12
     if tape.kernels.jit_loss:
         softmax, passes, kernels = tape.value(cast.items, cast.part, FP32), 5, 7
-        operator = memory_operator(f"{name}.exponentials", cast, 3 * cast.bytes, 0, count=2)
-        tape.record(ShapeCall((cast,), softmax, shares_gradient=True), operator)
+        tape.memory(f"{name}.exponentials", (cast,), softmax, 3 * cast.bytes, 0, count=2, shares_gradient=True)
     loss = tape.value(1, Division.WHOLE, FP32)
     masks = tape.value(labels.items, Division.WHOLE, 1, grad=False)
-    operator = memory_operator(f"{name}.softmax", softmax, passes * cast.bytes, 2 * cast.bytes, count=kernels)
-    held = replace(logits, grad=False)
-    return tape.record(ShapeCall((softmax, labels, held), loss, saved=(softmax, masks, labels), inplace=True), operator)
+    return tape.memory(
+        f"{name}.softmax", (softmax, labels, replace(logits, grad=False)), loss, passes * cast.bytes, 2 * cast.bytes,
+        like=softmax, saved=(softmax, masks, labels), count=kernels, inplace=True,
+    )  # fmt: skip
 
 
 def _compiled(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     """torch.compile's: reads the logits twice (largest and sum), keeps them and two fp32 statistics a row."""
     loss = tape.value(1, Division.WHOLE, FP32)
     statistics = tape.value(2 * labels.items, Division.WHOLE, FP32, grad=False)
-    operator = memory_operator(name, logits, 2 * logits.bytes, 2 * logits.bytes, count=2)
-    return tape.record(ShapeCall((logits, labels), loss, saved=(logits, statistics, labels)), operator)
+    saved = (logits, statistics, labels)
+    return tape.memory(name, (logits, labels), loss, 2 * logits.bytes, like=logits, saved=saved, count=2)
 
 
 def _inplace(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     """TransformerEngine's and Liger's: forward writes the gradient over the logits; backward scales it."""
     loss = tape.value(1, Division.WHOLE, FP32)
-    operator = memory_operator(name, logits, 3 * logits.bytes, 2 * logits.bytes, count=2)
-    return tape.record(ShapeCall((logits, labels), loss, saved=(logits,), inplace=True), operator)
+    moved, back = 3 * logits.bytes, 2 * logits.bytes
+    return tape.memory(name, (logits, labels), loss, moved, back, like=logits, saved=(logits,), count=2, inplace=True)
 
 
 def linear(
@@ -220,8 +217,7 @@ def _adapted(tape: Tape, name: str, x: Value, base: Value, sizes: tuple[int, int
     low, base = tape.gather(low) if column else narrow(low) if row else low, narrow(base) if row else base
     update = linear(tape, f"{name}.lora_up", low, rank, columns, up, bias=False)
     scaled = tape.value(update.items, update.part)
-    operator = memory_operator(f"{name}.lora_scale", update, 2 * update.bytes, 2 * update.bytes)
-    tape.record(ShapeCall((update,), scaled, fusible=True), operator)
+    tape.memory(f"{name}.lora_scale", (update,), scaled, 2 * update.bytes, fusible=True)
     return add(tape, f"{name}.lora_sum", base, scaled)
 
 
@@ -264,21 +260,18 @@ def activation(tape: Tape, name: str, x: Value, *, keeps_output: bool = False) -
     """An elementwise function: GELU and SiLU keep their input, ReLU its output."""
     out = tape.value(x.items, x.part)
     saved = (out,) if keeps_output else (x,)
-    call = ShapeCall((x,), out, saved=saved, fusible=True)
-    return tape.record(call, memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
-
-
-def swiglu(tape: Tape, name: str, gate: Value, up: Value) -> Value:
-    """Activation of ``gate`` times ``up`` in one kernel: keeps both, and not the activated gate."""
-    out = tape.value(gate.items, gate.part)
-    operator = memory_operator(name, gate, 3 * out.bytes, 5 * out.bytes)
-    return tape.record(ShapeCall((gate, up), out, saved=(gate, up), fusible=True), operator)
+    return tape.memory(name, (x,), out, 2 * x.bytes, 3 * x.bytes, saved=saved, fusible=True)
 
 
 def gated(tape: Tape, gate: Value, up: Value, *, keeps_output: bool = False) -> Value:
-    """What a gated MLP's down projection takes: ``swiglu``, or activation and product one after the other."""
+    """What a gated MLP's down projection takes: activation of ``gate`` times ``up``.
+
+    One kernel keeps both and not the activated gate; else activation and product follow one after the other.
+    """
     if tape.kernels.fused_activation:
-        return swiglu(tape, "mlp.act", gate, up)
+        out = tape.value(gate.items, gate.part)
+        moved, back = 3 * out.bytes, 5 * out.bytes
+        return tape.memory("mlp.act", (gate, up), out, moved, back, saved=(gate, up), fusible=True)
     activated = activation(tape, "mlp.act", gate, keeps_output=keeps_output)
     return multiply(tape, "mlp.product", activated, up, remade=not keeps_output)
 
@@ -292,24 +285,23 @@ def multiply(tape: Tape, name: str, first: Value, second: Value, *, remade: bool
     """
     out = tape.value(first.items, first.part)
     again = (first,) if remade and tape.kernels.remade_gates else ()
-    operator = memory_operator(name, first, 3 * out.bytes, (8 if again else 6) * out.bytes)
-    saved = (second,) if again else (first, second)
-    return tape.record(ShapeCall((first, second), out, saved=saved, fusible=True, rebuilt=again), operator)
+    saved, back = ((second,), 8 * out.bytes) if again else ((first, second), 6 * out.bytes)
+    return tape.memory(name, (first, second), out, 3 * out.bytes, back, saved=saved, fusible=True, rebuilt=again)
 
 
 def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
     """Product with a learned vector of ``width`` items; keeps its input."""
     out = tape.value(x.items, x.part)
     tape.count(width)
-    operator = memory_operator(name, x, 2 * x.bytes, 4 * x.bytes, width * tape.item_bytes)
-    return tape.record(ShapeCall((x,), out, saved=() if tape.freezes(name) else (x,)), operator)
+    saved = () if tape.freezes(name) else (x,)
+    weights = width * tape.item_bytes
+    return tape.memory(name, (x,), out, 2 * x.bytes, 4 * x.bytes, saved=saved, weight_bytes=weights)
 
 
 def add(tape: Tape, name: str, first: Value, second: Value) -> Value:
     """Elementwise sum; keeps nothing, and hands its gradient on as it is."""
     out = tape.value(first.items, first.part)
-    call = ShapeCall((first, second), out, shares_gradient=True, fusible=True)
-    return tape.record(call, memory_operator(name, out, 3 * out.bytes, 0))
+    return tape.memory(name, (first, second), out, 3 * out.bytes, 0, shares_gradient=True, fusible=True)
 
 
 def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> Value:
@@ -317,11 +309,10 @@ def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> V
     if not tape.kernels.fused_residual or not probability:
         return add(tape, f"{name}.residual", x, dropout(tape, f"{name}.dropout", y, probability))
     dropped, mask = tape.value(0, y.part), tape.value(y.items, x.part, 1, grad=False)
-    operator = memory_operator(f"{name}.residual", x, 3 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
-    silent = memory_operator("", x, 0, 0, count=0)
-    tape.record(ShapeCall((y,), dropped, saved=(mask,), fusible=True), operator)
+    moved, back = 3 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes
+    tape.memory(f"{name}.residual", (y,), dropped, moved, back, like=x, saved=(mask,), fusible=True)
     out = tape.value(x.items, x.part)
-    return tape.record(ShapeCall((x, dropped), out, shares_gradient=True, fusible=True), silent)
+    return tape.memory("", (x, dropped), out, 0, count=0, shares_gradient=True, fusible=True)
 
 
 def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
@@ -329,8 +320,7 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
     if not probability:
         return x
     out, mask = tape.value(x.items, x.part), tape.value(x.items, x.part, 1, grad=False)
-    operator = memory_operator(name, x, 2 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
-    return tape.record(ShapeCall((x,), out, saved=(mask,), fusible=True), operator)
+    return tape.memory(name, (x,), out, 2 * x.bytes + mask.bytes, saved=(mask,), fusible=True)
 
 
 def rotary(tape: Tape, name: str, x: Value) -> Value:
@@ -340,8 +330,7 @@ def rotary(tape: Tape, name: str, x: Value) -> Value:
     """
     out = tape.value(x.items, x.part)
     passes, count = (2, 1) if tape.kernels.fused_rotary else (10, 5)
-    operator = memory_operator(name, x, passes * x.bytes, passes * x.bytes, count=count)
-    return tape.record(ShapeCall((x,), out, fusible=True), operator)
+    return tape.memory(name, (x,), out, passes * x.bytes, count=count, fusible=True)
 
 
 def embedding(
@@ -357,20 +346,18 @@ def embedding(
     """
     out = tape.value(indices.items * width, Division.SEQUENCE)
     tape.count(table, part)
-    operator = memory_operator(name, out, 2 * out.bytes + indices.bytes, 2 * out.bytes + indices.bytes)
-    return tape.record(ShapeCall((indices,), out, saved=(indices,)), operator)
+    return tape.memory(name, (indices,), out, 2 * out.bytes + indices.bytes, saved=(indices,))
 
 
 def positions(tape: Tape, name: str, x: Value, table: int) -> Value:
     """Add rows of a learned table of so many items, the same for every sample: keeps nothing a sample."""
     tape.count(table)
     out = tape.value(x.items, x.part)
-    operator = memory_operator(name, x, 2 * x.bytes, x.bytes, x.items * tape.item_bytes)
-    return tape.record(ShapeCall((x,), out, shares_gradient=True), operator)
+    weights = x.items * tape.item_bytes
+    return tape.memory(name, (x,), out, 2 * x.bytes, x.bytes, weight_bytes=weights, shares_gradient=True)
 
 
 def reshape(tape: Tape, name: str, x: Value, items: int) -> Value:
     """Copy into another shape (concatenate a class token, take one token): keeps nothing."""
     out = tape.value(items, x.part)
-    moved = x.bytes + out.bytes
-    return tape.record(ShapeCall((x,), out), memory_operator(name, out, moved, moved))
+    return tape.memory(name, (x,), out, x.bytes + out.bytes)

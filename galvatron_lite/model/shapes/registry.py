@@ -84,7 +84,7 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
     if isinstance(shape, PictureShape) and not isinstance(shape, VitShape):
         from galvatron_lite.model.shapes.images.convnets import picture_graph
 
-        return picture_graph(shape, precision, item_bytes, kernels)
+        return picture_graph(shape, precision, kernels)
     from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph, vit_graph
     from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
 

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from galvatron_lite.model.graph import (
     Layer,
@@ -140,6 +141,23 @@ class Tape:
         summed = replace(operator, backward_moved=operator.backward_moved + sums) if sums else operator
         self.records.append((call, summed))
         return call.output
+
+    def memory(
+        self, name: str, inputs: tuple[Value, ...], out: Value, moved: int, backward_moved: int | None = None, *,
+        like: Value | None = None, saved: tuple[Value, ...] = (), weight_bytes: int = 0, items: int = 0, count: int = 1,
+        **traits: Any,
+    ) -> Value:  # fmt: skip
+        """Record a call bound by memory. Returns its output.
+
+        Args:
+            name, moved, backward_moved, weight_bytes, items, count: see ``memory_operator``; backward moves as much as
+                forward where it is not told.
+            inputs, out, saved, traits: see ``ShapeCall``.
+            like: the tensor whose items its kernels work on; None: the output.
+        """
+        back = moved if backward_moved is None else backward_moved
+        operator = memory_operator(name, like or out, moved, back, weight_bytes, items, count)
+        return self.record(ShapeCall(inputs, out, saved, **traits), operator)
 
     def _as_trained(self, call: ShapeCall, operator: Operator) -> Record:
         """The call where some parameters are frozen: what backward does of it and what is saved for that.

@@ -20,7 +20,7 @@ from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.attention import Heads, attention, latent_attention, view
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
 from galvatron_lite.model.shapes.records import FP32, INDEX, Division, ShapeCall, Value
-from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, memory_operator, narrow, sharding_of, widen
+from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, narrow, sharding_of, widen
 
 NOT_SPLIT = "nothing in it is split: every device of a tensor group does all of its work"
 _MANY_WAYS = 5040
@@ -161,14 +161,10 @@ def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:
     inner = _activated(tape, shape, copies)
     down = _grouped(tape, shape, "mlp.experts.down", inner, (shape.moe_ffn, shape.hidden), Division.SEQUENCE)
     weighted = tape.value(down.items, down.part)
-    tape.record(
-        ShapeCall((down, weights), weighted, saved=(down, weights), fusible=True),
-        memory_operator("mlp.weight", weighted, 2 * down.bytes + weights.bytes, 3 * down.bytes),
-    )
+    moved, back, factors = 2 * down.bytes + weights.bytes, 3 * down.bytes, (down, weights)
+    tape.memory("mlp.weight", factors, weighted, moved, back, saved=factors, fusible=True)
     combined = tape.value(x.items, weighted.part)
-    moved = weighted.bytes + combined.bytes
-    operator = memory_operator("combine", combined, moved, moved, count=_PERMUTE)
-    return narrow(tape.record(ShapeCall((weighted,), combined), operator))
+    return narrow(tape.memory("combine", (weighted,), combined, weighted.bytes + combined.bytes, count=_PERMUTE))
 
 
 def _dispatch(tape: Tape, shape: MoeShape, x: Value) -> Value:
@@ -179,9 +175,8 @@ def _dispatch(tape: Tape, shape: MoeShape, x: Value) -> Value:
     tape.routing = Routing(
         shape.moe_topk, tape.kernels.unique_dispatch, shape.expert_groups, shape.chosen_groups, shape.expert_excess
     )
-    moved = x.bytes + copies.bytes
-    operator = memory_operator("dispatch", copies, moved, moved, count=_PERMUTE)
-    return tape.record(ShapeCall((x if tape.kernels.folded_experts else widen(x),), copies), operator)
+    source = x if tape.kernels.folded_experts else widen(x)
+    return tape.memory("dispatch", (source,), copies, x.bytes + copies.bytes, count=_PERMUTE)
 
 
 def _part(tape: Tape) -> Division:
@@ -215,15 +210,13 @@ def _choose(tape: Tape, shape: MoeShape, logits: Value) -> Value:
     scores = logits
     if shape.router != "chosen_softmax":
         scores = tape.value(logits.items, logits.part, FP32)
-        operator = memory_operator(f"router.{shape.router}", scores, 2 * scores.bytes, 3 * scores.bytes)
-        tape.record(ShapeCall((logits,), scores, saved=(scores,)), operator)
+        tape.memory(f"router.{shape.router}", (logits,), scores, 2 * scores.bytes, 3 * scores.bytes, saved=(scores,))
     tape.buffer_bytes += FP32 * shape.n_experts * (shape.router == "sigmoid")
     chosen = tape.value(tokens * shape.moe_topk, logits.part, FP32)
     indices = tape.value(chosen.items, logits.part, INDEX, grad=False)
     passes = 1 + (shape.expert_groups > 1)  # limited to groups, scores are read again for the best groups
     moved = passes * scores.bytes + chosen.bytes + indices.bytes
-    operator = memory_operator("router.topk", chosen, moved, moved, count=passes * _TOP_K)
-    return tape.record(ShapeCall((scores,), chosen, saved=(chosen, indices)), operator)
+    return tape.memory("router.topk", (scores,), chosen, moved, saved=(chosen, indices), count=passes * _TOP_K)
 
 
 def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[int, int], part: Division) -> Value:

@@ -7,8 +7,8 @@ Krizhevsky 2014 (arXiv:1404.5997; one tower); Simonyan and Zisserman 2014 (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from galvatron_lite.model.shapes.fields import (
     ResNetShape,
     VggShape,
 )
+from galvatron_lite.model.shapes.images.convnets import ALEXNET
 
 
 def classification_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
@@ -58,19 +59,36 @@ class ImageClassifier(nn.Module):
         return random_pictures(samples, (self.config.channels, *extent), self.config.classes)
 
 
-_WINDOWS = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))
-"""Kernel, stride and padding of each convolution."""
-_POOLED = (0, 1, 4)  # convolutions that max pooling follows
+class PlainClassifier(ImageClassifier):
+    """Convolutions one after the other, pooling to a fixed extent, two hidden layers with dropout, a linear layer."""
+
+    def __init__(self, config: AlexNetShape | VggShape, features: Iterable[nn.Module], hidden: Iterable[nn.Module]):
+        super().__init__(config)
+        self.features = nn.Sequential(*features)
+        self.avgpool = nn.AdaptiveAvgPool2d(config.pooled)
+        self.classifier = nn.Sequential(*hidden, nn.Linear(config.hidden, config.classes))
+
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
+        x = torch.flatten(self.avgpool(self.features(pictures)), 1)
+        logits: Tensor = self.classifier(x)
+        return logits
+
+
+def hidden_layers(config: AlexNetShape | VggShape, dropout_first: bool) -> Iterator[nn.Module]:
+    """Two linear layers with ReLU, and dropout before or behind each."""
+    for pair in pairwise((config.widths[-1] * config.pooled**2, config.hidden, config.hidden)):
+        layer = (nn.Linear(*pair), nn.ReLU(inplace=True))
+        yield from (nn.Dropout(config.dropout), *layer) if dropout_first else (*layer, nn.Dropout(config.dropout))
 
 
 class Unit(nn.Module):
     """A convolution with ReLU, and max pooling of 3 x 3 pixels with stride 2 where asked for."""
 
-    def __init__(self, inner: int, outer: int, window: tuple[int, int, int], pool: bool) -> None:
+    def __init__(self, inner: int, outer: int, window: tuple[int, int, int, bool]) -> None:
         super().__init__()
-        kernel, stride, padding = window
+        kernel, stride, padding, self.pool = window
         self.conv = nn.Conv2d(inner, outer, kernel, stride, padding)
-        self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve, rectify, pool."""
@@ -78,31 +96,13 @@ class Unit(nn.Module):
         return nn.functional.max_pool2d(x, 3, 2) if self.pool else x
 
 
-class AlexNet(ImageClassifier):
+class AlexNet(PlainClassifier):
     """See the sources above."""
 
     def __init__(self, config: AlexNetShape) -> None:
-        super().__init__(config)
-        inner = (config.channels, *config.widths)
-        self.features = nn.Sequential(
-            *(Unit(inner[i], inner[i + 1], window, i in _POOLED) for i, window in enumerate(_WINDOWS))
-        )
-        self.avgpool = nn.AdaptiveAvgPool2d(config.pooled)
-        self.classifier = nn.Sequential(
-            nn.Dropout(config.dropout),
-            nn.Linear(config.widths[-1] * config.pooled**2, config.hidden),
-            nn.ReLU(inplace=True),
-            nn.Dropout(config.dropout),
-            nn.Linear(config.hidden, config.hidden),
-            nn.ReLU(inplace=True),
-            nn.Linear(config.hidden, config.classes),
-        )
-
-    def logits(self, pictures: Tensor) -> Tensor:
-        """Logits (samples, classes)."""
-        x = torch.flatten(self.avgpool(self.features(pictures)), 1)
-        logits: Tensor = self.classifier(x)
-        return logits
+        pairs = pairwise((config.channels, *config.widths))
+        units = (Unit(*pair, window) for pair, window in zip(pairs, ALEXNET, strict=True))
+        super().__init__(config, units, hidden_layers(config, dropout_first=True))
 
 
 def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:
@@ -113,37 +113,13 @@ def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*parts, nn.MaxPool2d(2, 2))
 
 
-def classifier(inner: int, hidden: int, classes: int, dropout: float) -> nn.Sequential:
-    """Three fully connected layers with ReLU and dropout between them."""
-    return nn.Sequential(
-        nn.Linear(inner, hidden),
-        nn.ReLU(inplace=True),
-        nn.Dropout(dropout),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(inplace=True),
-        nn.Dropout(dropout),
-        nn.Linear(hidden, classes),
-    )
-
-
-class VGG(ImageClassifier):
+class VGG(PlainClassifier):
     """See the sources above."""
 
     def __init__(self, config: VggShape) -> None:
-        super().__init__(config)
-        inner = (config.channels, *config.widths)
-        groups = zip(inner, config.widths, config.depths, strict=False)
-        self.features = nn.Sequential(*(conv_group(*group) for group in groups))
-        self.avgpool = nn.AdaptiveAvgPool2d(config.pooled)
-        self.classifier = classifier(
-            config.widths[-1] * config.pooled**2, config.hidden, config.classes, config.dropout
-        )
-
-    def logits(self, pictures: Tensor) -> Tensor:
-        """Logits (samples, classes)."""
-        x = torch.flatten(self.avgpool(self.features(pictures)), 1)
-        logits: Tensor = self.classifier(x)
-        return logits
+        pairs = pairwise((config.channels, *config.widths))
+        groups = (conv_group(*pair, depth) for pair, depth in zip(pairs, config.depths, strict=True))
+        super().__init__(config, groups, hidden_layers(config, dropout_first=False))
 
 
 class Bottleneck(nn.Module):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.parallelism.channel.apply import (
     CHANNELS,
     CHANNELS_RULES,

@@ -24,9 +24,9 @@ from galvatron_lite.model.batch import (
     tensors_of,
 )
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_record import Recorder
-from galvatron_lite.model.trace_run import explaining, shapes_only
+from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.record import Recorder
+from galvatron_lite.model.trace.run import explaining, shapes_only
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, name_of
 
 # Tensors without values, which know the outputs of layers that they are made of.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.parallelism.pipeline.flow import (
     LayerFlow,
     Output,

@@ -19,7 +19,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.trace_meta import left_to_the_plan
+from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 from galvatron_lite.parallelism.recompute.sums import MUTATED, KeptSums
 

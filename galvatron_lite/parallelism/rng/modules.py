@@ -22,8 +22,8 @@ from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.batch import batch_size, map_tensors, resize_batch, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import observe
+from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.run import observe
 from galvatron_lite.parallelism.pipeline.flow import UnknownTensor, shape_of, sources_of, unknown
 from galvatron_lite.parallelism.rng.numbers import (
     NO_RULES,

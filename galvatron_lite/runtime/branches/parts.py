@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size, call_model, map_tensors, resize_batch
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage

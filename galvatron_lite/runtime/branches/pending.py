@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
-from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.parallelism.pipeline.flow import shape_of, writes
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, name_of
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_meta import prepare_for_training
+from galvatron_lite.model.trace.meta import prepare_for_training
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting

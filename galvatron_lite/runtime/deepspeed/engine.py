@@ -22,7 +22,7 @@ from galvatron_lite.model.batch import (
     slice_batch,
 )
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
+from galvatron_lite.model.trace.meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.execution import check_runs

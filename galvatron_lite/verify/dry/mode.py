@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.model.op_cache import OpCache, Traits
+from galvatron_lite.model.trace.op_cache import OpCache, Traits
 from galvatron_lite.verify.dry.ledger import Ledger, Use
 
 OWN = "galvatron"

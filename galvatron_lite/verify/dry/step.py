@@ -24,9 +24,9 @@ from galvatron_lite.model.batch import (
 )
 from galvatron_lite.model.discover import BlockNames, discover_layers
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_record import Recorder
-from galvatron_lite.model.trace_run import shapes_only
+from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.record import Recorder
+from galvatron_lite.model.trace.run import shapes_only
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Plan

@@ -15,7 +15,7 @@ from galvatron_lite.model.batch import LossFn, map_tensors, slice_batch, tensors
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role
-from galvatron_lite.model.trace_meta import BATCH_NORMS
+from galvatron_lite.model.trace.meta import BATCH_NORMS
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, model_inputs, slice_batch
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_flow import at
+from galvatron_lite.model.trace.flow import at
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan

@@ -21,9 +21,9 @@ from galvatron_lite.model.balancing import LOGITS
 from galvatron_lite.model.batch import ITEMS, LossFn, call_model, loss_of, map_tensors, places, resize_batch, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_flow import at
-from galvatron_lite.model.trace_meta import BATCH_NORMS, meta_copy
-from galvatron_lite.model.trace_record import ValuesReadError
+from galvatron_lite.model.trace.flow import at
+from galvatron_lite.model.trace.meta import BATCH_NORMS, meta_copy
+from galvatron_lite.model.trace.record import ValuesReadError
 from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count

@@ -8,14 +8,14 @@ and 6.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, SplitDims
+from galvatron_lite.model.graph import ModelGraph, Passed
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
-from galvatron_lite.model.shapes.images.network import NOT_SPLIT, compare
-from galvatron_lite.model.shapes.records import Division, Value
-from galvatron_lite.model.shapes.tape import Tape, assemble
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, compare
+from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.units import activation_bytes
 
 
 def _narrow(flow: ImageFlow, stride: int, kernels: tuple[Extent, ...]) -> ImageFlow:
@@ -55,93 +55,75 @@ Picture = tuple[int, Extent]
 """Channels and extent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Cells are equal where these are."""
-
-    before: Picture  # the output two cells back
-    last: Picture  # the previous cell's output
-    channels: int  # of the cell's states
-    reduction: bool  # whether it halves the picture
-    single: bool  # whether both inputs are one tensor
-
-
-def evolved_graph(
-    name: str, layers: int, filters: int, side: int, classes: int, precision: str, item_bytes: int
-) -> ModelGraph:
+def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
     """Stem, two reduction cells, three rows of normal cells with reduction cells between them, classifier.
 
     Every output goes to the two cells after it; the classifier takes the last one's alone.
     """
-    each, channels = layers // 3, filters // 4
-    tape = Tape(item_bytes)
-    flow = _enter(tape, (3, (side, side)), grad=False).rectify().convolve(channels, 3, 2).normalise()
-    stem = _kind(tape, "before", (flow.value,), (3, (side, side)), channels)
-    before = last = (channels, flow.extent)
-    kinds: dict[Cell, LayerKind] = {}
-    blocks: list[Layer] = []
-    sizes = [_items(last) * item_bytes]
-    for reduction in (True, True, *[False] * each, True, *[False] * each, True, *[False] * each):
+    normal, channels = [False] * (int(layers) // 3), int(filters) // 4
+    net.autocast = False
+    net.stem(_stem, channels=channels)
+    names, pictures = ["before"], [(net.channels, net.extent)]
+    for reduction in (True, True, *normal, True, *normal, True, *normal):
         channels *= 2 if reduction else 1
-        cell = Cell(before, last, channels, reduction, not blocks)
-        if cell not in kinds:
-            kinds[cell] = _cell_kind(cell, f"cell{len(kinds)}", item_bytes)
-        blocks.append(Layer(f"cells.{len(blocks)}", kinds[cell].name, Role.BLOCK))
-        height, width = last[1]
-        result = (3 * channels, (height // 2, width // 2)) if reduction else (4 * channels, (height, width))
-        before, last = last, result
-        sizes.append(_items(last) * item_bytes)
-    after = _classifier(last, before, classes, item_bytes)
-    names = ["before", *(block.name for block in blocks)]
-    readers = [names[place + 1 : place + 3] or ["after"] for place in range(len(names))]
-    tensors = [Passed(name, tuple(own), size) for name, own, size in zip(names, readers, sizes, strict=True)]
-    return assemble(name, [stem, *kinds.values(), after], blocks, sequence=1, precision=precision, tensors=tensors)
+        before = pictures[-2] if len(pictures) > 1 else None
+        names.append(
+            net.block(_cell, f"cells.{len(net.layers)}", before=before, channels=channels, reduction=reduction)
+        )
+        pictures.append((net.channels, net.extent))
+    graph = net.end(_classifier, skip=pictures[-2])
+    readers = [tuple(names[place + 1 : place + 3]) or ("after",) for place in range(len(names))]
+    sizes = [_items(picture) * activation_bytes(net.precision) for picture in pictures]
+    return replace(graph, tensors=tuple(map(Passed, names, readers, sizes)))
 
 
 def _items(picture: Picture) -> int:
     return picture[0] * prod(picture[1])
 
 
-def _enter(tape: Tape, picture: Picture, *, grad: bool = True) -> ImageFlow:
-    return ImageFlow(tape, tape.enter(_items(picture), Division.WHOLE, grad=grad), *picture)
+def _stem(flow: ImageFlow, channels: int) -> None:
+    flow.rectify().convolve(channels, 3, 2).normalise()
 
 
-def _kind(tape: Tape, name: str, outputs: tuple[Value, ...], entering: Picture, out: int) -> LayerKind:
-    channels, (height, width) = entering
-    dims = SplitDims(in_channels=channels, out_channels=out, height=height, width=width)
-    return tape.kind(name, outputs, dims, tensor_reason=NOT_SPLIT, recomputed=name.startswith("cell"))
+def _enter(flow: ImageFlow, picture: Picture) -> ImageFlow:
+    """Another picture that enters the layer."""
+    return ImageFlow(flow.tape, flow.tape.enter(_items(picture), Division.WHOLE), *picture)
 
 
-def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
-    tape = Tape(item_bytes)
-    last = _enter(tape, cell.last)
-    before = last.fork() if cell.single else _enter(tape, cell.before)
-    skip = last.value
-    states = [_unit(last, cell.channels, (1, 1)), _fitted(before, cell)]
-    for pair in _REDUCTION if cell.reduction else _NORMAL:
+def _cell(flow: ImageFlow, before: Picture | None, channels: int, reduction: bool) -> None:
+    """A cell.
+
+    Args:
+        flow: the previous cell's output.
+        before: the output two cells back; None: the same tensor.
+        channels: of the cell's states.
+        reduction: whether it halves the picture.
+    """
+    flow.passed = (flow.value,)
+    extent = flow.extent
+    skipped = _enter(flow, before) if before else flow.fork()
+    states = [_unit(flow.fork(), channels, (1, 1)), _fitted(skipped, extent, channels)]
+    for pair in _REDUCTION if reduction else _NORMAL:
         first, second = (
-            _OPERATIONS[kind](states[source].fork(), 2 if cell.reduction and source < 2 else 1) for source, kind in pair
+            _OPERATIONS[kind](states[source].fork(), 2 if reduction and source < 2 else 1) for source, kind in pair
         )
         states.append(first.add(second))
-    chosen = (4, 5, 6) if cell.reduction else (0, 3, 4, 6)
+    chosen = (4, 5, 6) if reduction else (0, 3, 4, 6)
     out = states[chosen[0]].fork().concatenate(*(states[index] for index in chosen[1:]))
-    return _kind(tape, name, (out.value, skip), cell.last, out.channels)
+    flow.value, flow.channels, flow.extent = out.value, out.channels, out.extent
 
 
-def _fitted(before: ImageFlow, cell: Cell) -> ImageFlow:
+def _fitted(before: ImageFlow, extent: Extent, channels: int) -> ImageFlow:
     """The output two cells back at the cell's channels and extent; halved by two 1 x 1 convolutions side by side."""
-    if before.extent != cell.last[1]:
+    if before.extent != extent:
         before.rectify()
         other = before.fork().mix("shift", (2, 2), keeps=False)
-        halves = [half.convolve(cell.channels // 2, 1, 2) for half in (before.fork(), other)]
+        halves = [half.convolve(channels // 2, 1, 2) for half in (before.fork(), other)]
         return halves[0].concatenate(halves[1]).normalise()
-    return before if before.channels == cell.channels else _unit(before, cell.channels, (1, 1))
+    return before if before.channels == channels else _unit(before, channels, (1, 1))
 
 
-def _classifier(last: Picture, skip: Picture, classes: int, item_bytes: int) -> LayerKind:
-    tape = Tape(item_bytes)
-    flow = _enter(tape, last)
-    _enter(tape, skip)
-    side = last[1][0]
-    compare(flow.pool(side, side, maximum=False, padding=0).linear(classes))
-    return _kind(tape, "after", (flow.value,), last, classes)
+def _classifier(flow: ImageFlow, skip: Picture) -> None:
+    """The mean of all pixels by a window of their extent."""
+    _enter(flow, skip)
+    compare(flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(1000))

@@ -8,62 +8,14 @@ table 1: DenseNet); Ding et al. 2021 (arXiv:2101.03697, tables 2 and 3: RepVGG);
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
-from galvatron_lite.files import read_data
-from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER
 from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
 from galvatron_lite.model.shapes.records import FP32
-
-End = Callable[[ImageFlow], object]
-"""What comes before the classifier in the last layer."""
-Family = Callable[..., End | None]
-"""Adds stem and blocks to a ``NetworkBuilder``, by the parts of a name."""
-
-
-def family_of(name: str) -> Callable[[int, int, str, int], ModelGraph] | None:
-    """Makes the graph from side, classes, precision and bytes of an item; None: none of these families."""
-    if spec := _listed().get(name.removeprefix("dm_")):
-        return partial(_graph, name, _normfree if isinstance(spec, NormFree) else _cross_stages, (spec,))
-    for pattern, add in _NAMES:
-        if found := re.fullmatch(pattern, name):
-            return partial(_graph, name, add, found.groups(default=""))
-    return None
-
-
-@cache
-def _listed() -> dict[str, NormFree | CrossStage]:
-    data = read_data(config_folder("networks") / "families.yaml")
-    normfree = {name: NormFree(**_hashable(fields)) for name, fields in data["normfree"].items()}
-    return normfree | {name: CrossStage(**_hashable(fields)) for name, fields in data["cross"].items()}
-
-
-def _hashable(value: Any) -> Any:
-    """With tuples for lists, nested ones too, so that equal layers are known as equal."""
-    if isinstance(value, dict):
-        return {name: _hashable(field) for name, field in value.items()}
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-def _graph(
-    name: str, add: Family, parts: tuple[Any, ...], side: int, classes: int, precision: str, item_bytes: int
-) -> ModelGraph:
-    net = NetworkBuilder(name, item_bytes, 3, (side, side))
-    end = add(net, *parts)
-    return net.end(precision, _head, end=end, classes=classes)
-
-
-def _head(flow: ImageFlow, end: End | None, classes: int) -> None:
-    if end:
-        end(flow)
-    classify(flow, classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +35,8 @@ class NormFree:
     function: Activation = "gelu"
 
 
-def _normfree(net: NetworkBuilder, spec: NormFree) -> End:
+def normfree_graph(net: NetworkBuilder, spec: NormFree) -> ModelGraph:
+    """Stem, blocks stage by stage, head."""
     net.stem(_normfree_stem, spec=spec)
     for stage, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
         for index in range(depth):
@@ -93,7 +46,7 @@ def _normfree(net: NetworkBuilder, spec: NormFree) -> End:
                 inner = rounded(net.channels * (spec.bottleneck if stage or index else 1.0))
             group = spec.group or inner
             net.block(_normfree_block, spec=spec, width=width, inner=inner // group * group, stride=stride)
-    return partial(_normfree_end, spec=spec)
+    return net.end(classify, prepare=partial(_normfree_end, spec=spec))
 
 
 def _normfree_stem(flow: ImageFlow, spec: NormFree) -> None:
@@ -154,10 +107,12 @@ class CrossStage:
     function: Activation = "silu"
 
 
-def _cross_stages(net: NetworkBuilder, spec: CrossStage) -> None:
+def cross_stage_graph(net: NetworkBuilder, spec: CrossStage) -> ModelGraph:
+    """Stem, stages, head."""
     net.stem(_cross_stem, spec=spec)
     for depth, width in zip(spec.depths, spec.widths, strict=True):
         net.block(_cross_stage, spec=spec, width=width, depth=depth)
+    return net.end(classify)
 
 
 def _cross_stem(flow: ImageFlow, spec: CrossStage) -> None:
@@ -193,7 +148,8 @@ _DENSE = {"121": (6, 12, 24, 16), "161": (6, 12, 36, 24), "169": (6, 12, 32, 32)
 """Layers a block by depth."""
 
 
-def _dense(net: NetworkBuilder, depth: str) -> End:
+def dense_graph(net: NetworkBuilder, depth: str) -> ModelGraph:
+    """A DenseNet: blocks of layers that copy all channels so far, transitions between them."""
     growth = 48 if depth in ("161", "264") else 32
     net.stem(_dense_stem, width=2 * growth)
     for stage, layers in enumerate(_DENSE[depth]):
@@ -201,7 +157,7 @@ def _dense(net: NetworkBuilder, depth: str) -> End:
             net.block(_dense_transition)
         for _ in range(layers):
             net.block(_dense_layer, growth=growth)
-    return lambda flow: flow.normalise().activate()
+    return net.end(classify, prepare=lambda flow: flow.normalise().activate())
 
 
 def _dense_stem(flow: ImageFlow, width: int) -> None:
@@ -225,13 +181,15 @@ _BRANCHED = {"a0": (0.75, 2.5), "a1": (1.0, 2.5), "a2": (1.5, 2.75), "b0": (1.0,
 """Factors of RepVGG on the channels of the first three stages and of the last one."""
 
 
-def _branched(net: NetworkBuilder, size: str) -> None:
+def branched_graph(net: NetworkBuilder, size: str) -> ModelGraph:
+    """A RepVGG in training: every block is the sum of a 3 x 3 convolution, a 1 x 1 one and its input."""
     factor, last = _BRANCHED[size]
     widths = (int(64 * factor), int(128 * factor), int(256 * factor), int(512 * last))
     net.stem(_branched_block, width=min(64, widths[0]), stride=2)
     for depth, width in zip((2, 4, 14, 1) if size < "b" else (4, 6, 16, 1), widths, strict=True):
         for index in range(depth):
             net.block(_branched_block, width=width, stride=1 if index else 2)
+    return net.end(classify)
 
 
 def _branched_block(flow: ImageFlow, width: int, stride: int) -> None:
@@ -242,12 +200,13 @@ def _branched_block(flow: ImageFlow, width: int, stride: int) -> None:
     flow.activate()
 
 
-def _conv_mixer(net: NetworkBuilder, width: str, depth: str, kernel: str, patch: str) -> None:
+def conv_mixer_graph(net: NetworkBuilder, width: str, depth: str, kernel: str, patch: str) -> ModelGraph:
     """Depthwise and pointwise convolutions over patches."""
     function = "relu" if width == "768" else "gelu"
     net.stem(_mixer_stem, width=int(width), patch=int(patch or 7), function=function)
     for _ in range(int(depth)):
         net.block(_mixer_block, kernel=7 if width == "768" else int(kernel or 9), function=function)
+    return net.end(classify)
 
 
 def _mixer_stem(flow: ImageFlow, width: int, patch: int, function: Activation) -> None:
@@ -264,7 +223,7 @@ _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 
 """Width and heads."""
 
 
-def _xcit(net: NetworkBuilder, size: str, depth: str, patch: str) -> End:
+def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelGraph:
     """Blocks, then two layers whose attention is the class token's only."""
     width, heads = _XCIT[size]
     net.kernels = replace(EAGER, autocast=net.autocast)
@@ -273,7 +232,7 @@ def _xcit(net: NetworkBuilder, size: str, depth: str, patch: str) -> End:
         net.block(_xcit_block, heads=heads)
     for _ in range(2):
         net.block(_class_layer)
-    return ImageFlow.layer_norm
+    return net.end(classify, prepare=ImageFlow.layer_norm)
 
 
 def _xcit_stem(flow: ImageFlow, width: int, halvings: int) -> None:
@@ -315,11 +274,3 @@ def _class_layer(flow: ImageFlow) -> None:
     flow.fork().linear(2 * width).mix("attend", (2, 4))
     flow.tape.count(10 * width * width + 9 * width)
     flow.add(x)
-
-
-_NAMES: tuple[tuple[str, Family], ...] = (
-    (r"(?:tv_)?densenet(121|161|169|201|264)", _dense),
-    (r"repvgg_(a[012]|b[0123])", _branched),
-    (r"convmixer_(\d+)_(\d+)(?:_ks(\d+)_p(\d+))?", _conv_mixer),
-    (r"xcit_(nano|tiny|small|medium|large)_(\d+)_p(8|16)_\d+(?:_dist)?", _xcit),
-)

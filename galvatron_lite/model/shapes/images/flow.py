@@ -36,6 +36,7 @@ class ImageFlow:
     value: Value  # the picture as a tensor
     channels: int
     extent: Extent
+    passed: tuple[Value, ...] = ()  # tensors that leave the layer beside the picture
 
     @property
     def pixels(self) -> int:
@@ -130,10 +131,8 @@ class ImageFlow:
         self.tape.count(2 * self.channels)
         if self.value.item_bytes >= FP32:
             return self.mix("norm", (5, 8), count=2)
-        x, kept = self.value, tuple(self.tape.value(self.value.items, Division.WHOLE, FP32) for _ in range(2))
-        operator = memory_operator(self._name("norm"), x, 16 * x.bytes, 20 * x.bytes, count=4)
-        self.value = self.tape.record(ShapeCall((x,), self.tape.value(x.items, Division.WHOLE), saved=kept), operator)
-        return self
+        kept = tuple(self.tape.value(self.value.items, Division.WHOLE, FP32) for _ in range(2))
+        return self.mix("norm", (16, 20), count=4, saved=kept)
 
     def layer_norm(self, *, in_steps: bool = False) -> ImageFlow:
         """LayerNorm over the channels of every pixel: one kernel, or step by step."""
@@ -145,8 +144,7 @@ class ImageFlow:
         """An activation: ReLU in place, which keeps its output; others keep their input."""
         name, x = self._name(function), self.value
         if function == "relu":
-            call = ShapeCall((x,), x, saved=(x,))
-            self.tape.record(call, memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
+            self.tape.memory(name, (x,), x, 2 * x.bytes, 3 * x.bytes, saved=(x,))
         elif function != "none":
             self.value = ops.activation(self.tape, name, x)
         return self
@@ -166,8 +164,8 @@ class ImageFlow:
         """Sum with a branch of the same shape."""
         first, second = self.value, other.value
         out = self.tape.value(first.items, Division.WHOLE)
-        operator = memory_operator(self._name("add"), out, first.bytes + second.bytes + out.bytes, 0)
-        self.value = self.tape.record(ShapeCall((first, second), out, shares_gradient=True), operator)
+        moved = first.bytes + second.bytes + out.bytes
+        self.value = self.tape.memory(self._name("add"), (first, second), out, moved, 0, shares_gradient=True)
         return self
 
     def concatenate(self, *others: ImageFlow) -> ImageFlow:
@@ -175,8 +173,8 @@ class ImageFlow:
         branches = (self, *others)
         self.channels = sum(branch.channels for branch in branches)
         out = self.tape.value(self.channels * self.pixels, Division.WHOLE)
-        call = ShapeCall(tuple(branch.value for branch in branches), out)
-        self.value = self.tape.record(call, memory_operator(self._name("cat"), out, 2 * out.bytes, 2 * out.bytes))
+        parts = tuple(branch.value for branch in branches)
+        self.value = self.tape.memory(self._name("cat"), parts, out, 2 * out.bytes)
         return self
 
     def view(self, channels: int) -> ImageFlow:
@@ -205,11 +203,9 @@ class ImageFlow:
 
     def surround(self, pixels: int) -> ImageFlow:
         """The picture copied into one that has ``pixels`` more along each side."""
-        before, self.extent = self.value, tuple(side + pixels for side in self.extent)
-        self.value = self.tape.value(self.channels * self.pixels, Division.WHOLE)
-        moved = before.bytes + self.value.bytes
-        operator = memory_operator(self._name("pad"), self.value, moved, moved)
-        self.tape.record(ShapeCall((before,), self.value), operator)
+        self.extent = tuple(side + pixels for side in self.extent)
+        x, self.value = self.value, self.tape.value(self.channels * self.pixels, Division.WHOLE)
+        self.tape.memory(self._name("pad"), (x,), self.value, x.bytes + self.value.bytes)
         return self
 
     def pool(self, kernel: int, stride: int, *, maximum: bool = True, padding: int | None = None) -> ImageFlow:
@@ -282,11 +278,10 @@ class ImageFlow:
             pooled.linear(hidden).rectify().linear(self.channels)
         else:
             tape.count(3)
-        gate = memory_operator(self._name("gate"), pooled.value, 1, 1, count=3)
-        factors = tape.record(ShapeCall((pooled.value,), tape.value(pooled.value.items, Division.WHOLE)), gate)
-        product = memory_operator(self._name("excite"), x, 2 * x.bytes, 5 * x.bytes)
-        out = tape.value(x.items, Division.WHOLE)
-        self.value = tape.record(ShapeCall((x, factors), out, saved=(x, factors)), product)
+        out = tape.value(pooled.value.items, Division.WHOLE)
+        factors = tape.memory(self._name("gate"), (pooled.value,), out, 1, count=3)
+        out, pair = tape.value(x.items, Division.WHOLE), (x, factors)
+        self.value = tape.memory(self._name("excite"), pair, out, 2 * x.bytes, 5 * x.bytes, saved=pair)
         return self
 
     def split_attention(self, radix: int, hidden: int, groups: int) -> ImageFlow:
@@ -296,10 +291,10 @@ class ImageFlow:
         weights.convolve(hidden, 1, 1, groups, bias=True).normalise().activate()
         weights.convolve(self.channels, 1, 1, groups, bias=True).mix("gate", (2, 2), count=4, keeps=False)
         out = tape.value(x.items // radix, Division.WHOLE)
-        sum_bytes = x.bytes + out.bytes
-        operator = memory_operator(self._name("weigh"), x, 2 * x.bytes + sum_bytes, 5 * x.bytes + sum_bytes, count=2)
-        call = ShapeCall((x, weights.value), out, saved=(x, weights.value))
-        self.value, self.channels = tape.record(call, operator), channels
+        moved, pair = 3 * x.bytes + out.bytes, (x, weights.value)
+        name = self._name("weigh")
+        self.value = tape.memory(name, pair, out, moved, moved + 3 * x.bytes, like=x, saved=pair, count=2)
+        self.channels = channels
         return self
 
     def covary(self, heads: int) -> ImageFlow:
@@ -319,18 +314,21 @@ class ImageFlow:
         self.value, self.channels = out, width
         return self
 
-    def mix(self, name: str, passes: tuple[int, int], count: int = 1, *, keeps: bool = True) -> ImageFlow:
+    def mix(
+        self, name: str, passes: tuple[int, int], count: int = 1, *, keeps: bool = True, saved: tuple[Value, ...] = ()
+    ) -> ImageFlow:
         """Element-wise kernels.
 
         Args:
             passes: times the picture is read or written, forward and backward.
             count: kernels.
             keeps: whether the picture as it enters is kept (copies keep nothing).
+            saved: what is kept in its stead.
         """
-        out = self.tape.value(self.value.items, Division.WHOLE)
-        moved, back = (self.value.bytes * times for times in passes)
-        operator = memory_operator(self._name(name), self.value, moved, back, count=count)
-        self.value = self.tape.record(ShapeCall((self.value,), out, saved=(self.value,) * keeps), operator)
+        x, out = self.value, self.tape.value(self.value.items, Division.WHOLE)
+        moved, back = (x.bytes * times for times in passes)
+        saved = saved or (x,) * keeps
+        self.value = self.tape.memory(self._name(name), (x,), out, moved, back, like=x, saved=saved, count=count)
         return self
 
 

@@ -9,43 +9,31 @@ network's way down and up, and the convolutions through which pictures go across
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, dead_note
 from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare
-from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
-from galvatron_lite.model.shapes.tape import Tape, memory_operator
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare, skipping
+from galvatron_lite.model.shapes.records import FP32, Division, Value
+from galvatron_lite.model.shapes.tape import Tape, with_skips
+from galvatron_lite.units import activation_bytes
 
 
-def unet_graph(net: NetworkBuilder, shape: UNetShape, precision: str) -> ModelGraph:
+def unet_graph(net: NetworkBuilder, shape: UNetShape) -> ModelGraph:
     """Down and up again; every level's picture on the way down goes to its neighbour on the way up."""
     norm, less = shape.norm, 2 if shape.bilinear else 1
-    widths = [shape.base * 2**level for level in range(shape.levels + 1)]
-    net.stem(_double, width=widths[0], middle=widths[0], norm=norm)
-    kept = [("before", net.channels)]
-    for level, width in enumerate(widths[1:]):
-        lowest = level == shape.levels - 1
-        net.block(_unet_down, f"downs.{level}", width=width // (less if lowest else 1), norm=norm)
-        kept.append((f"downs.{level}", net.channels))
+    widths = [shape.base * 2**level for level in range(shape.levels)]
+    net.stem(_double, width=shape.base, middle=shape.base, norm=norm)
+    down = ["before"]
+    for level, width in enumerate([*widths[1:], 2 * widths[-1] // less]):
+        down.append(net.block(_unet_down, f"downs.{level}", width=width, norm=norm))
     readers = {}
-    for level, (producer, channels) in enumerate(reversed(kept[:-1])):
-        out = max(widths[-level - 1] // 2 // less, shape.base)
-        net.block(_unet_up, f"ups.{level}", skip=channels, width=out, norm=norm, bilinear=shape.bilinear)
-        readers[producer] = f"ups.{level}"
-    return _skipping(net.end(precision, _unet_head, classes=shape.classes), readers)
-
-
-def _skipping(graph: ModelGraph, readers: Mapping[str, str]) -> ModelGraph:
-    """The chain, in which some layers' outputs go to a reader further on beside the next layer."""
-    tensors = []
-    for left, right in pairwise(graph.layers):
-        names = dict.fromkeys((right.name, readers.get(left.name, right.name)))
-        tensors.append(Passed(left.name, tuple(names), graph.kind_of(left).output_bytes))
-    return replace(graph, tensors=tuple(tensors))
+    for level, (producer, width) in enumerate(zip(reversed(down[:-1]), reversed(widths), strict=True)):
+        settings = {"skip": width, "width": max(width // less, shape.base), "norm": norm, "bilinear": shape.bilinear}
+        readers[producer] = net.block(_unet_up, f"ups.{level}", **settings)
+    return skipping(net.end(_unet_head, classes=shape.classes), readers)
 
 
 def _double(flow: ImageFlow, width: int, middle: int, norm: bool) -> None:
@@ -71,24 +59,23 @@ def _unet_head(flow: ImageFlow, classes: int) -> None:
     compare(flow.convolve(classes, bias=True))
 
 
-def pooled_graph(name: str, count: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
-    """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910), under autocast: the picture before each pooling goes
-    across; ``count`` convolutions a level, five levels that double ``base`` channels."""
-    net = NetworkBuilder(name, item_bytes, 3, (side, side))
-    widths, across = [base * 2**level for level in range(5)], list[Passed]()
-    net.stem(_pooled_level, widths=(base,) * count, halves=True)
-    for width in widths[1:]:
-        net.block(_pooled_level, widths=(width,) * count, halves=True)
-    net.block(_pooled_level, widths=(*(2 * widths[-1],) * (count - 1), widths[-1]), halves=False)
-    down = ["before", *(layer.name for layer in net.layers)]
+def pooled_graph(net: NetworkBuilder, count: str, base: str) -> ModelGraph:
+    """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910): the picture before each pooling goes across; ``count``
+    convolutions a level, five levels that double ``base`` channels."""
+    each, widths, (side, _), skips = (
+        int(count),
+        [int(base) * 2**level for level in range(5)],
+        net.extent,
+        list[Passed](),
+    )
+    net.stem(_pooled_level, widths=(widths[0],) * each, halves=True)
+    down = ["before", *(net.block(_pooled_level, widths=(width,) * each, halves=True) for width in widths[1:])]
+    net.block(_pooled_level, widths=(*(2 * widths[-1],) * (each - 1), widths[-1]), halves=False)
     for level in reversed(range(5)):
-        net.block(_pooled_up, skip=widths[level], widths=(widths[level] // 2,) * count)
-        size = widths[level] * (side // 2**level) ** 2 * item_bytes
-        across.append(Passed(down[level], (net.layers[-1].name,), size))
-    graph = net.end(precision, classify, classes=1)
-    order = [layer.name for layer in graph.layers]
-    chain = _skipping(graph, {}).tensors
-    return replace(graph, tensors=tuple(sorted([*chain, *across], key=lambda tensor: order.index(tensor.producer))))
+        name = net.block(_pooled_up, skip=widths[level], widths=(widths[level] // 2,) * each)
+        size = widths[level] * (side // 2**level) ** 2 * activation_bytes(net.precision)
+        skips.append(Passed(down[level], (name,), size))
+    return with_skips(net.end(classify, classes=1), skips)
 
 
 def _pooled_level(flow: ImageFlow, widths: Sequence[int], halves: bool) -> None:
@@ -105,8 +92,7 @@ def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
     x, flow.extent = flow.value, tuple(2 * side for side in flow.extent)
     flow.channels += skip
     flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
-    moved = 2 * flow.value.bytes
-    flow.tape.record(ShapeCall((x,), flow.value), memory_operator("enlarge", flow.value, moved, moved, count=2))
+    flow.tape.memory("enlarge", (x,), flow.value, 2 * flow.value.bytes, count=2)
     _pooled_level(flow, widths, halves=False)
 
 
@@ -131,18 +117,15 @@ MEDICAL = {
 """By the names of published runs."""
 
 
-def medical_graph(name: str, spec: Medical, precision: str, item_bytes: int) -> ModelGraph:
+def medical_graph(net: NetworkBuilder, name: str) -> ModelGraph:
     """Levels down and up again; each picture on the way down goes to its neighbour on the way up."""
-    net = NetworkBuilder(name, item_bytes, spec.inputs, spec.extent)
+    spec = MEDICAL[name]
+    net.channels, net.extent = spec.inputs, spec.extent
     net.stem(_medical_level, spec=spec, width=spec.widths[0], halves=False)
-    for width in spec.widths[1:]:
-        net.block(_medical_level, spec=spec, width=width, halves=True)
-    down = ["before", *(layer.name for layer in net.layers[:-1])]
-    readers = {}
-    for producer, width in zip(reversed(down), spec.widths[-2::-1], strict=True):
-        net.block(_medical_up, spec=spec, width=width)
-        readers[producer] = net.layers[-1].name
-    return _skipping(net.end(precision, _unet_head, classes=spec.classes), readers)
+    down = ["before", *(net.block(_medical_level, spec=spec, width=width, halves=True) for width in spec.widths[1:])]
+    levels = zip(reversed(down[:-1]), spec.widths[-2::-1], strict=True)
+    readers = {producer: net.block(_medical_up, spec=spec, width=width) for producer, width in levels}
+    return skipping(net.end(_unet_head, classes=spec.classes), readers)
 
 
 def _medical_level(flow: ImageFlow, spec: Medical, width: int, halves: bool) -> None:
@@ -185,13 +168,13 @@ class _Wiring:
         return tuple(Passed(name, tuple(self.readers[name]), sizes[name]) for name in names)
 
 
-def perception_graph(net: NetworkBuilder, shape: PerceptionShape, precision: str) -> ModelGraph:
+def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     """Both networks' levels, the segmentation network's first, and the loss, which reads what both give."""
     net.begin()
     wiring = _Wiring(net, {_VIEW: net.place})
     for last in (_segmentation(wiring, shape), _reconstruction(wiring, shape)):
         wiring.readers[last] = ["after"]
-    graph = net.end(precision, _loss)
+    graph = net.end(_loss)
     layers = tuple(replace(one, modules=(one.name,)) if one.role is Role.BLOCK else one for one in graph.layers)
     dead = () if shape.chained else _dropped(graph, shape)
     notes = (*graph.notes, *dead_note(dead, graph.parameters, "what the model returns"))
@@ -264,9 +247,10 @@ def _loss(flow: ImageFlow) -> None:
         edges = [_edges(tape, value, inner) for value in (picture, target)]
         for first, second in ((picture, target), edges):
             saved = [one for _ in range(2) for one in map(tape.widened, (first, second))]
-            operator = memory_operator("loss", first, 4 * first.bytes, 8 * first.bytes, count=2)
-            made = ShapeCall((first, second), tape.value(1, Division.WHOLE), saved=tuple(saved))
-            flow.value = tape.record(made, operator)
+            loss, moved = tape.value(1, Division.WHOLE), 4 * first.bytes
+            flow.value = tape.memory(
+                "loss", (first, second), loss, moved, 2 * moved, like=first, saved=tuple(saved), count=2
+            )
 
 
 def _edges(tape: Tape, picture: Value, inner: int) -> Value:
@@ -275,8 +259,7 @@ def _edges(tape: Tape, picture: Value, inner: int) -> Value:
     sizes = (2 * picture.items, 2 * inner, inner)
     sums, slopes, steep = (tape.value(items, Division.WHOLE, picture.item_bytes, picture.grad) for items in sizes)
     back = 16 * picture.bytes * picture.grad
-    tape.record(ShapeCall((picture,), sums), memory_operator("sums", picture, 16 * picture.bytes, back, count=6))
-    operator = memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
-    tape.record(ShapeCall((sums,), slopes), operator)
-    length = memory_operator("edges", steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad)
-    return tape.record(ShapeCall((slopes,), steep, saved=(slopes, steep) if picture.grad else ()), length)
+    tape.memory("sums", (picture,), sums, 16 * picture.bytes, back, like=picture, count=6)
+    tape.memory("slopes", (sums,), slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
+    saved = (slopes, steep) if picture.grad else ()
+    return tape.memory("edges", (slopes,), steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad, saved=saved)

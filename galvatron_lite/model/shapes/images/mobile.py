@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import ceil
-from typing import Any
 
 from galvatron_lite.files import read_data
 from galvatron_lite.folders import config_folder
@@ -64,23 +63,21 @@ class Mobile:
         return max(1, round(row.repeats * depth)) if self.nearest else ceil(row.repeats * depth)
 
 
-def mobile_graph(name: str, spec: Mobile, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
-    """Stem, rows of blocks, last convolution, head, under autocast."""
-    net = NetworkBuilder(name, item_bytes, 3, (side, side))
+def mobile_graph(net: NetworkBuilder, spec: Mobile) -> ModelGraph:
+    """Stem, rows of blocks, last convolution, head."""
     net.stem(ImageFlow.unit, out=spec.scaled(spec.stem, spec.fixed_stem), kernel=3, stride=2, function=spec.function)
     for row in spec.rows:
         for index in range(spec.repeats(row)):
             net.block(_block, row=row, spec=spec, stride=1 if index else row.stride)
-    return net.end(precision, _head, spec=spec, classes=classes)
+    return net.end(classify, prepare=partial(_last, spec=spec))
 
 
-def _head(flow: ImageFlow, spec: Mobile, classes: int) -> None:
+def _last(flow: ImageFlow, spec: Mobile) -> None:
     head = spec.scaled(spec.head, spec.fixed_head)
     if spec.late_head:
         flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(head).activate(spec.function)
     else:
         flow.unit(head, function=spec.function)
-    classify(flow, classes)
 
 
 def _block(flow: ImageFlow, row: BlockSpec, spec: Mobile, stride: int) -> None:
@@ -129,19 +126,9 @@ def _rows(text: str) -> tuple[BlockSpec, ...]:
     return tuple(rows)
 
 
-_TRAINING = r"(?:_(?:ap|ns|in1k|in21k|in21ft1k|in22k|in22ft1k|miil|475|ra|jft)(?:_\w+)?)*"
-_NAME = re.compile(rf"(?:tf_|gc_)?(\w+?){_TRAINING}")
-
-
 @cache
-def _networks() -> dict[str, Mobile]:
+def mobile_networks() -> dict[str, Mobile]:
+    """By their published names."""
     data = read_data(config_folder("networks") / "mobile.yaml")
     tables = {name: _rows(text) for name, text in data["tables"].items()}
-    networks: dict[str, dict[str, Any]] = data["networks"]
-    return {name: Mobile(rows=tables[fields.pop("table")], **fields) for name, fields in networks.items()}
-
-
-def mobile_of(name: str) -> Mobile | None:
-    """The network of a name, suffixes of how it was trained apart; None: none of these families."""
-    found = _NAME.fullmatch(name)
-    return _networks().get(found[1]) if found else None
+    return {name: Mobile(rows=tables[fields.pop("table")], **fields) for name, fields in data["networks"].items()}

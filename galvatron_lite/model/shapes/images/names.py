@@ -12,36 +12,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from galvatron_lite.files import read_data
+from galvatron_lite.files import from_data, read_data
 from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, Shape, VggShape, VitShape
-from galvatron_lite.model.shapes.images.convnets import (
-    Residual,
-    detector_graph,
-    picture_graph,
-    residual_graph,
-)
+from galvatron_lite.model.shapes.images.convnets import picture_graph
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
-from galvatron_lite.model.shapes.images.families import family_of
-from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, pooled_graph
-from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_of
-from galvatron_lite.model.shapes.registry import shape_from_data
-
-_TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols))*"
-_DEPTHS = {
-    "10": (1, 1, 1, 1), "14": (1, 1, 1, 1), "18": (2, 2, 2, 2), "26": (2, 2, 2, 2), "34": (3, 4, 6, 3),
-    "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3), "269": (3, 30, 48, 8),
-    "rs50": (3, 4, 6, 3), "rs101": (3, 4, 23, 3), "rs152": (3, 8, 36, 3), "rs200": (3, 24, 36, 3),
-    "rs270": (4, 29, 53, 4), "rs350": (4, 36, 72, 4), "rs420": (4, 44, 87, 4),
-}  # fmt: skip
-_RESNET = (
-    r"(?:gluon_|tv_|ssl_|swsl_|ig_|legacy_)?(?P<attention>se|eca)?(?P<wide>wide_)?resne(?P<next>x?)t(?P<blur>aa|blur)?"
-    r"(?P<depth>(?:rs)?\d+)(?:_?v?1?(?P<variant>b|c|d|s|t))?(?P<wide2>_2)?(?:_(?P<groups>\d+)x(?P<width>\d+)d)?"
+from galvatron_lite.model.shapes.images.families import (
+    CrossStage,
+    NormFree,
+    branched_graph,
+    conv_mixer_graph,
+    cross_stage_graph,
+    dense_graph,
+    normfree_graph,
+    xcit_graph,
 )
-_STEMS = {"c": (32, 32, 64), "d": (32, 32, 64), "s": (64, 64, 128), "t": (24, 32, 64)}
-Builder = Callable[[int, int, str, int], ModelGraph]
-"""The graph from side, classes, precision and bytes of an item."""
+from galvatron_lite.model.shapes.images.mirrored import medical_graph, pooled_graph
+from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_networks
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
+from galvatron_lite.model.shapes.images.residual import TRAINED, detector_graph, residual_graph, residual_of
+from galvatron_lite.model.shapes.registry import build_graph, shape_from_data
+
+Network = Callable[[NetworkBuilder], ModelGraph]
+"""Adds a network's layers to what has the picture that enters it."""
 
 
 def canonical(name: str) -> str:
@@ -51,43 +46,16 @@ def canonical(name: str) -> str:
     return re.sub(r"^efficientnet_v2_", "efficientnetv2_", plain)
 
 
-def residual_of(name: str) -> Residual | None:
-    """The residual network of a name; None: none of this family."""
-    if found := re.fullmatch(r"resnetv2_(50|101|152)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name):
-        return Residual(
-            depths=_DEPTHS[found[1]], width=64 * int(found[2] or 1), stem=_STEMS.get(found[3], (0,)), preactive=True,
-            average_down=bool(found[3]), grouped_norm=bool(found[2] or found[4]),
-        )  # fmt: skip
-    found = re.fullmatch(r"resnest(\d+)(d|e)(?:_(\d)s(\d)x(\d+)d)?", name)
-    if found and found[1] in _DEPTHS:
-        return Residual(
-            depths=_DEPTHS[found[1]], groups=int(found[4] or 1), group_width=int(found[5] or 64), average_down=True,
-            stem=_STEMS["s" if found[2] == "e" else "d"], radix=int(found[3] or 2), pool_first=bool(found[3]),
-        )  # fmt: skip
-    found = re.fullmatch(_RESNET + _TRAINED, name)
-    if not found or found["depth"] not in _DEPTHS:
-        return None
-    scaled, variant = found["depth"].startswith("rs"), found["variant"] or ""
-    variant = "d" if scaled else variant
-    squeeze = {"se": 1 / 16, "eca": -1.0}.get(found["attention"] or "", 0.0)
-    return Residual(
-        depths=_DEPTHS[found["depth"]], basic=found["depth"] in ("10", "18", "34"), groups=int(found["groups"] or 1),
-        group_width=128 if found["wide"] else int(found["width"] or 64), stem=_STEMS.get(variant, (64,)),
-        pool=not scaled, average_down=variant in ("d", "t"), squeeze=0.25 if scaled else squeeze,
-        blur=bool(found["blur"]), early=name.startswith("legacy_") and not found["next"],
-    )  # fmt: skip
-
-
 @cache
 def _listed() -> dict[str, Shape]:
     data = read_data(config_folder("networks") / "shapes.yaml")
     return {name: shape_from_data({"name": name} | fields) for name, fields in data.items()}
 
 
-def convnext_of(name: str, side: int = 224, classes: int = 1000) -> ConvNextShape | None:
+def convnext_of(name: str, side: int = 224) -> ConvNextShape | None:
     """The ConvNeXt that a name means; None: none of this family."""
-    shape = _listed().get(re.sub(_TRAINED + "$", "", name))
-    return replace(shape, name=name, image_size=side, classes=classes) if isinstance(shape, ConvNextShape) else None
+    shape = _listed().get(re.sub(TRAINED + "$", "", name))
+    return replace(shape, name=name, image_size=side) if isinstance(shape, ConvNextShape) else None
 
 
 _TOKENS = re.compile(r"vit|deit|beit|swin|mixer|mlp|cait|xcit|pit|nest|volo|twins|tnt|pvt|former|levit|coat|sequencer")
@@ -129,7 +97,7 @@ _VIT = {
 """Width, heads and blocks (Dosovitskiy et al. 2021, table 1; Touvron et al. 2021, table 1)."""
 
 
-def vit_of(name: str, side: int = 224, classes: int = 1000) -> VitShape | None:
+def vit_of(name: str, side: int = 224) -> VitShape | None:
     """The vision transformer that a name means (ViT, DeiT, BEiT); None: none of these."""
     found = re.fullmatch(
         r"(?:vit|deit3?|beit)_(\w+?)(?:_distilled)?_patch(\d+)_\d+(?:_(?:in21k|in21ft1k|in22k|sam|dino))*", name
@@ -137,38 +105,64 @@ def vit_of(name: str, side: int = 224, classes: int = 1000) -> VitShape | None:
     if not found or found[1] not in _VIT:
         return None
     hidden, heads, layers = _VIT[found[1]]
-    return VitShape(
-        name=name, layers=layers, hidden=hidden, heads=heads, image_size=side, patch=int(found[2]), classes=classes
-    )
+    return VitShape(name=name, layers=layers, hidden=hidden, heads=heads, image_size=side, patch=int(found[2]))
 
 
-def shape_of_name(name: str, side: int) -> ConvNextShape | VitShape | None:
-    """The shape of a name whose family has a shape of its own; None: ``builder_of`` may have it."""
-    return convnext_of(name, side) or vit_of(name, side)
+def graph_of_name(name: str, side: int, precision: str, kernels: Kernels | None = None) -> ModelGraph | None:
+    """The graph of an image network, but for ConvNeXt and ViT under autocast; None: no rule covers the name.
+
+    Args:
+        name: see ``canonical``.
+        side: pixels along each side of a picture.
+        precision: of compute.
+        kernels: of a ConvNeXt or ViT; None: PyTorch's own.
+    """
+    if shape := convnext_of(name, side) or vit_of(name, side):
+        return build_graph(shape, precision=precision, kernels=kernels)
+    listed = _listed().get(name.removeprefix("tv_"))
+    if isinstance(listed, RegNetShape | VggShape):
+        return picture_graph(replace(listed, name=name, image_size=side), precision, autocast=True)
+    network = _network_of(name)
+    return network(NetworkBuilder(name, precision, 3, (side, side))) if network else None
 
 
-def builder_of(name: str) -> Builder | None:
-    """Makes the graph of a name, under autocast; None: no rule covers the name."""
+def _network_of(name: str) -> Network | None:
     if residual := residual_of(name):
-        return partial(residual_graph, name, residual)
-    if mobile := mobile_of(name):
-        return partial(mobile_graph, name, mobile)
-    if family := family_of(name):
-        return family
-    if name in MEDICAL:
-        return lambda _, __, precision, size: medical_graph(name, MEDICAL[name], precision, size)
-    if name == "ssd300_resnet50":
-        return lambda side, _, precision, size: detector_graph(name, side, precision, size)
-    if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
-        return partial(evolved_graph, name, int(found[1]), int(found[2]))
-    if found := re.fullmatch(r"unet_b(\d+)_c(\d+)", name):
-        count, base = int(found[1]), int(found[2])
-        return lambda side, _, precision, size: pooled_graph(name, count, base, side, precision, size)
-    shape = _listed().get(name.removeprefix("tv_"))
-    return _builder(replace(shape, name=name)) if isinstance(shape, (RegNetShape, VggShape)) else None
+        return partial(residual_graph, spec=residual)
+    found = _MOBILE.fullmatch(name)
+    if found and (mobile := mobile_networks().get(found[1])):
+        return partial(mobile_graph, spec=mobile)
+    spec = _families().get(name.removeprefix("dm_"))
+    if isinstance(spec, NormFree):
+        return partial(normfree_graph, spec=spec)
+    if spec is not None:
+        return partial(cross_stage_graph, spec=spec)
+    for pattern, add in _NAMES:
+        if found := re.fullmatch(pattern, name):
+            return partial(_of_parts, add, found.groups(default=""))
+    return None
 
 
-def _builder(shape: RegNetShape | VggShape) -> Builder:
-    return lambda side, classes, precision, item_bytes: picture_graph(
-        replace(shape, image_size=side, classes=classes), precision, item_bytes, autocast=True
-    )
+def _of_parts(add: Callable[..., ModelGraph], parts: tuple[str, ...], net: NetworkBuilder) -> ModelGraph:
+    return add(net, *parts)
+
+
+_MOBILE = re.compile(r"(?:tf_|gc_)?(\w+?)(?:_(?:ap|ns|in1k|in21k|in21ft1k|in22k|in22ft1k|miil|475|ra|jft)(?:_\w+)?)*")
+_NAMES: tuple[tuple[str, Callable[..., ModelGraph]], ...] = (
+    (r"(?:tv_)?densenet(121|161|169|201|264)", dense_graph),
+    (r"repvgg_(a[012]|b[0123])", branched_graph),
+    (r"convmixer_(\d+)_(\d+)(?:_ks(\d+)_p(\d+))?", conv_mixer_graph),
+    (r"xcit_(nano|tiny|small|medium|large)_(\d+)_p(8|16)_\d+(?:_dist)?", xcit_graph),
+    (r"(unet_medical|nnunet_2d|nnunet_3d)", medical_graph),
+    (r"ssd300_resnet50", detector_graph),
+    (r"amoebanet_d_l(\d+)_d(\d+)", evolved_graph),
+    (r"unet_b(\d+)_c(\d+)", pooled_graph),
+)
+"""Names, and what takes the parts of them."""
+
+
+@cache
+def _families() -> dict[str, NormFree | CrossStage]:
+    data = read_data(config_folder("networks") / "families.yaml")
+    normfree = {name: from_data(NormFree, fields, name) for name, fields in data["normfree"].items()}
+    return normfree | {name: from_data(CrossStage, fields, name) for name, fields in data["cross"].items()}

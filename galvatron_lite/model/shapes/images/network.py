@@ -5,17 +5,19 @@ Tensor parallelism is not offered: convolutional blocks have no pair of column-s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Recompute, Role, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
 from galvatron_lite.model.shapes.records import FP32, Division, Value
 from galvatron_lite.model.shapes.tape import Tape, assemble
 from galvatron_lite.model.sides import SIDES
+from galvatron_lite.units import activation_bytes
 
 NOT_SPLIT = "A convolutional block has no pair of column-split and row-split matmuls."
 Step = Callable[..., object]
@@ -29,7 +31,7 @@ class NetworkBuilder:
     """Layers of a network as they are added; used once."""
 
     name: str  # for people
-    item_bytes: int  # of activations
+    precision: str  # of activations and compute
     channels: int  # of the current picture
     extent: Extent  # of the current picture
     kernels: Kernels = EAGER
@@ -43,18 +45,19 @@ class NetworkBuilder:
 
     def begin(self) -> None:
         """Nothing before the blocks: the first of them takes the batch's picture."""
-        self._add("before", lambda _: None, {}, grad=False)
+        self.stem(lambda _: None)
         self.of_batch = True
 
     def stem(self, step: Step, **settings: object) -> None:
         """The first layer; no gradient flows to the picture that enters it."""
         self._add("before", step, settings, grad=False)
 
-    def block(self, step: Step, at: str = "", kind: str = "", **settings: object) -> None:
-        """One more layer; equal to an earlier one where its step, settings and picture are."""
+    def block(self, step: Step, at: str = "", kind: str = "", **settings: object) -> str:
+        """One more layer; equal to an earlier one where its step, settings and picture are. Returns its name."""
         added = self._add(kind, step, settings, grad=not self.of_batch)
         self.of_batch = False
         self.layers.append(Layer(at or f"blocks.{len(self.layers)}", added.name, Role.BLOCK))
+        return self.layers[-1].name
 
     @property
     def place(self) -> Place:
@@ -78,29 +81,30 @@ class NetworkBuilder:
 
     def _enter(self, grad: bool) -> ImageFlow:
         """The picture at the beginning of a layer; under autocast the network's input is cast from fp32."""
-        tape = Tape(self.item_bytes, self.kernels)
+        tape = Tape(activation_bytes(self.precision), self.kernels)
         x = tape.enter(self.channels * prod(self.extent), Division.WHOLE, grad=grad)
         if self.held:
             tape.keep(x)
-        if not grad and self.autocast and self.item_bytes < FP32:
+        if not grad and self.autocast and tape.item_bytes < FP32:
             tape.keep(tape.value(x.items, Division.WHOLE, FP32, grad=False))
         return ImageFlow(tape, x, self.channels, self.extent)
 
     def _kind(self, flow: ImageFlow, name: str) -> LayerKind:
+        tape = flow.tape
         sides = dict(zip(SIDES[-len(self.extent) :], self.extent, strict=True))
         dims = SplitDims(in_channels=self.channels, out_channels=flow.channels, **sides)
-        if (self.autocast or self.kernels.autocast) and self.item_bytes < FP32:
+        if (self.autocast or self.kernels.autocast) and tape.item_bytes < FP32:
             # weights' copies in half precision, kept from forward to backward whatever the batch
-            flow.tape.buffer_bytes += self.item_bytes * flow.tape.weights[Division.WHOLE]
+            tape.buffer_bytes += tape.item_bytes * tape.weights[Division.WHOLE]
         recomputed = name not in ("before", "after")
-        return flow.tape.kind(name, (flow.value,), dims, tensor_reason=NOT_SPLIT, recomputed=recomputed)
+        return tape.kind(name, (flow.value, *flow.passed), dims, tensor_reason=NOT_SPLIT, recomputed=recomputed)
 
-    def end(self, precision: str, step: Step, **settings: object) -> ModelGraph:
+    def end(self, step: Step, **settings: object) -> ModelGraph:
         """The graph, closed by a step that ends in a loss."""
         flow = self._enter(grad=True)
         step(flow, **settings)
-        kinds = [kind for kind, *_ in self.kinds.values()]
-        return assemble(self.name, [*kinds, self._kind(flow, "after")], self.layers, sequence=1, precision=precision)
+        kinds = [*(kind for kind, *_ in self.kinds.values()), self._kind(flow, "after")]
+        return assemble(self.name, kinds, self.layers, sequence=1, precision=self.precision)
 
 
 def without_output(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKind, bool]:
@@ -119,8 +123,19 @@ def without_output(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKin
     return replace(kind, kept=kept | {Recompute.NONE: left}, working=working, forward_working=forward), True
 
 
-def classify(flow: ImageFlow, classes: int) -> None:
-    """Mean of all pixels, linear classifier, cross-entropy."""
+def skipping(graph: ModelGraph, readers: Mapping[str, str]) -> ModelGraph:
+    """The chain, in which some layers' outputs go to a reader further on beside the next layer."""
+    tensors = []
+    for left, right in pairwise(graph.layers):
+        names = dict.fromkeys((right.name, readers.get(left.name, right.name)))
+        tensors.append(Passed(left.name, tuple(names), graph.kind_of(left).output_bytes))
+    return replace(graph, tensors=tuple(tensors))
+
+
+def classify(flow: ImageFlow, classes: int = 1000, prepare: Step | None = None) -> None:
+    """What comes before the classifier, mean of all pixels, linear classifier, cross-entropy."""
+    if prepare:
+        prepare(flow)
     if flow.pixels > 1:
         flow.mean()
     compare(flow.linear(classes))

@@ -56,17 +56,17 @@ class ImageTotals(Strict):
     inplace: bool = False  # normalisation and activation happen in place
 
 
-def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> ModelGraph:
+def summary_graph(totals: ImageTotals, precision: str) -> ModelGraph:
     """Equal layers that add up to the totals, between an empty stem and a classifier."""
     for field in ("macs", "activations", "parameters"):
         if getattr(totals, field) <= 0:
             raise InputError(field, getattr(totals, field), "Give the network's total, above 0.")
     outputs = max(WIDTH, int(totals.activations / LAYERS))
-    net = NetworkBuilder(totals.name, item_bytes, WIDTH, (1, max(1, outputs // WIDTH)))
+    net = NetworkBuilder(totals.name, precision, WIDTH, (1, max(1, outputs // WIDTH)))
     net.stem(lambda _: None)
     for _ in range(LAYERS):
         net.block(_mean_layer, totals=totals)
-    return net.end(precision, classify, classes=1000)
+    return net.end(classify)
 
 
 def _mean_layer(flow: ImageFlow, totals: ImageTotals) -> None:

@@ -250,16 +250,12 @@ def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -
 def _attention_flops(name: str, args: Sequence[Any]) -> int:
     query, key, value = args[:3] if name == "attention" else args[1:4]
     heads = query.shape[-3]
-    shapes = [_flat(t, heads) for t in (query, key, value)]
+    # (samples, heads, rows, columns), with key-value heads shared by queries counted once for each query head
+    shapes = [(prod(one.shape[:-3]), heads, *one.shape[-2:]) for one in (query, key, value)]
     if name == "attention":
         return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
     made = (*shapes[0][:-1], shapes[2][-1])
     return int(sdpa_backward_flop_count(made, *shapes))  # type: ignore[no-untyped-call]
-
-
-def _flat(tensor: Tensor, heads: int) -> tuple[int, ...]:
-    """(samples, heads, rows, columns), with key-value heads shared by queries counted once for each query head."""
-    return (prod(tensor.shape[:-3]), heads, *tensor.shape[-2:])
 
 
 def _rows(args: Sequence[Any]) -> tuple[int, int, int]:

@@ -11,8 +11,8 @@ from itertools import zip_longest
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.trace_record import OperatorCall, Recording
-from galvatron_lite.model.trace_run import RegionRun
+from galvatron_lite.model.trace.record import OperatorCall, Recording
+from galvatron_lite.model.trace.run import RegionRun
 
 SAMPLES = (2, 4)  # the two batch sizes a region is run at
 
@@ -43,7 +43,7 @@ def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), d
         degree: devices that share the tokens of these sums.
     """
     _check_alike(small.recording, large.recording)
-    sizes = {number: _slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
+    sizes = {number: slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
     made = {event for event in recording.events if event > 0}.difference(large.leaving)
     taken = set(large.chain).difference(large.leaving)
@@ -80,7 +80,8 @@ def _check_alike(small: Recording, large: Recording) -> None:
     raise TraceError("model", f"batch sizes {SAMPLES}", remedy)
 
 
-def _slope(small: int, large: int) -> int:
+def slope(small: int, large: int) -> int:
+    """What a figure grows by from one sample to the next, of its values at the batch sizes ``SAMPLES``."""
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
 
 
@@ -113,12 +114,12 @@ def _peaks(recording: Recording, sizes: Mapping[int, int]) -> tuple[int, int]:
 
 
 def _per_sample(small: OperatorCall, large: OperatorCall) -> OperatorCall:
-    moved = _slope(small.moved, large.moved)
-    shape = tuple(_slope(a, b) or b for a, b in zip(small.shape, large.shape, strict=True))
+    moved = slope(small.moved, large.moved)
+    shape = tuple(slope(a, b) or b for a, b in zip(small.shape, large.shape, strict=True))
     return replace(
         large,
         shape=shape[1:] if large.kind is OperatorClass.ATTENTION else shape,
-        flops=_slope(small.flops, large.flops),
+        flops=slope(small.flops, large.flops),
         moved=moved,
         weight_bytes=0 if large.name == "embedding" else max(0, large.moved - SAMPLES[1] * moved),
     )

@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from galvatron_lite.errors import GalvatronError, InputError, TraceError
 from galvatron_lite.model.batch import call_model, loss_of, map_tensors, places, resize_batch, tensors_of
 from galvatron_lite.model.gates import keeping_gates
-from galvatron_lite.model.trace_flow import DataFlow
-from galvatron_lite.model.trace_meta import left_to_the_plan, meta_copy
-from galvatron_lite.model.trace_operators import ShapesOnly
-from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
+from galvatron_lite.model.trace.flow import DataFlow
+from galvatron_lite.model.trace.meta import left_to_the_plan, meta_copy
+from galvatron_lite.model.trace.operators import ShapesOnly
+from galvatron_lite.model.trace.record import Recorder, Recording, ValuesReadError
 
 
 @dataclass(slots=True)
@@ -251,18 +251,21 @@ def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> di
         few, more = (block_calls(model, names, batch, samples) for samples in (_FEW, _MORE))
     except TraceError:
         return {}
-    found: dict[str, dict[str, int]] = {}
-    for name in few.keys() & more.keys():
-        one, other = (dict(places((call.args, call.kwargs))) for call in (few[name], more[name]))
-        found[name] = {place: _grows(one[place], other[place]) for place in one.keys() & other.keys()}
-    return found
+    return {name: items_a_sample(few[name], more[name], (_FEW, _MORE)) for name in few.keys() & more.keys()}
 
 
-def _grows(few: Tensor, more: Tensor) -> int:
+def items_a_sample(few: BlockCall, more: BlockCall, samples: tuple[int, int]) -> dict[str, int]:
+    """Items of dim 0 for each sample of the tensors that a block is given, by place, from calls with two numbers of
+    samples; 0 of those that do not grow with them."""
+    one, other = (dict(places((call.args, call.kwargs))) for call in (few, more))
+    return {place: _grows(one[place], other[place], samples) for place in one.keys() & other.keys()}
+
+
+def _grows(few: Tensor, more: Tensor, samples: tuple[int, int]) -> int:
     if few.dim() == 0 or more.dim() == 0:
         return 0
-    each = few.shape[0] // _FEW
-    return each if (few.shape[0], more.shape[0]) == (each * _FEW, each * _MORE) else 0
+    each = few.shape[0] // samples[0]
+    return each if (few.shape[0], more.shape[0]) == (each * samples[0], each * samples[1]) else 0
 
 
 def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import OperatorClass
-from galvatron_lite.model.op_cache import OpCache
-from galvatron_lite.model.trace_operators import (
+from galvatron_lite.model.trace.op_cache import OpCache
+from galvatron_lite.model.trace.operators import (
     classify,
     extents,
     flops,

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.model.trace_operators import flops
+from galvatron_lite.model.trace.operators import flops
 
 
 def inside(path: str, ancestor: str) -> bool:

@@ -1,0 +1,1 @@
+"""Runs of a model without storages: what its layers do, seen operator by operator."""
