@@ -205,7 +205,7 @@ def auto_parallelize(
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
-        goal = _goal(loss_fn, trains, model, example)
+        goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
         profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
     watched = None  # its copy of the model is not needed any more
     if chosen is None:
@@ -307,11 +307,6 @@ def _tried_out(
     findings: Findings = from_rank_zero(lambda: try_model(model, batch, layers, **options))
     _warn(findings.warnings())
     return findings
-
-
-def _goal(loss_fn: LossFn | None, trains: bool, model: nn.Module, batch: Any) -> LossFn | None:
-    """The end of the profiled model: its loss; where it has none and is only run forward, all outputs."""
-    return loss_fn if trains or loss_fn is not None or gives_loss(model, batch) else mean_of_outputs
 
 
 def _profile(

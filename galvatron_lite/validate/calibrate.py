@@ -35,7 +35,7 @@ from galvatron_lite.runs.schema import measured
 from galvatron_lite.stacks.catalog import GALVATRON, STACKS, match_stack
 from galvatron_lite.validate.checks import device_of
 from galvatron_lite.validate.predict import Predictor, step_seconds
-from galvatron_lite.validate.results import Predicted, Skipped
+from galvatron_lite.validate.results import Predicted, SkippedError
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 LEAST = 3  # settings that can be left out in turn
@@ -106,7 +106,7 @@ def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[
                 found.append(known)
             else:
                 outcome = predictor.predict(run)
-                skipped[outcome.reason if isinstance(outcome, Skipped) else "no step time"] += 1
+                skipped[outcome.reason if isinstance(outcome, SkippedError) else "no step time"] += 1
     return found, dict(skipped)
 
 

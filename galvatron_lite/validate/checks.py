@@ -16,7 +16,7 @@ from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.cluster.links import cluster_from_links, link_matching
 from galvatron_lite.errors import InputError
 from galvatron_lite.stacks.catalog import DEFAULT, match_stack
-from galvatron_lite.validate.results import Skipped
+from galvatron_lite.validate.results import SkippedError
 from galvatron_lite.validate.rows import PublishedRun
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
@@ -73,15 +73,19 @@ def unknown_device(text: str) -> str:
     return str(InputError("gpu", text, remedy))
 
 
-def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster | Skipped:
-    """The cluster of a run; links that it does not state are those of the device's reference design."""
+def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster:
+    """The cluster of a run; links that it does not state are those of the device's reference design.
+
+    Raises:
+        SkippedError: a device that is not known, or no number of them.
+    """
     device = device_of(run.gpu)
     if device is None and "unknown" in (run.gpu or "unknown").lower():
-        return Skipped("GPU not stated", f"Known: {', '.join(known_devices())}.")
+        raise SkippedError("GPU not stated", f"Known: {', '.join(known_devices())}.")
     if device is None:
-        return Skipped("no data sheet of the GPU", unknown_device(run.gpu or ""))
+        raise SkippedError("no data sheet of the GPU", unknown_device(run.gpu or ""))
     if run.n_gpus is None:
-        return Skipped("number of GPUs not stated", "Give n_gpus.")
+        raise SkippedError("number of GPUs not stated", "Give n_gpus.")
     return cluster_from_links(
         device, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps, calibration
     )
@@ -106,8 +110,8 @@ FRAMEWORKS = (
 """Frameworks as people call them, all known to ``stacks/catalog.py``."""
 
 
-def not_understood(run: PublishedRun) -> Skipped | None:
-    """Why a run is not scored though all of its fields can be read; None where nothing stands against it."""
+def check_understood(run: PublishedRun) -> None:
+    """Raise ``SkippedError`` where fields that decide the cost can be read, and are not understood or do not fit."""
     tensor, expert, experts = run.tp or 1, run.ep or 1, run.n_experts or 1
     words = (
         ("precision", run.precision, _PRECISION.search, "bf16, fp16, fp32, tf32, fp8, mxfp8 or nvfp4"),
@@ -119,7 +123,7 @@ def not_understood(run: PublishedRun) -> Skipped | None:
     for name, value, known, choices in words:
         if value is not None and not known(value.strip().lower()):
             said = str(InputError(name, value, f"Give {choices}, or leave it out."))
-            return Skipped("a value is not understood", said)
+            raise SkippedError("a value is not understood", said)
     degrees = (
         ("tp", tensor, bool(run.heads and run.heads % tensor), f"It must divide heads ({run.heads})."),
         ("ep", expert, expert > 1 and experts == 1, "A model without n_experts has no experts to spread."),
@@ -127,8 +131,7 @@ def not_understood(run: PublishedRun) -> Skipped | None:
     )
     for name, degree, wrong, remedy in degrees:
         if wrong:
-            return Skipped(f"does not fit: {name}", str(InputError(name, degree, remedy)))
-    return None
+            raise SkippedError(f"does not fit: {name}", str(InputError(name, degree, remedy)))
 
 
 def taken_otherwise(run: PublishedRun) -> Iterator[str]:

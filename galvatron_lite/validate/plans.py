@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage, layer_runs
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.validate.results import Skipped
+from galvatron_lite.validate.results import SkippedError
 from galvatron_lite.validate.rows import PublishedRun
 
 _SCHEDULES = {
@@ -87,11 +87,13 @@ class Batch:
     count: int  # micro-batches
 
 
-def batch_of(run: PublishedRun) -> Batch | Skipped:
+def batch_of(run: PublishedRun) -> Batch:
     """The batch of a run: ``global_batch = dp x micro_batch x count``."""
     replicas, stages = run.dp or 1, run.pp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
-        return Skipped("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
+        raise SkippedError(
+            "batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step."
+        )
     samples, left = run.micro_batch or 1, (run.global_batch or 0) // replicas
     if run.micro_batch is None and stages > 1:
         by_stage = left and left % stages == 0 and match_stack(run.framework).splits_by_stage
@@ -104,29 +106,29 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
         return Batch(each * count, each, count)
     if run.global_batch % each:
         said = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
-        return Skipped("batch does not divide", said)
+        raise SkippedError("batch does not divide", said)
     return Batch(run.global_batch, each, run.global_batch // each)
 
 
-def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan | Skipped:
-    """The plan of a run, or why it cannot be represented."""
+def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan:
+    """The plan of a run.
+
+    Raises:
+        SkippedError: a plan that cannot be represented.
+    """
     batch, devices = batch_of(run), run.n_gpus
-    if isinstance(batch, Skipped):
-        return batch
     if devices is None:
-        return Skipped("number of GPUs not stated", "Give n_gpus.")
+        raise SkippedError("number of GPUs not stated", "Give n_gpus.")
     degrees = (run.dp or 1, run.tp or 1, run.pp or 1, run.cp or 1)
     if degrees[0] * degrees[1] * degrees[2] * degrees[3] != devices:
         product = " x ".join(map(str, degrees))
-        return Skipped(
+        raise SkippedError(
             "degrees do not multiply to the number of GPUs", f"dp x tp x pp x cp: {product}, n_gpus: {devices}."
         )
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
-        return Skipped("spatial or filter parallelism")  # image networks: ``predict_shared``
+        raise SkippedError("spatial or filter parallelism")  # image networks: ``predict_shared``
     schedule, virtual = _schedule(run, stack)
     counts = _stage_sizes(run, graph, virtual * degrees[2], stack)
-    if isinstance(counts, Skipped):
-        return counts
     return Plan(
         version=PLAN_VERSION,
         model=graph.name,
@@ -180,7 +182,7 @@ def gathers_once(run: PublishedRun, stack: Stack) -> bool:
     return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
-def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int] | Skipped:
+def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int]:
     """Blocks of each stage, in model order.
 
     Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
@@ -195,7 +197,7 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
         return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:
         if first + last + stages - 2 > blocks or min(first, last) < 1:
-            return Skipped("more stages than blocks", f"notes: {first} and {last} at the ends, layers: {blocks}.")
+            raise SkippedError("more stages than blocks", f"notes: {first} and {last} at the ends, layers: {blocks}.")
         return [first, *even(blocks - first - last, stages - 2), last]
     counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
     if stages > 1 and (blocks + 2) % stages == 0 and (counted or blocks % stages):
@@ -205,11 +207,11 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
         each = (blocks + 1) // stages
         return [*[each] * (stages - 1), each - 1]
     if blocks < stages:
-        return Skipped("more stages than blocks", f"pp x vpp: {stages} stages, layers: {blocks}.")
+        raise SkippedError("more stages than blocks", f"pp x vpp: {stages} stages, layers: {blocks}.")
     return even(blocks, stages)
 
 
-def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
+def by_work(graph: ModelGraph, stages: int) -> list[int]:
     """Blocks of each stage where one is filled until it and those before it hold more than their part of all work.
 
     The work is that of matmuls with weights, the head's among them (nanotron, ``models/base.py``: ``build_model``).
@@ -225,7 +227,9 @@ def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
         counts[stage] += layer.role is Role.BLOCK
         done += work
         stage = min(stage + (done * stages > total * (stage + 1)), stages - 1)
-    return counts if min(counts) > 0 else Skipped("more stages than blocks", f"pp: {stages} stages.")
+    if min(counts) == 0:
+        raise SkippedError("more stages than blocks", f"pp: {stages} stages.")
+    return counts
 
 
 def even(blocks: int, stages: int) -> list[int]:

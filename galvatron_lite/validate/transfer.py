@@ -26,7 +26,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.profiler.transfer import LEARNT, WIDTHS, device_type, moved_constants, transfer_profile
 from galvatron_lite.validate.checks import device_of
-from galvatron_lite.validate.plans import Batch, batch_of
+from galvatron_lite.validate.plans import batch_of
 from galvatron_lite.validate.predict import InterpretedRun, Predictor, measured_of, step_seconds
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -138,11 +138,10 @@ def _settings(runs: Iterable[PublishedRun], predictor: Predictor) -> list[Settin
             understood, batch = predictor.understand(run), batch_of(run)
         except GalvatronError:
             continue
-        if isinstance(understood, InterpretedRun) and isinstance(batch, Batch):
-            seconds, prediction = measured_of(run, batch).step_seconds, understood.prediction
-            if seconds and prediction.mfu * prediction.step_seconds <= seconds:
-                key = (understood.cluster.device.name, batch.size, run.micro_batch)
-                known[key].append(Setting(understood, seconds, batch.size))
+        seconds, prediction = measured_of(run, batch).step_seconds, understood.prediction
+        if seconds and prediction.mfu * prediction.step_seconds <= seconds:
+            key = (understood.cluster.device.name, batch.size, run.micro_batch)
+            known[key].append(Setting(understood, seconds, batch.size))
     return [replace(members[0], seconds=median(one.seconds for one in members)) for members in known.values()]
 
 

@@ -10,13 +10,13 @@ from galvatron_lite.stacks.catalog import DEFAULT, match_stack
 from galvatron_lite.validate.checks import (
     FRAMEWORKS,
     assumptions,
+    check_understood,
     link_is_specific,
-    not_understood,
     taken_otherwise,
     unknown_device,
 )
 from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted, Skipped
+from galvatron_lite.validate.results import Predicted, SkippedError
 from galvatron_lite.validate.rows import read_runs
 
 from .runs import gpt
@@ -36,7 +36,7 @@ def test_a_word_that_decides_the_cost_and_is_not_known_leaves_the_run_unscored(
     field: str, value: str, remedy: str
 ) -> None:
     found = Predictor(load_calibration()).predict(gpt(**{field: value}))
-    assert isinstance(found, Skipped)
+    assert isinstance(found, SkippedError)
     assert found.reason == "a value is not understood"
     assert f"{field}: {value!r}" in found.detail
     assert remedy in found.detail
@@ -47,8 +47,8 @@ def test_a_word_that_decides_the_cost_and_is_not_known_leaves_the_run_unscored(
     [({"tp": 32, "dp": 1, "n_gpus": 64}, "tp"), ({"ep": 2}, "ep"), ({"ep": 3, "n_experts": 8}, "ep")],
 )
 def test_degrees_that_a_model_cannot_be_split_by(changes: dict[str, int], field: str) -> None:
-    found = not_understood(gpt(**changes))
-    assert found is not None
+    found = Predictor(load_calibration()).predict(gpt(**changes))
+    assert isinstance(found, SkippedError)
     assert found.reason == f"does not fit: {field}"
     assert f"{field}: {changes[field]}" in found.detail
 
@@ -102,7 +102,8 @@ def test_links_of_published_rows_are_known() -> None:
 
 def test_published_rows_are_understood_and_of_known_frameworks() -> None:
     runs = read_runs(RUNS)
-    assert [run.run_id for run in runs if not_understood(run)] == []
+    for run in runs:
+        check_understood(run)
     assert {run.framework for run in runs if match_stack(run.framework) is DEFAULT} == set()
 
 
@@ -112,12 +113,12 @@ def test_frameworks_that_are_named_are_known() -> None:
 
 def test_a_step_that_would_take_minutes_to_go_through_is_not_priced() -> None:
     found = Predictor(load_calibration()).predict(gpt(global_batch=100_000_000))
-    assert isinstance(found, Skipped)
+    assert isinstance(found, SkippedError)
     assert "25,000,000 micro-batches in 2 stages" in found.detail
 
 
 def test_ends_with_more_layers_than_the_model_has() -> None:
     said = "decoder-first-pipeline-num-layers=99,decoder-last-pipeline-num-layers=9"
     found = Predictor(load_calibration()).predict(gpt(pp=4, tp=1, notes=said))
-    assert isinstance(found, Skipped)
+    assert isinstance(found, SkippedError)
     assert found.reason == "more stages than blocks"
