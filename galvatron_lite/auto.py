@@ -26,10 +26,8 @@ from galvatron_lite.model.trace_meta import check_model, precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
 from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
-from galvatron_lite.plans.describe import plan_line
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import file_named
-from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.describe import other_size, plan_line
+from galvatron_lite.plans.io import check_runs, file_named
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
 from galvatron_lite.runtime.batch_checks import GlobalBatches
@@ -320,11 +318,10 @@ def _profile(
     watched: Watched | None,
 ) -> Profile:
     from galvatron_lite.capture.trace import trace
-    from galvatron_lite.profiler.kept_profiles import check_trainable, kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.profiler.store import read_profile
+    from galvatron_lite.profiler.store import check_trainable, kept_profile, other_hardware, profile_name, read_profile
+    from galvatron_lite.profiler.timing import agree, notices
     from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:

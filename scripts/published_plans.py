@@ -32,7 +32,7 @@ from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.validate.checks import check_understood
 from galvatron_lite.validate.predict import InterpretedRun, Predictor, wanted_points
-from galvatron_lite.validate.results import SkippedError
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 RUNS = Path(__file__).parents[1] / "profiles" / "published" / "runs.jsonl"
@@ -116,7 +116,7 @@ def understood(run: PublishedRun, predictor: Predictor) -> InterpretedRun | None
     try:
         check_understood(run)
         return predictor.understand(run)
-    except (InputError, SkippedError):
+    except (InputError, SkipError):
         return None
 
 

@@ -30,7 +30,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data, write_data
 from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.profiler.measure_tasks import Journal
+from galvatron_lite.profiler.timing import Journal
 
 PREPARING = 240.0  # seconds that a family has to be built, captured and trained by one process
 HERE = re.compile(r"/\S*?/site-packages/")

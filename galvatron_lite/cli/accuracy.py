@@ -201,7 +201,7 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
 def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.folders import config_folder
-    from galvatron_lite.validate.scale_up import LARGE, SMALL, scale_up_scores
+    from galvatron_lite.validate.transfer import LARGE, SMALL, scale_up_scores
 
     priors = load_calibration(folder or config_folder("calibration") / "priors")
     with progress_bar("Learning", quiet=as_json) as move:

@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, bo
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions, part_of, trunk_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.notes import placed_branches
+from galvatron_lite.plans.describe import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, MemoryBreakdown, Plan, Prediction
 
 

@@ -20,7 +20,7 @@ from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of, side_group, strides_of
 from galvatron_lite.parallelism.strategy import ADDED, Strategy
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.world import join
 

@@ -23,7 +23,7 @@ from galvatron_lite.model.shapes.registry import build_graph, load_model, load_s
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.plans import argument, integer_argument
-from galvatron_lite.validate.results import SkippedError
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
 _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
@@ -52,10 +52,10 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
     """The graph of a run's network.
 
     Raises:
-        SkippedError: a network that is not known.
+        SkipError: a network that is not known.
     """
     if not run.model:
-        raise SkippedError("no model named")
+        raise SkipError("no model named")
     precision = _item_precision(run.precision)
     side = run.image_size or 224
     last = _LAST.search(run.remarks) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
@@ -71,7 +71,7 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
         totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
         graph = _summed(canonical(run.model), totals, side, precision, last) if min(totals) > 0 else None
     if graph is None:
-        raise SkippedError("image network known neither by name nor by totals")
+        raise SkipError("image network known neither by name nor by totals")
     return graph
 
 
@@ -159,17 +159,17 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape:
     after GPT (GELU, LayerNorm; positions, biases and dropout as the stack's recipes have them).
 
     Raises:
-        SkippedError: figures that are missing, or an architecture that is not modelled.
+        SkipError: figures that are missing, or an architecture that is not modelled.
     """
     arch = (run.arch or "decoder").lower()
     if "memory" in arch or "hybrid" in arch or "mamba" in run.remarks or "hybrid-layer-pattern" in run.remarks:
-        raise SkippedError("architecture not modelled", _unknown(run))
+        raise SkipError("architecture not modelled", _unknown(run))
     missing = [name for name in _NEEDED if getattr(run, name) is None]
     if missing:
-        raise SkippedError(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
+        raise SkipError(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
     if run.heads and run.hidden and run.hidden % run.heads and integer_argument(run.remarks, "kv-channels") is None:
         said = f"heads: {run.heads} does not divide hidden ({run.hidden}). Mend it, or say kv-channels=... in notes."
-        raise SkippedError("head size not stated", said)
+        raise SkipError("head size not stated", said)
     if "moe" in arch or (run.n_experts or 0) > 1:
         return _mixture(run, stack)
     if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
@@ -178,7 +178,7 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape:
         return _encoder(run, stack)
     if arch.startswith("decoder"):
         return DecoderShape(**_causal(run, stack))  # type: ignore[arg-type]
-    raise SkippedError("architecture not modelled", _unknown(run))
+    raise SkipError("architecture not modelled", _unknown(run))
 
 
 def _unknown(run: PublishedRun) -> str:
@@ -233,7 +233,7 @@ def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
 def _mixture(run: PublishedRun, stack: Stack) -> Shape:
     experts, ways = run.n_experts, run.moe_topk or 2
     if experts is None:
-        raise SkippedError("model figures missing: n_experts")
+        raise SkipError("model figures missing: n_experts")
     named = named_figures(run.model)
     width = run.moe_ffn or integer_argument(run.remarks, "moe-ffn-hidden-size") or 0
     fields = _causal(run, stack) | {

@@ -25,13 +25,11 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
-from galvatron_lite.validate.checks import check_understood, cluster_of
-from galvatron_lite.validate.fitting import fitting
+from galvatron_lite.validate.checks import check_understood, cluster_of, stack_of
 from galvatron_lite.validate.model import image_model, shape_of
-from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
-from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkippedError, judge
+from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, fitting, plan_of
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkipError, judge
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.software import stack_of
 
 
 def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
@@ -64,15 +62,13 @@ def question_of(run: PublishedRun) -> RowQuestion:
     pixels, filters = run.spatial or 1, run.filter or 1
     group, devices = pixels * filters, run.n_gpus or 0
     if min(pixels, filters) > 1:
-        raise SkippedError("pixels and filters shared at once", f"spatial: {pixels}, filter: {filters}.")
+        raise SkipError("pixels and filters shared at once", f"spatial: {pixels}, filter: {filters}.")
     if (run.tp or 1) * (run.pp or 1) * (run.cp or 1) > 1 or devices % group:
-        raise SkippedError("degrees do not multiply to the number of GPUs", f"groups of {group}, n_gpus: {devices}.")
+        raise SkipError("degrees do not multiply to the number of GPUs", f"groups of {group}, n_gpus: {devices}.")
     groups = devices // group
     batch = run.micro_batch or (run.global_batch or 0) // groups
     if not batch or (run.global_batch or batch * groups) != batch * groups or (run.grad_accum or 1) != 1:
-        raise SkippedError(
-            "batch does not divide", f"micro_batch: {run.micro_batch}, global_batch: {run.global_batch}."
-        )
+        raise SkipError("batch does not divide", f"micro_batch: {run.micro_batch}, global_batch: {run.global_batch}.")
     alone, beside = (Method.SPATIAL, Method.DATA_SPATIAL) if pixels > 1 else (Method.FILTER, Method.DATA_FILTER)
     return RowQuestion(alone if groups == 1 else beside, devices, batch, batch * groups, group)
 
@@ -120,32 +116,32 @@ class Predictor:
     def judge(self, run: PublishedRun) -> ScoredRun:
         """A run beside its prediction; runs of grade C are not predicted."""
         if run.quality == "C" and run.problem is None:
-            return ScoredRun(run, None, SkippedError("grade C is not scored", "quality: 'C'."))
+            return ScoredRun(run, None, SkipError("grade C is not scored", "quality: 'C'."))
         outcome = self.predict(run)
-        if isinstance(outcome, SkippedError):
+        if isinstance(outcome, SkipError):
             return ScoredRun(run, None, outcome)
         try:
             measured = measured_of(run, batch_of(run))
-        except SkippedError as skipped:
+        except SkipError as skipped:
             return ScoredRun(run, None, skipped)
         return judge(run, measured, outcome)
 
-    def predict(self, run: PublishedRun) -> Predicted | SkippedError:
+    def predict(self, run: PublishedRun) -> Predicted | SkipError:
         """Step time and peak memory of a run, or why it cannot be represented."""
         if run.problem is not None:
-            return SkippedError("a field cannot be read", run.problem)
+            return SkipError("a field cannot be read", run.problem)
         try:
             check_understood(run)
             if max(run.spatial or 1, run.filter or 1) > 1:
                 return self._predict_shared(run)
             return _outcome(run, self.understand(run))
-        except SkippedError as skipped:
+        except SkipError as skipped:
             return skipped
         except GalvatronError as error:
             name = getattr(error, "field", "")
-            return SkippedError(f"does not fit: {name}" if name else str(error), str(error))
+            return SkipError(f"does not fit: {name}" if name else str(error), str(error))
         except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
-            return SkippedError(f"internal error: {type(error).__name__}", str(error))
+            return SkipError(f"internal error: {type(error).__name__}", str(error))
 
     def _setting(self, run: PublishedRun) -> tuple[Cluster, str, Stack]:
         """Where a run trains, in which precision and with which software."""
@@ -161,7 +157,7 @@ class Predictor:
         cluster, precision, stack = self._setting(run)
         graph = self._graph(run, stack, precision)
         if not any(is_picture(kind) for kind in graph.kinds.values()):
-            raise SkippedError("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
+            raise SkipError("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
         question = question_of(run)
         pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, self.calibration))
         layout = lay_out_model(pricer, question)
@@ -179,7 +175,7 @@ class Predictor:
         """What a run trains, where, with which software and by which plan.
 
         Raises:
-            SkippedError: a run that cannot be represented.
+            SkipError: a run that cannot be represented.
         """
         cluster, precision, stack = self._setting(run)
         first = self._planned(run, stack, precision, cluster)
@@ -194,14 +190,14 @@ class Predictor:
         if plan.pipeline > 1 and len(plan.stages) * plan.microbatches > MOST_PASSES:
             passes = f"{plan.microbatches:,} micro-batches in {len(plan.stages):,} stages"
             detail = f"global_batch: {plan.global_batch} makes {passes}. Their product may be {MOST_PASSES:,} at most."
-            raise SkippedError("does not fit: global_batch", detail)
+            raise SkipError("does not fit: global_batch", detail)
 
         def price(candidate: Plan) -> Plan:
             return price_plan(self.pricer(graph, cluster, stack, precision, candidate), candidate)
 
         priced = fitting(run, plan, graph, price, cluster.device.memory)
         if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
-            raise SkippedError("not priced")
+            raise SkipError("not priced")
         return InterpretedRun(graph, cluster, stack, precision, priced)
 
     def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph:
@@ -215,7 +211,7 @@ class Predictor:
             if key not in self.graphs:
                 self.graphs[key] = build_graph(shape, precision=storage, kernels=stack.kernels, trainable=trainable)
         except InputError as error:
-            raise SkippedError("trainable parameters not understood", str(error)) from error
+            raise SkipError("trainable parameters not understood", str(error)) from error
         return self.graphs[key]
 
     def profile_of(self, understood: InterpretedRun, plan: Plan) -> Profile:

@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 from galvatron_lite.svg import KINDS as MARKS
 from galvatron_lite.svg import Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.checks import assumptions, taken_otherwise
-from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, SkippedError
+from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, SkipError
 from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_lines, read_lines, readable
 
 IMPLAUSIBLE = 20.0
@@ -82,9 +82,9 @@ def implausible(judged: Iterable[ScoredRun]) -> list[str]:
 
 def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
     """Every row that is not scored, in order: ``run_id``, ``line``, ``reason``, ``detail``."""
-    failed = SkippedError(FAILED, "oom: True, and neither time nor memory measured.")
+    failed = SkipError(FAILED, "oom: True, and neither time nor memory measured.")
     missing = [
-        (one.run, one.outcome if isinstance(one.outcome, SkippedError) else failed) for one in judged if not one.scored
+        (one.run, one.outcome if isinstance(one.outcome, SkipError) else failed) for one in judged if not one.scored
     ]
     return [
         {"run_id": run.run_id, "line": run.line, "reason": why.reason, "detail": why.detail} for run, why in missing

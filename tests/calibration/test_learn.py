@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from galvatron_lite.calibration.learn import learn
+from galvatron_lite.calibration.parameters import learn
 
 
 def test_straight_lines_have_the_posterior_of_the_textbook() -> None:

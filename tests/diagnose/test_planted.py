@@ -11,7 +11,7 @@ import pytest
 from galvatron_lite.diagnose.diagnosis import Diagnosis, _of_run, diagnose, find_profile, open_source, updated
 from galvatron_lite.diagnose.findings import Cause, Finding
 from galvatron_lite.profiler.schema import OriginKind
-from galvatron_lite.runs.read import read_run
+from galvatron_lite.runs.schema import read_run
 from tests.diagnose.jobs import BLOCKS, MORE, plant_all, plant_in_a_stage
 from tests.pool import WorkerPool
 

@@ -11,8 +11,7 @@ from galvatron_lite.cli.runs import print_diagnosis as _print
 from galvatron_lite.diagnose.diagnosis import Diagnosis, DiagnosisInput, MemoryRow, _backend, _untraced
 from galvatron_lite.diagnose.expected import RankTimes, Where, expect
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings, rank_words
-from galvatron_lite.runs.read import RecordedRun
-from galvatron_lite.runs.schema import RunHeader, StepRecord
+from galvatron_lite.runs.schema import RecordedRun, RunHeader, StepRecord
 from tests.diagnose.jobs import known_profile, plan_of
 
 

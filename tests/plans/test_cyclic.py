@@ -10,8 +10,7 @@ import pytest
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count, moments
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import check_plan, read_plan, write_plan
+from galvatron_lite.plans.io import check_plan, check_runs, read_plan, write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, Cyclic, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.written import plan_from
 from tests.factories import make_graph, make_kind

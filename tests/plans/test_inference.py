@@ -10,7 +10,7 @@ from galvatron_lite.api import plan as find
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Mode, Plan, Schedule, Stage
 
 

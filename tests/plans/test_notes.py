@@ -11,7 +11,7 @@ from galvatron_lite.api import plan
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.describe import other_size
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Origin, OriginKind, spread_note
 

@@ -13,9 +13,9 @@ from galvatron_lite.cluster.cluster import Cluster, Collective, RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.profiler.scale_up import SIZES, factors_of, scale_up
 from galvatron_lite.profiler.schema import CollectiveFit, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import write_profile
+from galvatron_lite.profiler.transfer import SIZES, factors_of, scale_up
 
 KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.SEND_RECV)
 

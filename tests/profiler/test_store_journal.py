@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.profiler.measure_tasks import Journal, MeasureTask, run_tasks
+from galvatron_lite.profiler.timing import Journal, MeasureTask, run_tasks
 
 
 def make_tasks(calls: list[str], fail_at: int | None = None) -> list[MeasureTask]:

@@ -15,8 +15,7 @@ from galvatron_lite.calibration.store import chosen_calibration, load_calibratio
 from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import write_value
-from galvatron_lite.runs.read import PROFILE
-from galvatron_lite.runs.schema import RunHeader, StepRecord
+from galvatron_lite.runs.schema import PROFILE, RunHeader, StepRecord
 from galvatron_lite.validate.calibrate import CalibrationResult, calibrate, read_observations
 from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted

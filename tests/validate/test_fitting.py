@@ -9,11 +9,10 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.plans.schema import Plan, Prediction, Stage, TimeBreakdown
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.fitting import fitting, leaves_recompute_open, recomputing
+from galvatron_lite.validate.checks import folds_experts
 from galvatron_lite.validate.model import shape_of
-from galvatron_lite.validate.plans import plan_of
+from galvatron_lite.validate.plans import fitting, leaves_recompute_open, plan_of, recomputing
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.software import folds_experts
 
 from .runs import gpt, predicted
 

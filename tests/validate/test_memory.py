@@ -49,7 +49,7 @@ def test_buckets_and_passing_gradients_cost_their_bytes(monkeypatch: pytest.Monk
             plain = match_stack("Megatron-LM")
             return replace(plain, states=replace(plain.states, **states))  # type: ignore[arg-type]
 
-        monkeypatch.setattr("galvatron_lite.validate.software.match_stack", stack_of)
+        monkeypatch.setattr("galvatron_lite.validate.checks.match_stack", stack_of)
         return predicted(gpt(pp=1, **changes)).memory.gradients
 
     items = peak({}, dp=4) // 4

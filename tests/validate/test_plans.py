@@ -9,7 +9,7 @@ from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.plans import Batch, batch_of, by_work, even, plan_of
-from galvatron_lite.validate.results import SkippedError
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
 from .runs import gpt
@@ -122,7 +122,7 @@ def test_every_second_layer_is_recomputed_where_it_says_so() -> None:
     ],
 )
 def test_what_cannot_be_represented_says_why(changes: dict[str, object], reason: str) -> None:
-    with pytest.raises(SkippedError, match=reason):
+    with pytest.raises(SkipError, match=reason):
         plan(gpt(**changes))
 
 

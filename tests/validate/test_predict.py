@@ -10,14 +10,13 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.catalog import DEFAULT, STACKS, match_stack
-from galvatron_lite.validate.checks import cluster_of
+from galvatron_lite.validate.checks import cluster_of, optimizer_of, stack_of
 from galvatron_lite.validate.model import dense_layers, shape_of
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.predict import Predictor, validate_runs, wanted_points
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
-from galvatron_lite.validate.results import Predicted, SkippedError, macros, score_families
+from galvatron_lite.validate.results import Predicted, SkipError, macros, score_families
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.software import optimizer_of, stack_of
 
 from .runs import gpt, predicted
 
@@ -83,7 +82,7 @@ def test_models_from_figures() -> None:
 )  # fmt: skip
 def test_what_cannot_be_predicted_says_why(changes: dict[str, object], reason: str) -> None:
     outcome = Predictor(CALIBRATION).predict(gpt(**changes))
-    assert isinstance(outcome, SkippedError)
+    assert isinstance(outcome, SkipError)
     assert reason in outcome.reason
 
 

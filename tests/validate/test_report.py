@@ -9,7 +9,7 @@ from galvatron_lite.validate.results import (
     MeasuredRun,
     Predicted,
     ScoredRun,
-    SkippedError,
+    SkipError,
     judge,
     macros,
     score_families,
@@ -27,9 +27,9 @@ RUNS = [
     judged(1.0, 1.001),
     judged(1.3, 1.0, global_batch=64),
     judged(1.0, None, oom=True, iter_time_s=None),
-    ScoredRun(gpt(), None, SkippedError("architecture not modelled")),
-    ScoredRun(gpt(), None, SkippedError("architecture not modelled")),
-    ScoredRun(gpt(), None, SkippedError("GPU not stated")),
+    ScoredRun(gpt(), None, SkipError("architecture not modelled")),
+    ScoredRun(gpt(), None, SkipError("architecture not modelled")),
+    ScoredRun(gpt(), None, SkipError("GPU not stated")),
     judged(0.9, 1.0, family="whole"),
 ]
 

@@ -13,7 +13,7 @@ from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.predict import Predictor, question_of
-from galvatron_lite.validate.results import SkippedError
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
 from .runs import predicted
@@ -67,5 +67,5 @@ def test_one_group_is_alone(changes: dict[str, int], kind: Method) -> None:
 )
 def test_what_is_not_priced(changes: dict[str, int], reason: str) -> None:
     found = Predictor(load_calibration()).predict(replace(RUN, **changes))  # type: ignore[arg-type]
-    assert isinstance(found, SkippedError)
+    assert isinstance(found, SkipError)
     assert found.reason == reason

@@ -2,8 +2,8 @@
 
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.validate.checks import stack_of
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.software import stack_of
 
 from .runs import gpt
 

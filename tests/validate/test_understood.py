@@ -16,7 +16,7 @@ from galvatron_lite.validate.checks import (
     unknown_device,
 )
 from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted, SkippedError
+from galvatron_lite.validate.results import Predicted, SkipError
 from galvatron_lite.validate.rows import read_runs
 
 from .runs import gpt
@@ -36,7 +36,7 @@ def test_a_word_that_decides_the_cost_and_is_not_known_leaves_the_run_unscored(
     field: str, value: str, remedy: str
 ) -> None:
     found = Predictor(load_calibration()).predict(gpt(**{field: value}))
-    assert isinstance(found, SkippedError)
+    assert isinstance(found, SkipError)
     assert found.reason == "a value is not understood"
     assert f"{field}: {value!r}" in found.detail
     assert remedy in found.detail
@@ -48,7 +48,7 @@ def test_a_word_that_decides_the_cost_and_is_not_known_leaves_the_run_unscored(
 )
 def test_degrees_that_a_model_cannot_be_split_by(changes: dict[str, int], field: str) -> None:
     found = Predictor(load_calibration()).predict(gpt(**changes))
-    assert isinstance(found, SkippedError)
+    assert isinstance(found, SkipError)
     assert found.reason == f"does not fit: {field}"
     assert f"{field}: {changes[field]}" in found.detail
 
@@ -113,12 +113,12 @@ def test_frameworks_that_are_named_are_known() -> None:
 
 def test_a_step_that_would_take_minutes_to_go_through_is_not_priced() -> None:
     found = Predictor(load_calibration()).predict(gpt(global_batch=100_000_000))
-    assert isinstance(found, SkippedError)
+    assert isinstance(found, SkipError)
     assert "25,000,000 micro-batches in 2 stages" in found.detail
 
 
 def test_ends_with_more_layers_than_the_model_has() -> None:
     said = "decoder-first-pipeline-num-layers=99,decoder-last-pipeline-num-layers=9"
     found = Predictor(load_calibration()).predict(gpt(pp=4, tp=1, notes=said))
-    assert isinstance(found, SkippedError)
+    assert isinstance(found, SkipError)
     assert found.reason == "more stages than blocks"

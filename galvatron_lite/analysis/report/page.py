@@ -19,8 +19,7 @@ from galvatron_lite.analysis.report.plan_figures import (
     parts_of,
 )
 from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, measured
-from galvatron_lite.analysis.report.timeline_data import packed
-from galvatron_lite.analysis.report.timeline_figures import course_of, name_of, shown_groups
+from galvatron_lite.analysis.report.timeline_data import course_of, name_of, packed, shown_groups
 from galvatron_lite.analysis.tables import price_lines, tables, trust_lines
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.pipeline.schedule import Pass

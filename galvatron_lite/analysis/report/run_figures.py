@@ -11,8 +11,7 @@ from statistics import mean, median
 from markupsafe import Markup
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.read import RecordedRun
-from galvatron_lite.runs.schema import StepRecord
+from galvatron_lite.runs.schema import RecordedRun, StepRecord
 from galvatron_lite.svg import Frame, byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 

@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.cost import cut_dim
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.repeat import UnlikeError

@@ -20,7 +20,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.checks import cluster_of
 from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted, ScoredRun, SkippedError
+from galvatron_lite.validate.results import Predicted, ScoredRun, SkipError
 from galvatron_lite.validate.rows import PublishedRun
 from studies.calibration.fit import Array, PredictMany, Problem, Task, family_weights
 from studies.calibration.stages import Mask, Setup, Staged, calibrated_without, common_without
@@ -123,7 +123,7 @@ def entries_of(run: PublishedRun, calibration: Calibration) -> frozenset[str]:
     used = {f"stacks/{entry_for(calibration, 'stacks', match_stack(run.framework).name)}"}
     try:
         cluster = cluster_of(run, calibration)
-    except SkippedError:
+    except SkipError:
         return frozenset(used)
     device = cluster.device
     used.add(f"devices/{entry_for(calibration, 'devices', device.name)}")
@@ -181,7 +181,7 @@ def _predict(task: Task) -> list[float]:
     return [_log_seconds(predictor.predict(_RUNS[row])) for row in rows]
 
 
-def _log_seconds(outcome: Predicted | SkippedError) -> float:
+def _log_seconds(outcome: Predicted | SkipError) -> float:
     return log(outcome.step_seconds) if isinstance(outcome, Predicted) else nan
 
 
