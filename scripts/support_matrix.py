@@ -18,10 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from support_matrix_families import NAMED, Family, build, known_families
-from support_matrix_page import DATA, write_page
+from support_matrix_page import DATA, SAMPLES, WAYS, Way, write_page
 from support_matrix_ranks import Failure, fork, gather
 from support_matrix_trial import SECONDS, State, train_alone, try_way
-from support_matrix_ways import SAMPLES, WAYS, Way
 
 from galvatron_lite.capture.named import load_factory
 from galvatron_lite.capture.trace import trace

@@ -12,8 +12,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
 from galvatron_lite.profiler.store import read_profile, write_profile
-from studies.hetu.formulas import price
-from studies.hetu.formulas_layer import layer_ms
+from studies.hetu.formulas import layer_ms, price
 from studies.hetu.recorded import RecordedSearch
 from tests.studies.hetu.cases import FOUND, found, profiles
 

@@ -4,8 +4,7 @@ import pytest
 
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.peers.hetu.plan import from_plan
-from studies.hetu.common import backend_of, pins_of
-from studies.hetu.compare import bench_for
+from studies.hetu.compare import backend_of, bench_for, pins_of
 
 from .cases import FOLDER, FOUND, found
 

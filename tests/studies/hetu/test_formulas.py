@@ -6,8 +6,7 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.hetu.plan import DataType
-from studies.hetu.formulas import iteration, memory_mb, price, step_ms, usable_mb
-from studies.hetu.formulas_layer import overlapped
+from studies.hetu.formulas import iteration, memory_mb, overlapped, price, step_ms, usable_mb
 
 from .cases import FOUND, SEARCHES, found, profiles
 

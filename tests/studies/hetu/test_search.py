@@ -13,9 +13,8 @@ from galvatron_lite.peers.hetu.plan import HetuPlan, from_plan
 from galvatron_lite.peers.hetu.profile import to_profile
 from studies.hetu.compare import How, bench_for, choose, compare
 from studies.hetu.formulas import price
-from studies.hetu.fronts import beside, front_of
 from studies.hetu.recorded import RecordedSearch
-from studies.hetu.search import PeerSearch
+from studies.hetu.search import PeerSearch, beside, front_of
 
 from .cases import FOLDER, FOUND, SEARCHES, found
 
