@@ -1,18 +1,33 @@
 """Plans from published degrees: placements are Megatron-LM's, counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import DecoderShape, build_graph
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.schema import Plan, Prediction, Schedule, Stage, TimeBreakdown
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.plans import Batch, batch_of, by_work, even, plan_of
+from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.validate.checks import folds_experts, stack_of
+from galvatron_lite.validate.model import named_figures, shape_of
+from galvatron_lite.validate.plans import (
+    Batch,
+    batch_of,
+    by_work,
+    even,
+    fitting,
+    leaves_recompute_open,
+    plan_of,
+    recomputing,
+)
 from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
-from .runs import gpt
+from .runs import gpt, predicted
 
 
 def plan(run: PublishedRun) -> Plan:
@@ -138,3 +153,137 @@ def test_torchtitan_splits_a_batch_into_as_many_parts_as_pipeline_ranks() -> Non
     assert batch_of(gpt(framework=titan, micro_batch=None)) == Batch(32, 16, 2)
     assert batch_of(gpt(framework=titan, micro_batch=4)) == Batch(32, 8, 4)
     assert batch_of(gpt(framework=titan, micro_batch=None, pp=1)) == Batch(32, 4, 8)
+
+
+MIXTURE = {"arch": "moe", "gated_mlp": True, "tied_embeddings": False, "seq_len": 64, "ffn_hidden": None,
+           "framework": "NeMo AutoModel FSDP2", "tp": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "billions"),
+    [
+        ({"model": "qwen3-235b-a22b", "layers": 94, "hidden": 4096, "heads": 64, "kv_heads": 4, "vocab": 151936,
+          "n_experts": 128, "moe_topk": 8, "moe_ffn": 1536}, 235.1),
+        ({"model": "qwen3-30b-a3b", "layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "vocab": 151936,
+          "n_experts": 128, "moe_topk": 8, "moe_ffn": 768}, 30.5),
+        ({"model": "gpt-oss-120b", "layers": 36, "hidden": 2880, "heads": 64, "kv_heads": 8, "vocab": 201088,
+          "n_experts": 128, "moe_topk": 4, "moe_ffn": 2880}, 116.8),
+        ({"model": "deepseek-v3", "arch": "moe-mla", "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": None,
+          "vocab": 129280, "n_experts": 256, "moe_topk": 8, "moe_ffn": 2048}, 671.0),
+    ],
+)  # fmt: skip
+def test_parameters_are_those_of_the_public_model(changes: dict[str, object], billions: float) -> None:
+    run = gpt(**(MIXTURE | changes))
+    graph = build_graph(shape_of(run, match_stack(run.framework)))
+    items = sum(graph.kind_of(layer).parameters.total for layer in graph.layers)
+    assert items == pytest.approx(billions * 1e9, rel=0.002)
+
+
+def test_other_names_say_nothing() -> None:
+    assert named_figures("llama3-8b") == named_figures(None) == {}
+
+
+CALIBRATION = load_calibration()
+
+
+def stack(run: PublishedRun) -> Stack:
+    return stack_of(run, "bf16", CALIBRATION)
+
+
+def test_megatron_hides_the_traffic_of_sharded_parameters_only() -> None:
+    plain, sharded = stack(gpt(zero_stage=1)), stack(gpt(zero_stage=3))
+    assert plain.constants.hidden["zero"] < 0.5 < sharded.constants.hidden["zero"]
+    assert plain.name != sharded.name  # prices are remembered by name
+
+
+def test_dispatchers_and_hidden_exchanges_are_told_by_words() -> None:
+    plain, deep = stack(gpt()), stack(gpt(notes="dispatcher DeepEP; 1F1B A2A overlap"))
+    assert (plain.kernels.unique_dispatch, deep.kernels.unique_dispatch) == (False, True)
+    assert plain.constants.hidden.get("expert", 0.0) < 0.5 < deep.constants.hidden["expert"]
+    assert len({plain.name, deep.name, stack(gpt(zero_stage=3)).name}) == 3
+
+
+BIG = {"layers": 24, "hidden": 4096, "heads": 32, "ffn_hidden": 16384, "gpu": "V100-SXM2-16GB"}
+
+
+def planned(run: PublishedRun) -> tuple[Plan, DecoderShape]:
+    stack = match_stack(run.framework)
+    shape = shape_of(run, stack)
+    assert isinstance(shape, DecoderShape)
+    plan = plan_of(run, build_graph(shape, kernels=stack.kernels), stack, "bf16")
+    return plan, shape
+
+
+@pytest.mark.parametrize(
+    ("said", "left_open"),
+    [(None, True), ("unknown", True), ("none (per recipe; none stated)", True), ("none", False), ("full", False),
+     ("selective (config default)", False)],
+)  # fmt: skip
+def test_what_is_left_open(said: str | None, left_open: bool) -> None:
+    assert leaves_recompute_open(said) is left_open
+
+
+def test_what_a_run_says_is_not_changed() -> None:
+    told = predicted(gpt(**BIG, micro_batch=8, zero_stage=0, act_ckpt="none"))
+    assert told.device_memory > told.capacity
+    fits = predicted(gpt(act_ckpt=None, zero_stage=None))
+    assert fits == predicted(gpt(act_ckpt="none", zero_stage=0))
+
+
+def test_states_are_shared_before_anything_runs_again() -> None:
+    small = {**BIG, "layers": 14, "micro_batch": 4, "act_ckpt": None}
+    whole, shared = (predicted(gpt(**small, zero_stage=stage)) for stage in (0, None))
+    assert whole.memory.activations < shared.memory.activations
+    assert shared.memory.optimizer == pytest.approx(whole.memory.optimizer / 2, rel=0.1)
+    assert shared.step_seconds < whole.step_seconds
+
+
+def test_no_more_blocks_run_again_than_it_takes() -> None:
+    """Against trying every number of blocks, with a price that counts them."""
+    run = gpt(act_ckpt=None, zero_stage=0)
+    plan, shape = planned(run)
+    graph = build_graph(shape, kernels=match_stack(run.framework).kernels)
+    for capacity in range(-1, 9):
+        tried: list[int] = []
+
+        def price(candidate: Plan, tried: list[int] = tried) -> Plan:
+            full = [full_blocks(stage) for stage in candidate.stages]
+            tried.append(max(full))
+            return with_peak(candidate, 8 - 2 * max(full))
+
+        chosen = fitting(run, plan, graph, price, capacity)
+        needed = max(-((capacity - 8) // 2), 0)
+        blocks = max(full_blocks(stage) for stage in chosen.stages)
+        assert blocks == (needed if needed <= 4 else 0)
+        assert len(tried) <= 6
+
+
+def full_blocks(stage: Stage) -> int:
+    return sum(run.count for run in stage.runs if run.strategy.recompute is Recompute.FULL)
+
+
+def with_peak(plan: Plan, peak: int) -> Plan:
+    return replace(plan, prediction=Prediction(1.0, TimeBreakdown(), 1.0, 1.0, 0.5, peak))
+
+
+def test_only_the_first_blocks_of_each_stage_run_again() -> None:
+    plan, shape = planned(gpt())
+    changed = recomputing(plan, build_graph(shape, kernels=match_stack("Megatron-LM").kernels), Recompute.FULL, 3)
+    assert [full_blocks(stage) for stage in changed.stages] == [3, 3]
+    assert [sum(run.count for run in stage.runs) for stage in changed.stages] == [5, 5]
+    # The embedding stands before the blocks of the first stage and never runs again.
+    assert changed.stages[0].runs[0].strategy.recompute is Recompute.NONE
+    assert changed.stages[1].runs[0].strategy.recompute is Recompute.FULL
+
+
+@pytest.mark.parametrize(
+    ("changes", "folded"),
+    [
+        ({"tp": 2, "ep": 4}, False),
+        ({"tp": 2, "ep": 4, "notes": "special args: expert-tensor-parallel-size=1"}, True),
+        ({"tp": 2, "ep": 8}, True),  # each expert has one device only
+        ({"tp": 1, "ep": 4}, False),
+    ],
+)
+def test_experts_are_whole_where_said_or_where_nothing_else_is_left(changes: dict[str, object], folded: bool) -> None:
+    assert folds_experts(gpt(n_gpus=16, pp=2, n_experts=8, **changes)) is folded
