@@ -85,7 +85,6 @@ def test_the_cheapest_of_all_numbers(seed: int) -> None:
     steps = {devices: seconds_of(asked(setting, devices, 24)) for devices in (1, 2, 3, 4, 8)}
     cost = {devices: 2.5 * devices * 1000 * seconds / 3600 for devices, seconds in steps.items()}
     answer = cheapest(setting, TrainingAmount(steps=1000.0), 2.5, batch=24)
-    assert answer.answer is not None
     assert answer.answer.cost == pytest.approx(min(cost.values()), rel=1e-12)
     assert [one.point.devices for one in answer.costs] == [1, 2, 3, 4, 8]
     for one in answer.costs:
@@ -101,7 +100,6 @@ def test_the_cheapest_of_all_numbers(seed: int) -> None:
     for deadline in (1000 * steps[8] * 1.001, 1000 * steps[2] * 1.001):
         within = {devices: cost[devices] for devices in cost if 1000 * steps[devices] <= deadline}
         bounded = cheapest(setting, TrainingAmount(steps=1000.0), 2.5, batch=24, deadline=deadline)
-        assert bounded.answer is not None
         assert bounded.answer.cost == pytest.approx(min(within.values()), rel=1e-12)
 
 
@@ -197,10 +195,8 @@ def test_the_best_of_all_batches(seed: int) -> None:
         return
     answer = best_batch(setting, 24)
     top = max(rates.values())
-    assert answer.best is not None
     assert answer.best.rate == top
     assert answer.best.batch == min(batch for batch, rate in rates.items() if rate == top)
-    assert answer.saturated is not None
     assert answer.saturated.batch == min(batch for batch, rate in rates.items() if rate >= 0.99 * top)
     assert [point.batch for point in answer.points] == list(every)
     assert all(point.rate in (0.0, rates[point.batch]) for point in answer.points)
@@ -316,7 +312,6 @@ def test_batches_and_the_front_start_from_the_budgets_of_a_single_plan() -> None
     flags = {"layers": "2", "hidden": "256", "heads": "4", "vocab": "1000", "seq": "64"}
     tiny = {"model": build_graph(shape_from_flags(flags), precision="fp16"), "cluster": "a100-v100"}
     best = api.best_batch(max_batch=16, **tiny)  # type: ignore[arg-type]
-    assert best.best is not None
     assert best.best.plan == planned(batch=best.best.batch, sequence=None, **tiny)
     front: ParetoFront = api.pareto_front(batch=16, memory_step="8GB", **tiny)  # type: ignore[arg-type]
     assert front.points[0].plan == planned(batch=16, sequence=None, **tiny)

@@ -43,8 +43,6 @@ def test_the_settings_say_all_of_the_plan(tool: str, tmp_path: Path) -> None:
 def test_costs_are_those_of_the_software() -> None:
     asked = {"model": "llama3-8b", "cluster": "h100", "gpus": 8, "batch": 16, "mem": "80GB", "runners_up": 0}
     ours, theirs = (api.plan(backend=name, **asked) for name in ("galvatron", "megatron"))  # type: ignore[arg-type]
-    assert ours.prediction is not None
-    assert theirs.prediction is not None
     assert theirs.prediction.step_seconds < ours.prediction.step_seconds  # fused kernels
     assert export(theirs, "megatron", strict=True).text
 
@@ -57,7 +55,6 @@ def test_a_tool_that_there_is_not() -> None:
 def test_a_plan_for_other_software_is_explained_with_its_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = api.plan(model="gpt2", cluster="h100", gpus=8, batch=64, mem="80GB", backend="megatron", runners_up=0)
-    assert plan.provenance is not None
     assert plan.provenance.stack == "megatron-core"
     assert explain(plan, what_if=False).step_seconds == pytest.approx(plan.prediction.step_seconds)  # type: ignore[union-attr]
 
@@ -115,7 +112,6 @@ PLAN = ["plan", "--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "2"]
 def test_a_closed_pipe_ends_quietly(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "galvatron_lite", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        assert started.stdout is not None
         assert started.stderr is not None
         started.stdout.close()
         said = started.stderr.read().decode()

@@ -87,7 +87,6 @@ class Trained:
             before = Link.clock.now()
             self.parallel.train_step(worked_batch(BATCH, 1), self.optimizer)
             seconds.append(Link.clock.now() - before)
-        assert recorder is not None
         recorder.finish()
         (trace,) = (self.folder / name / TRACES).glob(f"rank-{dist.get_rank():05d}-*")
         retimed(trace)

@@ -27,7 +27,6 @@ from .pages import ROOT, text_of
 def script() -> ModuleType:
     """``scripts/docs_scores.py``, which writes the tables."""
     spec = importlib.util.spec_from_file_location("docs_scores", ROOT / "scripts" / "docs_scores.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -155,7 +154,6 @@ NO_FAMILY = {"nvidia-smi", "third-party"}
 
 def test_the_reference_has_every_public_name() -> None:
     spec = importlib.util.spec_from_file_location("docs_api", ROOT / "scripts" / "docs_api.py")
-    assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script

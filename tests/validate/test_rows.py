@@ -174,7 +174,6 @@ def test_arguments_quoted_in_notes() -> None:
 )  # fmt: skip
 def test_devices_by_what_publications_call_them(text: str, expected: str) -> None:
     device = device_of(text)
-    assert device is not None
     assert device.name == expected
 
 

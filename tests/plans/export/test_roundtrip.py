@@ -94,7 +94,6 @@ def test_what_is_written_is_read_and_priced_the_same(tool: str, arch: str, tmp_p
         file.write_text(made.text)
         again = api.evaluate(file, model=profile.graph, cluster="h100", gpus=DEVICES, target=tool)
         assert replace(again, provenance=None) == replace(plan, provenance=None), made.text
-        assert again.provenance is not None
         assert not any("not looked at" in line or "priced as" in line for line in again.provenance.notes)
 
 
@@ -160,7 +159,6 @@ def test_a_file_of_its_user_is_read_and_what_is_not_looked_at_is_named(tool: str
     strategy, stages, microbatches, ignored = MEANT[tool]
     blocks = [run.strategy for stage in plan.stages for run in stage.runs if run.first.startswith("layers")]
     assert {str(one) for one in blocks} == {strategy}
-    assert plan.provenance is not None
     notes = " ".join(plan.provenance.notes)
     assert (len(plan.stages), plan.devices) == (stages, DEVICES)
     assert plan.microbatches == microbatches or plan.global_batch == 32
