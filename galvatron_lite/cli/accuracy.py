@@ -94,8 +94,8 @@ def validate_command(
         return str(getattr(run, by) or "not stated")
 
     runs = runs or profile_folder("published") / "runs.jsonl"
-    file = read_file(runs)
-    chosen = _chosen(file.runs, family or [], quality)
+    every, odd = read_file(runs)
+    chosen = _chosen(every, family or [], quality)
     if not chosen:
         raise InputError("runs", str(runs), "It holds no row to score.")
     if scale_up:
@@ -111,7 +111,7 @@ def validate_command(
                 move(done, total, label)
 
         judged = validate_runs(chosen, load_calibration(calibration), progress)
-    notes, scores, means = [*file.notes, *implausible(judged)], score_families(judged, key), macros(judged, key)
+    notes, scores, means = [*odd, *implausible(judged)], score_families(judged, key), macros(judged, key)
     if as_json:
         more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
         print_json(as_data(scores, means, judged, worst) | more)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from difflib import get_close_matches
 from math import log
 from pathlib import Path
@@ -28,17 +28,9 @@ FAILED = "ran out of memory, so that there is no figure"
 _SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RunFile:
-    """A file of runs."""
-
-    runs: tuple[PublishedRun, ...]  # in order
-    # about the file as a whole, for people: lines that hold no run, names that repeat, fields passed over
-    notes: tuple[str, ...]
-
-
-def read_file(path: Path) -> RunFile:
-    """All runs of a file (``-``: standard input), and what is odd about it; see ``read_runs``."""
+def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
+    """All runs of a file (``-``: standard input) in order, and what is odd about it, for people: lines that hold no
+    run, names that repeat, fields passed over; see ``read_runs``."""
     runs: list[PublishedRun] = []
     passed: set[str] = set()
     broken = []
@@ -59,7 +51,7 @@ def read_file(path: Path) -> RunFile:
         "run_id given more than once, all of them counted": repeated,
         "fields passed over": unread,
     }
-    return RunFile(tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in found.items() if names))
+    return tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in found.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:
