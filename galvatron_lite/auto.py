@@ -21,7 +21,7 @@ from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size, check_entries
 from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.graph import ModelGraph, dead_note
+from galvatron_lite.model.graph import dead_note
 from galvatron_lite.model.trace_meta import check_model, precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
 from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
@@ -392,7 +392,8 @@ def _searched(
         findings: of the model; None: nothing was tried.
         pins: that the user typed.
     """
-    _warn(_on_dead(profile.graph))
+    graph = profile.graph
+    _warn(dead_note(graph.dead, graph.parameters, "an output or the loss"))
     try:
         plan = _found_plan(profile, arguments, delay)
     except InputError as error:
@@ -408,8 +409,11 @@ def _searched(
 
 def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
     """Rank 0's plan. Where the wanted delay is why there is none, the error speaks of it."""
+    from galvatron_lite.api import plan as find
+
     try:
-        return _agreed_plan(profile, arguments)
+        plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
+        return plan
     except InputError as error:
         if delay is None or error.field != "--fix schedule":
             raise
@@ -421,13 +425,6 @@ def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -
             "them (give each parameters of its own), or leave the delay out."
         )
         raise InputError("delay", delay, remedy) from error
-
-
-def _agreed_plan(profile: Profile, arguments: PlanArguments) -> Plan:
-    from galvatron_lite.api import plan as find
-
-    plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
-    return plan
 
 
 _OPTIONS = {
@@ -491,10 +488,6 @@ def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> Infer
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
         raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
     return InferenceModel(model)
-
-
-def _on_dead(graph: ModelGraph) -> tuple[str, ...]:
-    return dead_note(graph.dead, graph.parameters, "an output or the loss")
 
 
 def _say(line: str) -> None:

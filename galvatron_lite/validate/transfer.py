@@ -13,9 +13,9 @@ Large runs predicted from small ones: constants learnt on runs of few devices, h
 
 Within each family, constants are learnt (``validate.calibrate``) from the priors on its runs of at most 64 devices; its
 runs of 256 and more are predicted by the planner's path, whose collectives and stragglers follow the law of
-``profiler.scale_up``. What small runs of one model alone tell is not carried to another model: what the formulas miss
-of that model and what the software costs cannot be told apart. Nothing is fitted to a run of more than 64 devices, of
-this family or another: the priors (``configs/calibration/priors``) are from before any fit.
+``profiler.transfer.scale_up``. What small runs of one model alone tell is not carried to another model: what the
+formulas miss of that model and what the software costs cannot be told apart. Nothing is fitted to a run of more than 64
+devices, of this family or another: the priors (``configs/calibration/priors``) are from before any fit.
 """
 
 from __future__ import annotations
