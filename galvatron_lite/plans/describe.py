@@ -58,12 +58,8 @@ def headline(plan: Plan) -> str:
     return (
         f"{plan.model} on {plan.devices} device{'s' * (plan.devices > 1)}: {pipeline}, "
         f"batch {plan.global_batch} in {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} "
-        f"of {plan.microbatch}, {plan.precision}{_trained_by(plan)}"
+        f"of {plan.microbatch}, {plan.precision}{', trained by DeepSpeed' * (plan.backend is TrainedBy.DEEPSPEED)}"
     )
-
-
-def _trained_by(plan: Plan) -> str:
-    return ", trained by DeepSpeed" if plan.backend is TrainedBy.DEEPSPEED else ""
 
 
 def stage_groups(plan: Plan) -> list[range]:
@@ -71,7 +67,8 @@ def stage_groups(plan: Plan) -> list[range]:
 
     Fewer than three alike stay apart.
     """
-    same = groupby(range(len(plan.stages)), key=lambda number: _does(plan.stages[number]))
+    does = [(stage.device, *(run.strategy for run in stage.runs)) for stage in plan.stages]
+    same = groupby(range(len(plan.stages)), key=does.__getitem__)
     groups: list[range] = []
     for numbers in (list(alike) for _, alike in same):
         whole = len(numbers) >= _ALIKE
@@ -194,11 +191,6 @@ def time_line(plan: Plan) -> str:
     total = plan.prediction.step_seconds
     parts = [f"{name} {seconds / total:.0%}" for name, seconds in time_parts(plan.prediction.time)]
     return f"{format_seconds(total)} a {'pass' if plan.mode is Mode.INFERENCE else 'step'}: " + ", ".join(parts)
-
-
-def _does(stage: Stage) -> tuple[object, ...]:
-    """What makes stages alike: their devices and what their layers do, however many those are."""
-    return (stage.device, *(run.strategy for run in stage.runs))
 
 
 def _layers(runs: Sequence[LayerRun]) -> str:

@@ -322,7 +322,9 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
         elif not 1 / _ALIKE < factor.bandwidth < _ALIKE:
             said.append(f"{level.name} by its sheet: links here are of another kind (x{factor.bandwidth:.2g})")
         else:
-            levels[place] = _corrected(level, factor)
+            (corrected,) = _scaled([level], np.log([factor.bandwidth, factor.latency]))
+            source = ", ".join(filter(None, (level.source, "corrected by what was measured")))
+            levels[place] = replace(corrected, source=source)
             scaled = f"bandwidth x{factor.bandwidth:.2f}, latency x{factor.latency:.2f} of its sheet"
             said.append(f"{level.name} as measured on {profile.cluster.devices} devices ({scaled})")
     node = profile.cluster.levels[0].size
@@ -340,12 +342,6 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
         straggling=straggling,
         communication_origin=replace(profile.communication_origin, kind=OriginKind.ESTIMATED, source="; ".join(said)),
     )
-
-
-def _corrected(level: Level, factor: LevelFactor) -> Level:
-    source = ", ".join(filter(None, (level.source, "corrected by what was measured")))
-    (made,) = _scaled([level], np.log([factor.bandwidth, factor.latency]))
-    return replace(made, source=source)
 
 
 def _unmeasured(profile: Profile, cluster: Cluster) -> Origin:

@@ -56,7 +56,9 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
     """
     if not run.model:
         raise SkipError("no model named")
-    precision = _item_precision(run.precision)
+    said = (run.precision or "bf16").lower()
+    # of the same item size as the run's: activations of TF32 runs are fp32
+    precision = "fp16" if re.search("fp16|bf16|fp8", said) or "32" not in said else "fp32"
     side = run.image_size or 224
     last = _LAST.search(run.remarks) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
     recipe = (stack.name, canonical(run.model))
@@ -79,12 +81,6 @@ def layer_balance(notes: str) -> tuple[int, ...]:
     """Layers a stage where a run says so (``layer balance [9, 15]``); empty where it does not."""
     found = _BALANCE.search(notes)
     return tuple(int(count) for count in found[1].split(",")) if found else ()
-
-
-def _item_precision(text: str | None) -> str:
-    """A precision of the same item size as the run's: activations of TF32 runs are fp32."""
-    said = (text or "bf16").lower()
-    return "fp16" if re.search("fp16|bf16|fp8", said) or "32" not in said else "fp32"
 
 
 @lru_cache(maxsize=2048)
