@@ -160,8 +160,7 @@ def _read(profile: Profile | str | Path | None) -> Profile:
 
 def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
     if cluster is not None:
-        from galvatron_lite.profiler.scale_up import scale_up
-        from galvatron_lite.profiler.transfer import device_type
+        from galvatron_lite.profiler.transfer import device_type, scale_up
 
         machine = _machine(cluster, gpus)
         if not machine.alike:

@@ -21,15 +21,13 @@ from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size, check_entries
 from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.graph import ModelGraph, dead_note
+from galvatron_lite.model.graph import dead_note
 from galvatron_lite.model.trace.meta import check_model, precision_of
 from galvatron_lite.model.trace.record import ValuesReadError
 from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
-from galvatron_lite.plans.describe import plan_line
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import file_named
-from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.describe import other_size, plan_line
+from galvatron_lite.plans.io import check_runs, file_named
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
 from galvatron_lite.runtime.batch_checks import GlobalBatches
@@ -205,7 +203,7 @@ def auto_parallelize(
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
-        goal = _goal(loss_fn, trains, model, example)
+        goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
         profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
     watched = None  # its copy of the model is not needed any more
     if chosen is None:
@@ -309,11 +307,6 @@ def _tried_out(
     return findings
 
 
-def _goal(loss_fn: LossFn | None, trains: bool, model: nn.Module, batch: Any) -> LossFn | None:
-    """The end of the profiled model: its loss; where it has none and is only run forward, all outputs."""
-    return loss_fn if trains or loss_fn is not None or gives_loss(model, batch) else mean_of_outputs
-
-
 def _profile(
     profile: Profile | str | Path | None,
     model: nn.Module,
@@ -325,11 +318,10 @@ def _profile(
     watched: Watched | None,
 ) -> Profile:
     from galvatron_lite.capture.trace import trace
-    from galvatron_lite.profiler.kept_profiles import check_trainable, kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.profiler.store import read_profile
+    from galvatron_lite.profiler.store import check_trainable, kept_profile, other_hardware, profile_name, read_profile
+    from galvatron_lite.profiler.timing import agree, notices
     from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
@@ -400,7 +392,8 @@ def _searched(
         findings: of the model; None: nothing was tried.
         pins: that the user typed.
     """
-    _warn(_on_dead(profile.graph))
+    graph = profile.graph
+    _warn(dead_note(graph.dead, graph.parameters, "an output or the loss"))
     try:
         plan = _found_plan(profile, arguments, delay)
     except InputError as error:
@@ -416,8 +409,11 @@ def _searched(
 
 def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
     """Rank 0's plan. Where the wanted delay is why there is none, the error speaks of it."""
+    from galvatron_lite.api import plan as find
+
     try:
-        return _agreed_plan(profile, arguments)
+        plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
+        return plan
     except InputError as error:
         if delay is None or error.field != "--fix schedule":
             raise
@@ -429,13 +425,6 @@ def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -
             "them (give each parameters of its own), or leave the delay out."
         )
         raise InputError("delay", delay, remedy) from error
-
-
-def _agreed_plan(profile: Profile, arguments: PlanArguments) -> Plan:
-    from galvatron_lite.api import plan as find
-
-    plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
-    return plan
 
 
 _OPTIONS = {
@@ -499,10 +488,6 @@ def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> Infer
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
         raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
     return InferenceModel(model)
-
-
-def _on_dead(graph: ModelGraph) -> tuple[str, ...]:
-    return dead_note(graph.dead, graph.parameters, "an output or the loss")
 
 
 def _say(line: str) -> None:

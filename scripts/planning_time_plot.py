@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from xml.sax.saxutils import escape
 
-from galvatron_lite.svg import Scale, caption, colour, decades, mark, rounded, shapes, style
+from galvatron_lite.svg import Scale, caption, colour, decades, document, mark, rounded
 
 Points = Sequence[tuple[float, float]]  # size and CPU seconds
 
@@ -19,37 +18,20 @@ def figure(layers: Mapping[str, Points], gpus: Mapping[str, Points]) -> str:
     height = _TOP + _HIGH + 62 + _ROW * ((len(names) + 1) // 2)
     low, high = rounded(seconds for points in (*layers.values(), *gpus.values()) for _, seconds in points)
     upwards = Scale(low, high, _TOP + _HIGH, _TOP)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-            f'height="{height}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" role="img" '
-            'aria-labelledby="figure-title figure-words">',
-            '<title id="figure-title">CPU seconds of a search against layers and GPUs</title>',
-            f'<desc id="figure-words">{escape("; ".join(_told(layers, gpus)))}</desc>',
-            style() + shapes(),
-            '<rect class="paper" width="100%" height="100%"/>',
-            caption(_LEFT, 26, "How long a search takes", more=' font-size="15" font-weight="600"'),
-            caption(
-                _LEFT,
-                46,
-                "CPU seconds on one core of a warm process, the profile ready; both axes logarithmic",
-                kind="soft",
-            ),
-            *_plane(layers, 0, _LEFT, upwards, "layers"),
-            *_plane(gpus, len(layers), _LEFT + _SIDE + _BETWEEN, upwards, "GPUs"),
-            *(_legend(place, name) for place, name in enumerate(names)),
-            "</svg>\n",
-        ]
-    )
-
-
-def _told(*panels: Mapping[str, Points]) -> list[str]:
-    """What a screen reader says of each series."""
-    return [
-        f"{name}: {', '.join(f'{size:g} in {seconds:.2g} s' for size, seconds in points)}"
-        for panel in panels
-        for name, points in panel.items()
+    how = "CPU seconds on one core of a warm process, the profile ready; both axes logarithmic"
+    parts = [
+        caption(_LEFT, 26, "How long a search takes", more=' font-size="15" font-weight="600"'),
+        caption(_LEFT, 46, how, kind="soft"),
+        *_plane(layers, 0, _LEFT, upwards, "layers"),
+        *_plane(gpus, len(layers), _LEFT + _SIDE + _BETWEEN, upwards, "GPUs"),
+        *(_legend(place, name) for place, name in enumerate(names)),
     ]
+    title = "CPU seconds of a search against layers and GPUs"
+    words = (
+        f"{name}: {', '.join(f'{size:g} in {seconds:.2g} s' for size, seconds in points)}"
+        for name, points in (*layers.items(), *gpus.items())
+    )  # what a screen reader says
+    return document(_WIDTH, height, title, parts, "; ".join(words))
 
 
 def _plane(series: Mapping[str, Points], first: int, left: float, upwards: Scale, name: str) -> list[str]:

@@ -30,9 +30,9 @@ from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.validate.checks import not_understood
+from galvatron_lite.validate.checks import check_understood
 from galvatron_lite.validate.predict import InterpretedRun, Predictor, wanted_points
-from galvatron_lite.validate.results import Skipped
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 RUNS = Path(__file__).parents[1] / "profiles" / "published" / "runs.jsonl"
@@ -114,10 +114,10 @@ def cases_of(families: Iterable[str], calibration: Calibration) -> list[list[Pub
 def understood(run: PublishedRun, predictor: Predictor) -> InterpretedRun | None:
     """A run in our words; None where that cannot be."""
     try:
-        known = None if not_understood(run) else predictor.understand(run)
-    except InputError:
+        check_understood(run)
+        return predictor.understand(run)
+    except (InputError, SkipError):
         return None
-    return None if isinstance(known, Skipped) else known
 
 
 def spread(cases: Sequence[list[Published]], most: int) -> Iterator[list[Published]]:

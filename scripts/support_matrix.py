@@ -18,10 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from support_matrix_families import NAMED, Family, build, known_families
-from support_matrix_page import DATA, write_page
+from support_matrix_page import DATA, SAMPLES, WAYS, Way, write_page
 from support_matrix_ranks import Failure, fork, gather
 from support_matrix_trial import SECONDS, State, train_alone, try_way
-from support_matrix_ways import SAMPLES, WAYS, Way
 
 from galvatron_lite.capture.named import load_factory
 from galvatron_lite.capture.trace import trace
@@ -30,7 +29,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data, write_data
 from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.profiler.measure_tasks import Journal
+from galvatron_lite.profiler.timing import Journal
 
 PREPARING = 240.0  # seconds that a family has to be built, captured and trained by one process
 HERE = re.compile(r"/\S*?/site-packages/")

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch
 from support_matrix_families import Family
+from support_matrix_page import RANKS, SAMPLES, Asked, Way, ask
 from support_matrix_ranks import Failure, on_ranks
-from support_matrix_ways import RANKS, SAMPLES, Asked, Way, ask
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize, plan

@@ -22,9 +22,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.kept_profiles import kept_profile, profile_name
 from galvatron_lite.profiler.schema import OriginKind
-from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
+from galvatron_lite.profiler.store import kept_profile, profile_name, read_profile, save_profile, write_profile
 from galvatron_lite.units import parse_bytes
 from tests.auto_jobs import alone, error_of, pinned_runs, refused, warnings_of, with_nothing_else
 from tests.pool import JobError, WorkerPool

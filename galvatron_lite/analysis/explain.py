@@ -18,7 +18,6 @@ from galvatron_lite.analysis.explanation import (
     ExpectedError,
     Explanation,
     MemoryPrice,
-    Neighbour,
     RunChoice,
     RunnerUp,
     StageMemory,
@@ -145,7 +144,8 @@ def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequ
     when = f", at its worst in {full.moment}" if full.moment else ""
     told = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
     if price is None:
-        quicker = _quicker(runs)
+        every = [one for run in runs for one in run.neighbours if one.added_step_seconds < 0 and not one.fits]
+        quicker = min(every, key=lambda one: one.added_step_seconds, default=None)
         worth = "" if quicker is None else f"; {quicker.strategy} would be quicker there and does not fit"
         return Bound(Constraint.MEMORY, told + worth, None, quicker is not None)
     saved = price.step_seconds - price.then_step_seconds
@@ -154,12 +154,6 @@ def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequ
     if saved <= 0:
         worth = f"; {format_budget(price.added_bytes)} more on every device saves nothing{among}"
     return Bound(Constraint.MEMORY, told + worth, saved, saved > 0)
-
-
-def _quicker(runs: Sequence[RunChoice]) -> Neighbour | None:
-    """The quickest neighbour that is quicker than what was chosen, and does not fit."""
-    every = [one for run in runs for one in run.neighbours if one.added_step_seconds < 0 and not one.fits]
-    return min(every, key=lambda one: one.added_step_seconds, default=None)
 
 
 def _not_tried(names: Sequence[str]) -> str:

@@ -227,7 +227,8 @@ def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]
 def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
     """The neighbours; of those of a dimension and degree the quickest that fits, or the one of least memory."""
     chosen = alike.runs[0].strategy
-    places = _tied(priced, alike.places)
+    own = set(alike.places)  # and those that share their parameters, which have one strategy
+    places = frozenset(own.union(*(group for group in tied_groups(priced.pricer.profile.graph) if own & set(group))))
     by_axis = groupby(_steps_from(chosen, offered), key=lambda step: step.axis.name)
     for _, steps in by_axis:
         told: dict[object, Neighbour] = {}
@@ -243,12 +244,6 @@ def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy]
 
 def _rank(other: Neighbour) -> tuple[bool, float]:
     return not other.fits, other.added_step_seconds if other.fits else other.added_bytes
-
-
-def _tied(priced: PricedStages, places: Sequence[int]) -> frozenset[int]:
-    """Layers and those that share their parameters, which have one strategy."""
-    own = set(places)
-    return frozenset(own.union(*(group for group in tied_groups(priced.pricer.profile.graph) if own & set(group))))
 
 
 def _neighbour(

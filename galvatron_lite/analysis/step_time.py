@@ -309,16 +309,10 @@ def _stage(priced: PricedStages, stage: int, operations: Operations) -> Iterator
     sends = times * (cost.times.send_forward + cost.times.send_backward)
     hidden = hidden_sends(priced.pricer.profile)
     yield (TimeClass.COMMUNICATION, PIPELINE), (1.0 - hidden) * sends, hidden * sends
-    handing = _handing_over(priced, stage)
+    neighbours = (priced.ranges[stage].start > 0) + (priced.ranges[stage].stop < len(priced.strategies))
+    handing = 2 * neighbours * priced.pricer_of(stage).profile.overhead.pipeline
     yield (TimeClass.HOST, "sends and receives"), times * handing, 0.0
     yield (TimeClass.HOST, "micro-batches"), times * max(_between(cost) - handing, 0.0), 0.0
-
-
-def _handing_over(priced: PricedStages, stage: int) -> float:
-    """The host's fixed seconds a micro-batch for what a stage sends to and receives from its neighbours."""
-    inside, last = priced.ranges[stage], len(priced.strategies)
-    neighbours = (inside.start > 0) + (inside.stop < last)
-    return 2 * neighbours * priced.pricer_of(stage).profile.overhead.pipeline
 
 
 def _between(cost: StageCost) -> float:

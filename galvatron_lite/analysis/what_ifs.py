@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 from galvatron_lite.analysis.explanation import MemoryPrice, MemoryStep, WhatIf
@@ -296,15 +297,11 @@ def _changes(setting: PlanSetting, plan: Plan, budget: Budget) -> Iterator[_Vari
     for place, level in reversed(list(enumerate(cluster.levels))):
         if level.size > 1:
             text = f"links of each {level.name} twice as fast"
-            yield _Variation(f"links_{level.name}", text, batch, budget, _links_faster(place))
+            yield _Variation(f"links_{level.name}", text, batch, budget, partial(with_faster_links, place=place))
     yield _Variation("batch_twice", "twice the batch", 2 * batch, budget)
     if batch % 2 == 0:
         yield _Variation("batch_half", "half the batch", batch // 2, budget)
     yield _Variation("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
-
-
-def _links_faster(place: int) -> Callable[[Profile], Profile]:
-    return lambda profile: with_faster_links(profile, place)
 
 
 def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:

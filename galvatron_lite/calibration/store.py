@@ -128,13 +128,11 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
             for name, other in calibration.like.items()
             if name.startswith(f"{kind}/")
         }
-        entries = {name: entry | _origin(calibration, f"{kind}/{name}") for name, entry in (own | shared).items()}
+        entries = own | shared
+        for name in entries:
+            if (origin := calibration.origins.get(f"{kind}/{name}")) is not None:
+                entries[name] |= {"origin": to_data(origin)}
         write_data(path / f"{kind}.json", (common if kind == "stacks" else {}) | {"entries": entries})
-
-
-def _origin(calibration: Calibration, name: str) -> dict[str, Any]:
-    origin = calibration.origins.get(name)
-    return {} if origin is None else {"origin": to_data(origin)}
 
 
 def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DEFAULT) -> str:

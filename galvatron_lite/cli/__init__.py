@@ -117,7 +117,9 @@ def main() -> None:
     try:
         _run()
     except BrokenPipeError:
-        _leave_quietly()
+        # As SIGPIPE would have; what is still buffered goes nowhere, so that the interpreter's last flush succeeds.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_CLOSED_PIPE)
     except GalvatronError as error:
         print(f"galvatron: {error}", file=sys.stderr)
         keep(error)
@@ -155,9 +157,3 @@ def _refuse_usage(error: Any) -> NoReturn:
         words = " ".join((f"No such option: {error.option_name}.", suggestion(error.option_name, error.possibilities)))
     print(f"{path}: {words.strip().rstrip('.?')}{'?' if '?' in words else '.'} See {path} --help.", file=sys.stderr)
     sys.exit(2)
-
-
-def _leave_quietly() -> None:
-    """End as SIGPIPE would have; what is still buffered goes nowhere, so that the interpreter's last flush succeeds."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(_CLOSED_PIPE)

@@ -94,8 +94,8 @@ def validate_command(
         return str(getattr(run, by) or "not stated")
 
     runs = runs or profile_folder("published") / "runs.jsonl"
-    file = read_file(runs)
-    chosen = _chosen(file.runs, family or [], quality)
+    every, odd = read_file(runs)
+    chosen = _chosen(every, family or [], quality)
     if not chosen:
         raise InputError("runs", str(runs), "It holds no row to score.")
     if scale_up:
@@ -111,7 +111,7 @@ def validate_command(
                 move(done, total, label)
 
         judged = validate_runs(chosen, load_calibration(calibration), progress)
-    notes, scores, means = [*file.notes, *implausible(judged)], score_families(judged, key), macros(judged, key)
+    notes, scores, means = [*odd, *implausible(judged)], score_families(judged, key), macros(judged, key)
     if as_json:
         more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
         print_json(as_data(scores, means, judged, worst) | more)
@@ -201,7 +201,7 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
 def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.folders import config_folder
-    from galvatron_lite.validate.scale_up import LARGE, SMALL, scale_up_scores
+    from galvatron_lite.validate.transfer import LARGE, SMALL, scale_up_scores
 
     priors = load_calibration(folder or config_folder("calibration") / "priors")
     with progress_bar("Learning", quiet=as_json) as move:

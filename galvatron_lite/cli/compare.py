@@ -62,7 +62,7 @@ def evaluate_command(
 
 
 def _runs(plan: Plan) -> str:
-    from galvatron_lite.plans.execution import check_runs
+    from galvatron_lite.plans.io import check_runs
 
     try:
         check_runs(plan)

@@ -64,7 +64,13 @@ def oracle_command(
 ) -> None:
     """Forecast how a convolutional network scales under each way to split it."""
     if check:
-        _check(as_json)
+        from galvatron_lite.oracle.measured import check_rows, checks_data, measured_rows
+
+        checks = check_rows(measured_rows())
+        if as_json:
+            print_json(checks_data(checks))
+        else:
+            _print_checks(checks)
         return
     from galvatron_lite.oracle.request import OracleOptions, counts_of, forecast
     from galvatron_lite.svg import check_target
@@ -152,16 +158,6 @@ def _print_findings(forecast: Forecast) -> None:
     for line in forecast.lines:
         if line.limit.devices is not None:
             typer.echo(f"{line.strategy} scales to {gpus(line.limit.devices)}: {line.limit.reason}")
-
-
-def _check(as_json: bool) -> None:
-    from galvatron_lite.oracle.measured import check_rows, checks_data, measured_rows
-
-    checks = check_rows(measured_rows())
-    if as_json:
-        print_json(checks_data(checks))
-    else:
-        _print_checks(checks)
 
 
 def _print_checks(checks: tuple[RowCheck, ...]) -> None:

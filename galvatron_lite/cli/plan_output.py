@@ -100,7 +100,8 @@ def _print_short(console: Console, plan: Plan, source: str, accuracy: str, runne
 def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterator[tuple[str, str]]:
     if plan.prediction is not None and plan.provenance is not None:
         yield "memory", _memory_line(plan, plan.provenance)
-        yield "step", _step_line(plan.prediction, plan.provenance)
+        seconds = f"{format_seconds(plan.prediction.step_seconds)}{_range(plan.provenance)}"
+        yield "step", f"{seconds}; {_throughput(plan.prediction)}"
         yield "bound by", _bound_line(plan, plan.prediction, plan.provenance)
         yield "search", _proof(plan.provenance, len(plan.stages))
     error = accuracy.partition(" (")[0]
@@ -120,10 +121,6 @@ def _memory_line(plan: Plan, provenance: Provenance) -> str:
     return (
         f"{format_bytes(fullest.memory.total)} of {format_bytes(budget)} a device ({share:.0%}{margin}){stage}: {parts}"
     )
-
-
-def _step_line(prediction: Prediction, provenance: Provenance) -> str:
-    return f"{format_seconds(prediction.step_seconds)}{_range(provenance)}; {_throughput(prediction)}"
 
 
 def _bound_line(plan: Plan, prediction: Prediction, provenance: Provenance) -> str:

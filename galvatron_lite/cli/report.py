@@ -51,7 +51,7 @@ def report_command(
     from galvatron_lite.analysis.report.gather import PlanView, check_priced, with_answers, with_run, with_timeline
     from galvatron_lite.api_plans import read_priced
     from galvatron_lite.request import PlanRequest
-    from galvatron_lite.runs.read import read_run
+    from galvatron_lite.runs.schema import read_run
 
     check_folder("-o", output)
     check_folder("--trace", trace)

@@ -25,7 +25,7 @@ from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_re
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.notes import placed_branches
+from galvatron_lite.plans.describe import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, MemoryBreakdown, Plan, Prediction
 
 

@@ -29,8 +29,7 @@ from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
-from galvatron_lite.runs.read import PROFILE, RecordedRun, is_run, read_run
-from galvatron_lite.runs.schema import CollectiveRecord
+from galvatron_lite.runs.schema import PROFILE, CollectiveRecord, RecordedRun, is_run, read_run
 from galvatron_lite.runtime.monitor.correct import corrected
 from galvatron_lite.runtime.monitor.schema import Corrections, LinkFactor
 

@@ -13,8 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runs.read import RecordedRun
-from galvatron_lite.runs.schema import RankRecord, StepPart
+from galvatron_lite.runs.schema import RankRecord, RecordedRun, StepPart
 
 
 class Where(StrEnum):

@@ -11,8 +11,8 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.backends import DEEPSPEED_FILE, target_named
+from galvatron_lite.plans.describe import plan_notes
 from galvatron_lite.plans.export.tools import read_settings
-from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile, spread_note

@@ -215,7 +215,7 @@ class Provenance(Strict):
     # bytes on each type of device by its name, where they are unlike
     budgets: dict[Name, BudgetBytes] = field(default_factory=dict)
     # where a plan that was given is priced otherwise than it says (another batch, model or number of devices), and
-    # where results under it are not those of one process (``plans.notes``)
+    # where results under it are not those of one process (``plans.describe``)
     notes: tuple[str, ...] = ()
     interrupted: bool = False  # whether the user stopped the search before its end
     parameters: Size = 0  # items of the model's parameters, by which another width of it is told; 0: not known

@@ -406,7 +406,8 @@ def _points(
     kinds = dict[tuple[str, str, int], LayerKind]()
     for key, degree, split, recompute, samples, expert, by, sliced in requests:
         if (key, by, sliced) not in kinds:
-            kinds[key, by, sliced] = _sliced(graph.kinds[key], by, sliced, stack)
+            whole = graph.kinds[key]
+            kinds[key, by, sliced] = sliced_kind(whole, by, sliced, stack.pictures.gathers_each) if by else whole
         kind, place = kinds[key, by, sliced], (key, degree, split, samples, expert, by, sliced)
         times = known.get(place)
         if times is None:
@@ -414,10 +415,6 @@ def _points(
             times = known[place] = max(every, key=lambda item: item.forward + item.backward)
         point = _point(key, kind, times, samples, degree, split, recompute, expert)
         yield replace(point, filters=sliced if by == "filters" else 1, channels=sliced if by == "channels" else 1)
-
-
-def _sliced(kind: LayerKind, by: str, degree: int, stack: Stack) -> LayerKind:
-    return sliced_kind(kind, by, degree, stack.pictures.gathers_each) if by else kind
 
 
 def _point(

@@ -42,7 +42,6 @@ from galvatron_lite.profiler.measure_hardware import (
 )
 from galvatron_lite.profiler.measure_layers import LayerSetting, measured_grids, measured_slices, share_on
 from galvatron_lite.profiler.measure_overhead import BlockingCost
-from galvatron_lite.profiler.measure_tasks import Journal, MeasureTask, Progress, Results, agree, first_rank, run_tasks
 from galvatron_lite.profiler.schema import (
     PROFILE_VERSION,
     CollectiveFit,
@@ -57,7 +56,18 @@ from galvatron_lite.profiler.schema import (
     Throughput,
 )
 from galvatron_lite.profiler.store import data_hash, journal_path, save_profile, unwritable
-from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
+from galvatron_lite.profiler.timing import (
+    BRIEF_RULE,
+    DEFAULT_RULE,
+    Journal,
+    MeasureTask,
+    Progress,
+    Results,
+    TimingRule,
+    agree,
+    first_rank,
+    run_tasks,
+)
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.world import join, pick_device
 

@@ -10,7 +10,6 @@ goes unseen. Code that releases old tensors should be tracked from before it mak
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import tempfile
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from galvatron_lite.model.trace_run import garbage_waits
 
 _MARK = "galvatron_lite.memory.mark"
 
@@ -88,21 +89,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _track_cpu(peak: PeakMemory) -> Iterator[PeakMemory]:
     # In a launched world the tracer logs two lines a run to standard error, unless its log level is above all.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with _without_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    # Garbage of earlier code that is released inside makes the allocator's reporter warn of unknown blocks.
+    with garbage_waits(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         yield peak
     peak.phases = _phases(_read_trace(trace))
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Garbage of earlier code stays: released inside, it makes the allocator's reporter warn of unknown blocks."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _read_trace(trace: profile) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.axes import ParameterSpread, Purpose, RankLine
 from galvatron_lite.parallelism.lines import StageLines, StageRanks, lines_of
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.world import join
 

@@ -33,7 +33,7 @@ from galvatron_lite.parallelism.pipeline.tied import (
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, Stages, glue_layout, place_layers
 from galvatron_lite.runtime.loss.routers import check_router_losses

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.pipeline.tied import SharedCopies, shared_before
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.rng.modules import Draws
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import ActivationRedistributor
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of

@@ -17,7 +17,7 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.watch import Watch

@@ -31,8 +31,7 @@ from galvatron_lite.parallelism.branch.cost import (
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.describe import device_range
-from galvatron_lite.plans.notes import plan_notes
+from galvatron_lite.plans.describe import device_range, plan_notes
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Stage
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search

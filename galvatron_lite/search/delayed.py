@@ -21,7 +21,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.notes import plan_notes
+from galvatron_lite.plans.describe import plan_notes
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.result import plan_of, provenance

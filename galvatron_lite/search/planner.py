@@ -36,7 +36,7 @@ from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
-from galvatron_lite.plans.notes import plan_notes
+from galvatron_lite.plans.describe import plan_notes
 from galvatron_lite.plans.phases import (
     PHASES_VERSION,
     Phase,

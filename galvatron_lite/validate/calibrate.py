@@ -23,19 +23,26 @@ from statistics import fmean
 
 import numpy as np
 
-from galvatron_lite.calibration.learn import Learnt, Vector, learn
-from galvatron_lite.calibration.parameters import Parameter, parameters_of, places_of, value_of, with_places
+from galvatron_lite.calibration.parameters import (
+    Learnt,
+    Parameter,
+    Vector,
+    learn,
+    parameters_of,
+    places_of,
+    value_of,
+    with_places,
+)
 from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin
 from galvatron_lite.calibration.store import entry_for
 from galvatron_lite.cluster.links import link_matching
 from galvatron_lite.errors import InputError
 from galvatron_lite.profiler.store import read_profile
-from galvatron_lite.runs.read import PROFILE, is_run, read_run
-from galvatron_lite.runs.schema import measured
+from galvatron_lite.runs.schema import PROFILE, is_run, measured, read_run
 from galvatron_lite.stacks.catalog import GALVATRON, STACKS, match_stack
 from galvatron_lite.validate.checks import device_of
 from galvatron_lite.validate.predict import Predictor, step_seconds
-from galvatron_lite.validate.results import Predicted, Skipped
+from galvatron_lite.validate.results import Predicted, SkipError
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 LEAST = 3  # settings that can be left out in turn
@@ -106,7 +113,7 @@ def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[
                 found.append(known)
             else:
                 outcome = predictor.predict(run)
-                skipped[outcome.reason if isinstance(outcome, Skipped) else "no step time"] += 1
+                skipped[outcome.reason if isinstance(outcome, SkipError) else "no step time"] += 1
     return found, dict(skipped)
 
 

@@ -1,4 +1,4 @@
-"""The graph of a run's network, or why there is none."""
+"""The graph of a run's network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_grap
 from galvatron_lite.model.shapes.registry import load_model, load_shape, model_names
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.validate.plans import argument, integer_argument
-from galvatron_lite.validate.results import Skipped
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
 _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
@@ -46,11 +46,17 @@ _PARTITIONING = ("torchgpipe",)
 """Software that recomputes a partition of its pipeline as a whole (``partitioned``)."""
 
 
-def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
-    """The graph of a run's network, or why there is none."""
+def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
+    """The graph of a run's network.
+
+    Raises:
+        SkipError: a network that is not known.
+    """
     if not run.model:
-        return Skipped("no model named")
-    precision = _item_precision(run.precision)
+        raise SkipError("no model named")
+    said = (run.precision or "bf16").lower()
+    # of the same item size as the run's: activations of TF32 runs are fp32
+    precision = "fp16" if re.search("fp16|bf16|fp8", said) or "32" not in said else "fp32"
     side = run.image_size or 224
     last = _LAST.search(run.remarks) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
     recipe = (stack.name, canonical(run.model))
@@ -65,7 +71,7 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
         totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
         graph = _summed(canonical(run.model), totals, side, precision, last) if min(totals) > 0 else None
     if graph is None:
-        return Skipped("image network known neither by name nor by totals")
+        raise SkipError("image network known neither by name nor by totals")
     return graph
 
 
@@ -73,12 +79,6 @@ def layer_balance(notes: str) -> tuple[int, ...]:
     """Layers a stage where a run says so (``layer balance [9, 15]``); empty where it does not."""
     found = _BALANCE.search(notes)
     return tuple(int(count) for count in found[1].split(",")) if found else ()
-
-
-def _item_precision(text: str | None) -> str:
-    """A precision of the same item size as the run's: activations of TF32 runs are fp32."""
-    said = (text or "bf16").lower()
-    return "fp16" if re.search("fp16|bf16|fp8", said) or "32" not in said else "fp32"
 
 
 @lru_cache(maxsize=2048)
@@ -103,9 +103,10 @@ def _together(graph: ModelGraph) -> ModelGraph:
 @lru_cache(maxsize=512)
 def _partitioned(
     name: str, side: int, precision: str, kernels: Kernels, last: bool, balance: tuple[int, ...]
-) -> ModelGraph | Skipped:
+) -> ModelGraph:
     graph = _named(name, side, precision, kernels, last)
-    return Skipped("unknown network") if graph is None else partitioned(graph, balance)
+    assert graph is not None
+    return partitioned(graph, balance)
 
 
 @lru_cache(maxsize=2048)
@@ -142,21 +143,24 @@ def named_figures(model: str | None) -> dict[str, object]:
 _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
 
 
-def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
-    """The shape of a transformer, or why there is none.
+def shape_of(run: PublishedRun, stack: Stack) -> Shape:
+    """The shape of a transformer.
 
     A gated MLP means a model after Llama (rotary positions, RMSNorm, no biases, SiLU, no dropout), a plain one a model
     after GPT (GELU, LayerNorm; positions, biases and dropout as the stack's recipes have them).
+
+    Raises:
+        SkipError: figures that are missing, or an architecture that is not modelled.
     """
     arch = (run.arch or "decoder").lower()
     if "memory" in arch or "hybrid" in arch or "mamba" in run.remarks or "hybrid-layer-pattern" in run.remarks:
-        return Skipped("architecture not modelled", _unknown(run))
+        raise SkipError("architecture not modelled", _unknown(run))
     missing = [name for name in _NEEDED if getattr(run, name) is None]
     if missing:
-        return Skipped(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
+        raise SkipError(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
     if run.heads and run.hidden and run.hidden % run.heads and integer_argument(run.remarks, "kv-channels") is None:
         said = f"heads: {run.heads} does not divide hidden ({run.hidden}). Mend it, or say kv-channels=... in notes."
-        return Skipped("head size not stated", said)
+        raise SkipError("head size not stated", said)
     if "moe" in arch or (run.n_experts or 0) > 1:
         return _mixture(run, stack)
     if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
@@ -165,7 +169,7 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
         return _encoder(run, stack)
     if arch.startswith("decoder"):
         return DecoderShape(**_causal(run, stack))  # type: ignore[arg-type]
-    return Skipped("architecture not modelled", _unknown(run))
+    raise SkipError("architecture not modelled", _unknown(run))
 
 
 def _unknown(run: PublishedRun) -> str:
@@ -217,10 +221,10 @@ def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
     return fields | _LATENT | {"kv_heads": run.heads} if latent else fields
 
 
-def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:
+def _mixture(run: PublishedRun, stack: Stack) -> Shape:
     experts, ways = run.n_experts, run.moe_topk or 2
     if experts is None:
-        return Skipped("model figures missing: n_experts")
+        raise SkipError("model figures missing: n_experts")
     named = named_figures(run.model)
     width = run.moe_ffn or integer_argument(run.remarks, "moe-ffn-hidden-size") or 0
     fields = _causal(run, stack) | {

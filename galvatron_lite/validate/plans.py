@@ -3,23 +3,30 @@
 What a run does not state: no recomputation; ZeRO as its framework has it; one sample a micro-batch under a pipeline
 (or as its framework splits the batch), else the samples that one accumulation step leaves; 1F1B; blocks spread evenly
 over the pipeline; spread experts not sliced (``--expert-tensor-parallel-size 1``, as in Megatron-Core's recipes).
+
+What a run that leaves it open must have done to fit its devices: it ran, so it did fit.
+
+Tried in the order of what it costs: the optimizer's states sharded over the replicas (ZeRO-1, which moves no more),
+selective recomputation in every block, and full recomputation of as few of each stage's first blocks as will do
+(Megatron-LM's ``--recompute-method block``). What a run says is never changed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import gcd
 
 from galvatron_lite.cluster.cluster import Device
-from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute, Role
+from galvatron_lite.model.graph import Layer, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage, layer_runs
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.validate.results import Skipped
+from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
 _SCHEDULES = {
@@ -87,11 +94,11 @@ class Batch:
     count: int  # micro-batches
 
 
-def batch_of(run: PublishedRun) -> Batch | Skipped:
+def batch_of(run: PublishedRun) -> Batch:
     """The batch of a run: ``global_batch = dp x micro_batch x count``."""
     replicas, stages = run.dp or 1, run.pp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
-        return Skipped("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
+        raise SkipError("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
     samples, left = run.micro_batch or 1, (run.global_batch or 0) // replicas
     if run.micro_batch is None and stages > 1:
         by_stage = left and left % stages == 0 and match_stack(run.framework).splits_by_stage
@@ -104,29 +111,29 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
         return Batch(each * count, each, count)
     if run.global_batch % each:
         said = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
-        return Skipped("batch does not divide", said)
+        raise SkipError("batch does not divide", said)
     return Batch(run.global_batch, each, run.global_batch // each)
 
 
-def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan | Skipped:
-    """The plan of a run, or why it cannot be represented."""
+def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan:
+    """The plan of a run.
+
+    Raises:
+        SkipError: a plan that cannot be represented.
+    """
     batch, devices = batch_of(run), run.n_gpus
-    if isinstance(batch, Skipped):
-        return batch
     if devices is None:
-        return Skipped("number of GPUs not stated", "Give n_gpus.")
+        raise SkipError("number of GPUs not stated", "Give n_gpus.")
     degrees = (run.dp or 1, run.tp or 1, run.pp or 1, run.cp or 1)
     if degrees[0] * degrees[1] * degrees[2] * degrees[3] != devices:
         product = " x ".join(map(str, degrees))
-        return Skipped(
+        raise SkipError(
             "degrees do not multiply to the number of GPUs", f"dp x tp x pp x cp: {product}, n_gpus: {devices}."
         )
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
-        return Skipped("spatial or filter parallelism")  # image networks: ``predict_shared``
+        raise SkipError("spatial or filter parallelism")  # image networks: ``predict_shared``
     schedule, virtual = _schedule(run, stack)
     counts = _stage_sizes(run, graph, virtual * degrees[2], stack)
-    if isinstance(counts, Skipped):
-        return counts
     return Plan(
         version=PLAN_VERSION,
         model=graph.name,
@@ -180,7 +187,7 @@ def gathers_once(run: PublishedRun, stack: Stack) -> bool:
     return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
-def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int] | Skipped:
+def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int]:
     """Blocks of each stage, in model order.
 
     Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
@@ -195,7 +202,7 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
         return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:
         if first + last + stages - 2 > blocks or min(first, last) < 1:
-            return Skipped("more stages than blocks", f"notes: {first} and {last} at the ends, layers: {blocks}.")
+            raise SkipError("more stages than blocks", f"notes: {first} and {last} at the ends, layers: {blocks}.")
         return [first, *even(blocks - first - last, stages - 2), last]
     counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
     if stages > 1 and (blocks + 2) % stages == 0 and (counted or blocks % stages):
@@ -205,11 +212,11 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
         each = (blocks + 1) // stages
         return [*[each] * (stages - 1), each - 1]
     if blocks < stages:
-        return Skipped("more stages than blocks", f"pp x vpp: {stages} stages, layers: {blocks}.")
+        raise SkipError("more stages than blocks", f"pp x vpp: {stages} stages, layers: {blocks}.")
     return even(blocks, stages)
 
 
-def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
+def by_work(graph: ModelGraph, stages: int) -> list[int]:
     """Blocks of each stage where one is filled until it and those before it hold more than their part of all work.
 
     The work is that of matmuls with weights, the head's among them (nanotron, ``models/base.py``: ``build_model``).
@@ -225,7 +232,9 @@ def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
         counts[stage] += layer.role is Role.BLOCK
         done += work
         stage = min(stage + (done * stages > total * (stage + 1)), stages - 1)
-    return counts if min(counts) > 0 else Skipped("more stages than blocks", f"pp: {stages} stages.")
+    if min(counts) == 0:
+        raise SkipError("more stages than blocks", f"pp: {stages} stages.")
+    return counts
 
 
 def even(blocks: int, stages: int) -> list[int]:
@@ -260,3 +269,81 @@ def _strategies(run: PublishedRun, graph: ModelGraph, stack: Stack) -> list[Stra
         strategies.append(replace(plain, recompute=chosen) if block else plain)
         place += block
     return strategies
+
+
+Price = Callable[[Plan], Plan]
+
+
+def leaves_recompute_open(text: str | None) -> bool:
+    """Whether a run does not say what it computes again."""
+    said = (text or "unknown").lower()
+    return "unknown" in said or "none stated" in said
+
+
+def fitting(run: PublishedRun, plan: Plan, graph: ModelGraph, price: Price, capacity: int) -> Plan:
+    """The priced plan, changed as little as makes it fit where the run leaves that open; as it is if nothing does."""
+
+    def fits(candidate: Plan) -> bool:
+        prediction = candidate.prediction
+        return prediction is None or prediction.peak_memory <= capacity
+
+    first, unsaid = price(plan), leaves_recompute_open(run.act_ckpt)
+    if fits(first):
+        return first
+    if run.zero_stage is None:
+        plan = _changed(plan, graph, lambda strategy, _: _sharded(strategy))
+        if fits(priced := price(plan)):
+            return priced
+    if unsaid and _offers(graph, Recompute.SELECTIVE):
+        plan = recomputing(plan, graph, Recompute.SELECTIVE)
+        if fits(priced := price(plan)):
+            return priced
+    if not unsaid or not _offers(graph, Recompute.FULL):
+        return first
+    blocks = max(sum(layer.role is Role.BLOCK for layer in layers) for layers, _ in _blocks_of(plan, graph))
+    counts = range(1, blocks + 1)
+    fewest = bisect_left(counts, True, key=lambda count: fits(price(recomputing(plan, graph, Recompute.FULL, count))))
+    return price(recomputing(plan, graph, Recompute.FULL, counts[fewest])) if fewest < len(counts) else first
+
+
+def _sharded(strategy: Strategy) -> Strategy:
+    if strategy.zero_stage or strategy.data * strategy.context == 1:
+        return strategy
+    return replace(strategy, data=1, zero=strategy.data, zero_stage=1)
+
+
+def recomputing(plan: Plan, graph: ModelGraph, choice: Recompute, count: int | None = None) -> Plan:
+    """The plan with another recomputation in the first ``count`` blocks of every stage (None: in all of them)."""
+
+    def change(strategy: Strategy, place: int) -> Strategy:
+        return replace(strategy, recompute=choice) if count is None or place < count else strategy
+
+    return _changed(plan, graph, change)
+
+
+def _blocks_of(plan: Plan, graph: ModelGraph) -> Iterator[tuple[list[Layer], list[Strategy]]]:
+    """Layers and strategies of each stage."""
+    layers = iter(graph.layers)
+    for stage in plan.stages:
+        strategies = [run.strategy for run in stage.runs for _ in range(run.count)]
+        yield list(islice(layers, len(strategies))), strategies
+
+
+def _changed(plan: Plan, graph: ModelGraph, change: Callable[[Strategy, int], Strategy]) -> Plan:
+    """The plan with other strategies of its blocks, by place in the stage; the ends share states alike."""
+    stages = []
+    for layers, strategies in _blocks_of(plan, graph):
+        blocks = [layer.role is Role.BLOCK for layer in layers]
+        places = accumulate(blocks, initial=0)  # of each layer, by the blocks before it
+        changed = [change(strategy, place) for strategy, place in zip(strategies, places, strict=False)]
+        kept = zip(blocks, changed, strategies, strict=True)
+        changed = [new if block else replace(new, recompute=old.recompute) for block, new, old in kept]
+        stages.append(Stage(tuple(layer_runs(layers, changed))))
+    return replace(plan, stages=tuple(stages))
+
+
+def _offers(graph: ModelGraph, choice: Recompute) -> bool:
+    """Whether all blocks can compute so much again, and keep less if they do."""
+    kinds = {layer.kind for layer in graph.layers if layer.role is Role.BLOCK}
+    kept = [graph.kinds[kind].kept for kind in kinds]
+    return bool(kept) and all(choice in each and each[choice].total < each[Recompute.NONE].total for each in kept)

@@ -25,13 +25,11 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
-from galvatron_lite.validate.checks import cluster_of, not_understood
-from galvatron_lite.validate.fitting import fitting
+from galvatron_lite.validate.checks import check_understood, cluster_of, stack_of
 from galvatron_lite.validate.model import image_model, shape_of
-from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
-from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge
+from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, fitting, plan_of
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkipError, judge
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.software import stack_of
 
 
 def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
@@ -59,18 +57,18 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
     return fullest, counted(fullest)
 
 
-def question_of(run: PublishedRun) -> RowQuestion | Skipped:
+def question_of(run: PublishedRun) -> RowQuestion:
     """What a run asks of the oracle: samples are of a group's, as ``micro_batch`` is where devices share them."""
     pixels, filters = run.spatial or 1, run.filter or 1
     group, devices = pixels * filters, run.n_gpus or 0
     if min(pixels, filters) > 1:
-        return Skipped("pixels and filters shared at once", f"spatial: {pixels}, filter: {filters}.")
+        raise SkipError("pixels and filters shared at once", f"spatial: {pixels}, filter: {filters}.")
     if (run.tp or 1) * (run.pp or 1) * (run.cp or 1) > 1 or devices % group:
-        return Skipped("degrees do not multiply to the number of GPUs", f"groups of {group}, n_gpus: {devices}.")
+        raise SkipError("degrees do not multiply to the number of GPUs", f"groups of {group}, n_gpus: {devices}.")
     groups = devices // group
     batch = run.micro_batch or (run.global_batch or 0) // groups
     if not batch or (run.global_batch or batch * groups) != batch * groups or (run.grad_accum or 1) != 1:
-        return Skipped("batch does not divide", f"micro_batch: {run.micro_batch}, global_batch: {run.global_batch}.")
+        raise SkipError("batch does not divide", f"micro_batch: {run.micro_batch}, global_batch: {run.global_batch}.")
     alone, beside = (Method.SPATIAL, Method.DATA_SPATIAL) if pixels > 1 else (Method.FILTER, Method.DATA_FILTER)
     return RowQuestion(alone if groups == 1 else beside, devices, batch, batch * groups, group)
 
@@ -112,62 +110,55 @@ class Predictor:
 
     calibration: Calibration
     graphs: dict[object, ModelGraph] = field(default_factory=dict)
-    _clusters: dict[object, Cluster | Skipped] = field(default_factory=dict)
+    _clusters: dict[object, Cluster] = field(default_factory=dict)
     _pricers: dict[object, LayerPricer] = field(default_factory=dict)
 
     def judge(self, run: PublishedRun) -> ScoredRun:
         """A run beside its prediction; runs of grade C are not predicted."""
         if run.quality == "C" and run.problem is None:
-            return ScoredRun(run, None, Skipped("grade C is not scored", "quality: 'C'."))
-        outcome, batch = self.predict(run), batch_of(run)
-        for skipped in (outcome, batch):
-            if isinstance(skipped, Skipped):
-                return ScoredRun(run, None, skipped)
-        assert isinstance(outcome, Predicted)
-        assert isinstance(batch, Batch)
-        return judge(run, measured_of(run, batch), outcome)
+            return ScoredRun(run, None, SkipError("grade C is not scored", "quality: 'C'."))
+        outcome = self.predict(run)
+        if isinstance(outcome, SkipError):
+            return ScoredRun(run, None, outcome)
+        try:
+            measured = measured_of(run, batch_of(run))
+        except SkipError as skipped:
+            return ScoredRun(run, None, skipped)
+        return judge(run, measured, outcome)
 
-    def predict(self, run: PublishedRun) -> Predicted | Skipped:
+    def predict(self, run: PublishedRun) -> Predicted | SkipError:
         """Step time and peak memory of a run, or why it cannot be represented."""
         if run.problem is not None:
-            return Skipped("a field cannot be read", run.problem)
+            return SkipError("a field cannot be read", run.problem)
         try:
-            if (skipped := not_understood(run)) is not None:
-                return skipped
+            check_understood(run)
             if max(run.spatial or 1, run.filter or 1) > 1:
                 return self._predict_shared(run)
-            understood = self.understand(run)
-            return understood if isinstance(understood, Skipped) else _outcome(run, understood)
+            return _outcome(run, self.understand(run))
+        except SkipError as skipped:
+            return skipped
         except GalvatronError as error:
             name = getattr(error, "field", "")
-            return Skipped(f"does not fit: {name}" if name else str(error), str(error))
+            return SkipError(f"does not fit: {name}" if name else str(error), str(error))
         except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
-            return Skipped(f"internal error: {type(error).__name__}", str(error))
+            return SkipError(f"internal error: {type(error).__name__}", str(error))
 
-    def _setting(self, run: PublishedRun) -> tuple[Cluster, str, Stack] | Skipped:
+    def _setting(self, run: PublishedRun) -> tuple[Cluster, str, Stack]:
         """Where a run trains, in which precision and with which software."""
         key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
         if key not in self._clusters:
             self._clusters[key] = cluster_of(run, self.calibration)
         cluster = self._clusters[key]
-        if isinstance(cluster, Skipped):
-            return cluster
         precision = compute_precision(run.precision, cluster.device)
         return cluster, precision, stack_of(run, precision, self.calibration)
 
-    def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
+    def _predict_shared(self, run: PublishedRun) -> Predicted:
         """Of a run whose groups share pixels or filters, by the oracle's rows."""
-        setting = self._setting(run)
-        if isinstance(setting, Skipped):
-            return setting
-        cluster, precision, stack = setting
-        graph, question = self._graph(run, stack, precision), question_of(run)
-        if isinstance(graph, Skipped):
-            return graph
+        cluster, precision, stack = self._setting(run)
+        graph = self._graph(run, stack, precision)
         if not any(is_picture(kind) for kind in graph.kinds.values()):
-            return Skipped("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
-        if isinstance(question, Skipped):
-            return question
+            raise SkipError("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
+        question = question_of(run)
         pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, self.calibration))
         layout = lay_out_model(pricer, question)
         (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
@@ -180,46 +171,39 @@ class Predictor:
         counted = cost.memory.total - cost.memory.context + workspace_bytes(stack, cluster.device)
         return Predicted(step, counted, cost.memory.total, cluster.device.memory, time, cost.memory)
 
-    def understand(self, run: PublishedRun) -> InterpretedRun | Skipped:
-        """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
-        setting = self._setting(run)
-        if isinstance(setting, Skipped):
-            return setting
-        cluster, precision, stack = setting
+    def understand(self, run: PublishedRun) -> InterpretedRun:
+        """What a run trains, where, with which software and by which plan.
+
+        Raises:
+            SkipError: a run that cannot be represented.
+        """
+        cluster, precision, stack = self._setting(run)
         first = self._planned(run, stack, precision, cluster)
-        if isinstance(first, Skipped) or not stack.regathers_at_need:
-            return first
-        if first.prediction.peak_memory <= cluster.device.memory:
+        if not stack.regathers_at_need or first.prediction.peak_memory <= cluster.device.memory:
             return first
         regathering = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
         return self._planned(run, regathering, precision, cluster)
 
-    def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> InterpretedRun | Skipped:
+    def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> InterpretedRun:
         graph = self._graph(run, stack, precision)
-        if isinstance(graph, Skipped):
-            return graph
         plan = plan_of(run, graph, stack, precision)
-        if isinstance(plan, Skipped):
-            return plan
         if plan.pipeline > 1 and len(plan.stages) * plan.microbatches > MOST_PASSES:
             passes = f"{plan.microbatches:,} micro-batches in {len(plan.stages):,} stages"
             detail = f"global_batch: {plan.global_batch} makes {passes}. Their product may be {MOST_PASSES:,} at most."
-            return Skipped("does not fit: global_batch", detail)
+            raise SkipError("does not fit: global_batch", detail)
 
         def price(candidate: Plan) -> Plan:
             return price_plan(self.pricer(graph, cluster, stack, precision, candidate), candidate)
 
         priced = fitting(run, plan, graph, price, cluster.device.memory)
         if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
-            return Skipped("not priced")
+            raise SkipError("not priced")
         return InterpretedRun(graph, cluster, stack, precision, priced)
 
-    def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph | Skipped:
+    def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph:
         if any(word in (run.arch or "").lower() for word in ("cnn", "vit", "unet", "image")):
             return image_model(run, stack)
         shape = shape_of(run, stack)
-        if isinstance(shape, Skipped):
-            return shape
         storage = precision if precision in ITEM_BYTES else "fp8"
         try:
             trainable = Trainable.parse(run.trainable, (run.freeze or "").split())
@@ -227,7 +211,7 @@ class Predictor:
             if key not in self.graphs:
                 self.graphs[key] = build_graph(shape, precision=storage, kernels=stack.kernels, trainable=trainable)
         except InputError as error:
-            return Skipped("trainable parameters not understood", str(error))
+            raise SkipError("trainable parameters not understood", str(error)) from error
         return self.graphs[key]
 
     def profile_of(self, understood: InterpretedRun, plan: Plan) -> Profile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from difflib import get_close_matches
 from math import log
 from pathlib import Path
@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 from galvatron_lite.svg import KINDS as MARKS
 from galvatron_lite.svg import Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.checks import assumptions, taken_otherwise
-from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, Skipped
+from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, SkipError
 from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_lines, read_lines, readable
 
 IMPLAUSIBLE = 20.0
@@ -28,17 +28,9 @@ FAILED = "ran out of memory, so that there is no figure"
 _SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RunFile:
-    """A file of runs."""
-
-    runs: tuple[PublishedRun, ...]  # in order
-    # about the file as a whole, for people: lines that hold no run, names that repeat, fields passed over
-    notes: tuple[str, ...]
-
-
-def read_file(path: Path) -> RunFile:
-    """All runs of a file (``-``: standard input), and what is odd about it; see ``read_runs``."""
+def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
+    """All runs of a file (``-``: standard input) in order, and what is odd about it, for people: lines that hold no
+    run, names that repeat, fields passed over; see ``read_runs``."""
     runs: list[PublishedRun] = []
     passed: set[str] = set()
     broken = []
@@ -59,7 +51,7 @@ def read_file(path: Path) -> RunFile:
         "run_id given more than once, all of them counted": repeated,
         "fields passed over": unread,
     }
-    return RunFile(tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in found.items() if names))
+    return tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in found.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -82,9 +74,9 @@ def implausible(judged: Iterable[ScoredRun]) -> list[str]:
 
 def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
     """Every row that is not scored, in order: ``run_id``, ``line``, ``reason``, ``detail``."""
-    failed = Skipped(FAILED, "oom: True, and neither time nor memory measured.")
+    failed = SkipError(FAILED, "oom: True, and neither time nor memory measured.")
     missing = [
-        (one.run, one.outcome if isinstance(one.outcome, Skipped) else failed) for one in judged if not one.scored
+        (one.run, one.outcome if isinstance(one.outcome, SkipError) else failed) for one in judged if not one.scored
     ]
     return [
         {"run_id": run.run_id, "line": run.line, "reason": why.reason, "detail": why.detail} for run, why in missing

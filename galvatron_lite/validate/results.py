@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 
+from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.rows import PublishedRun
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A run that cannot be represented."""
+class SkipError(GalvatronError):
+    """A run that cannot be represented: a short reason, one of few, and for people what to give instead."""
 
-    reason: str  # short; one of few
-    detail: str = ""  # the field, its value and what to give instead, for people; empty where the reason says all
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class ScoredRun:
 
     run: PublishedRun
     measured: MeasuredRun | None  # its figures; None where the run was skipped
-    outcome: Predicted | Skipped  # the prediction, or why there is none
+    outcome: Predicted | SkipError  # the prediction, or why there is none
     time: float | None = None  # predicted over measured step time; None where it is not scored
     memory: float | None = None  # predicted over measured peak memory; None where it is not scored
 
@@ -82,7 +83,7 @@ def judge(run: PublishedRun, measured: MeasuredRun, outcome: Predicted) -> Score
     if measured.peak_memory and run.quality in ("A", "B", "A-mem", None):
         memory = outcome.peak_memory / measured.peak_memory
     if time is None and memory is None and not run.oom:
-        return ScoredRun(run, measured, Skipped("nothing measured that counts", _WANTED))
+        return ScoredRun(run, measured, SkipError("nothing measured that counts", _WANTED))
     return ScoredRun(run, measured, outcome, time, memory)
 
 
@@ -144,7 +145,7 @@ def score(judged: Sequence[ScoredRun]) -> Scores:
     return Scores(
         rows=len(judged),
         scored=sum(one.scored for one in judged),
-        skipped=dict(Counter(one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)).most_common()),
+        skipped=dict(Counter(one.outcome.reason for one in judged if isinstance(one.outcome, SkipError)).most_common()),
         time_mape=_mean([100 * abs(ratio - 1) for ratio in times]),
         time_median=100 * median(abs(ratio - 1) for ratio in times) if times else None,
         time_bias=_mean([100 * (ratio - 1) for ratio in times]),

@@ -8,6 +8,14 @@ step costs what was measured. It is carried over by ``transfer_profile`` and pri
 Both directions are scored, and a pair's error is their mean.
 
 Nothing is fitted to the device that is carried to: constants are the priors (``configs/calibration/priors``).
+
+Large runs predicted from small ones: constants learnt on runs of few devices, held against runs of many.
+
+Within each family, constants are learnt (``validate.calibrate``) from the priors on its runs of at most 64 devices; its
+runs of 256 and more are predicted by the planner's path, whose collectives and stragglers follow the law of
+``profiler.transfer.scale_up``. What small runs of one model alone tell is not carried to another model: what the
+formulas miss of that model and what the software costs cannot be told apart. Nothing is fitted to a run of more than 64
+devices, of this family or another: the priors (``configs/calibration/priors``) are from before any fit.
 """
 
 from __future__ import annotations
@@ -20,13 +28,14 @@ from statistics import fmean, median
 
 import numpy as np
 
-from galvatron_lite.calibration.learn import Vector, learn
+from galvatron_lite.calibration.parameters import Vector, learn
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.errors import GalvatronError
+from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.profiler.transfer import LEARNT, WIDTHS, device_type, moved_constants, transfer_profile
+from galvatron_lite.validate.calibrate import calibrate, observation_of
 from galvatron_lite.validate.checks import device_of
-from galvatron_lite.validate.plans import Batch, batch_of
+from galvatron_lite.validate.plans import batch_of
 from galvatron_lite.validate.predict import InterpretedRun, Predictor, measured_of, step_seconds
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -37,7 +46,7 @@ _SAME = (
 )  # fmt: skip
 """Fields in which both runs of a pair agree; they may differ in the batch where memories do."""
 _NOISE = 0.1
-"""Standard deviation of measured step times (``calibration.learn``): runs repeated on one machine."""
+"""Standard deviation of measured step times (``calibration.parameters``): runs repeated on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +147,10 @@ def _settings(runs: Iterable[PublishedRun], predictor: Predictor) -> list[Settin
             understood, batch = predictor.understand(run), batch_of(run)
         except GalvatronError:
             continue
-        if isinstance(understood, InterpretedRun) and isinstance(batch, Batch):
-            seconds, prediction = measured_of(run, batch).step_seconds, understood.prediction
-            if seconds and prediction.mfu * prediction.step_seconds <= seconds:
-                key = (understood.cluster.device.name, batch.size, run.micro_batch)
-                known[key].append(Setting(understood, seconds, batch.size))
+        seconds, prediction = measured_of(run, batch).step_seconds, understood.prediction
+        if seconds and prediction.mfu * prediction.step_seconds <= seconds:
+            key = (understood.cluster.device.name, batch.size, run.micro_batch)
+            known[key].append(Setting(understood, seconds, batch.size))
     return [replace(members[0], seconds=median(one.seconds for one in members)) for members in known.values()]
 
 
@@ -194,3 +202,81 @@ def _carried(here: Setting, there: Setting, predictor: Predictor) -> float:
         stack=one.stack, calibration=predictor.calibration, factors=one.stack.constants,
     )  # fmt: skip
     return step_seconds(LayerPricer(moved), other.plan)
+
+
+SMALL = 64  # devices of the runs that constants are learnt from, at most
+LARGE = 256  # devices of the runs that are predicted, at least
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleUpScores:
+    """How far off large runs of a family are; shares of the measured step time."""
+
+    name: str
+    small: int  # runs that constants were learnt from
+    large: int  # runs that were predicted
+    most: int  # devices of the largest of them
+    kind: str  # what was learnt: see ``CalibrationResult``
+    errors: tuple[float, ...]  # predicted / measured - 1 of each
+    before: tuple[float, ...]  # the same by the priors
+    seen: tuple[bool, ...]  # whether small runs hold the same model
+
+    @property
+    def error(self) -> float:
+        """Mean absolute error."""
+        return fmean(map(abs, self.errors))
+
+    @property
+    def prior_error(self) -> float:
+        """Mean absolute error by the priors."""
+        return fmean(map(abs, self.before))
+
+    @property
+    def seen_error(self) -> float | None:
+        """Mean absolute error of runs whose model small runs hold; None where there are none."""
+        errors = [abs(error) for error, seen in zip(self.errors, self.seen, strict=True) if seen]
+        return fmean(errors) if errors else None
+
+
+def scale_up_scores(
+    runs: Iterable[PublishedRun], priors: Calibration, progress: Callable[[int, int, str], None] | None = None
+) -> list[ScaleUpScores]:
+    """Scores of every family of language models with runs of both sizes, and of all their runs together."""
+    families: dict[str, list[PublishedRun]] = {}
+    for run in runs:
+        if run.seq_len is not None and run.quality in ("A", "B", None) and run.problem is None:
+            families.setdefault(run.family, []).append(run)
+    predictor, found = Predictor(priors), list[ScaleUpScores]()
+    for number, (name, members) in enumerate(families.items(), 1):
+        if progress is not None:
+            progress(number, len(families), name)
+        scores = _family(name, members, predictor)
+        if scores is not None:
+            found.append(scores)
+    if not found:
+        return []
+    errors, before, seen = (
+        tuple(one for each in found for one in getattr(each, field)) for field in ("errors", "before", "seen")
+    )
+    small, most = sum(each.small for each in found), max(each.most for each in found)
+    return [*found, ScaleUpScores("all", small, len(errors), most, "", errors, before, seen)]
+
+
+def _family(name: str, runs: Sequence[PublishedRun], predictor: Predictor) -> ScaleUpScores | None:
+    large = [run for run in runs if (run.n_gpus or 0) >= LARGE and predictor.judge(run).time is not None]
+    small = [observation_of(run, predictor) for run in runs if 0 < (run.n_gpus or 0) <= SMALL] if large else []
+    known = [one for one in small if one is not None]
+    try:
+        made = calibrate(known, predictor.calibration)
+    except InputError:  # too few small runs to learn from
+        return None
+    learnt, models = Predictor(made.calibration, predictor.graphs), {one.model for one in known}
+    seen = tuple((run.model or "") in models for run in large)
+    errors = [_error(run, learnt if there or len(made.models) > 1 else predictor)
+              for run, there in zip(large, seen, strict=True)]  # fmt: skip
+    before, most = [_error(run, predictor) for run in large], max(run.n_gpus or 0 for run in large)
+    return ScaleUpScores(name, len(known), len(errors), most, made.kind, tuple(errors), tuple(before), seen)
+
+
+def _error(run: PublishedRun, predictor: Predictor) -> float:
+    return (predictor.judge(run).time or 0.0) - 1

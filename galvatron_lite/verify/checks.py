@@ -9,7 +9,7 @@ from galvatron_lite.api_profile import profile_if_here
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.describe import other_size
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit

@@ -58,5 +58,4 @@ def seconds_of(plan: Plan | None) -> float:
 
 
 def peak_of(plan: Plan) -> int:
-    assert plan.prediction is not None
     return plan.prediction.peak_memory

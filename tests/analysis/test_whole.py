@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite import api, api_plans
-from galvatron_lite.analysis.explanation import Constraint, Explanation, TimeClass
-from galvatron_lite.analysis.what_ifs import with_faster_links, with_one_more
+from galvatron_lite.analysis.explain import WORTH, bounds
+from galvatron_lite.analysis.explanation import Bound, Constraint, Explanation, TimeAccount, TimeClass, TimePart, WhatIf
+from galvatron_lite.analysis.step_time import BUBBLE, account, memory_of
+from galvatron_lite.analysis.what_ifs import NOT_TRIED, with_faster_links, with_one_more
+from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
@@ -19,6 +22,8 @@ from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.result import summary
+from tests.analysis.test_time import random_plan
 from tests.factories import random_profile
 
 BUDGET = 60_000
@@ -48,7 +53,6 @@ def told(profile: Profile, plan: Plan) -> Explanation:
 
 
 def seconds(plan: Plan) -> float:
-    assert plan.prediction is not None
     return plan.prediction.step_seconds
 
 
@@ -68,11 +72,9 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
         assert by_name[name].step_seconds == pytest.approx(seconds(hand), rel=1e-12), name
         assert by_name[name].batch == hand.global_batch
     wider = with_one_more(profile)
-    assert wider is not None
     assert (wider.cluster.devices, by_name["node_more"].devices, by_name["node_more"].batch) == (3, 3, 6)
     hand = api.plan(wider, mem=BUDGET, batch=6, margin=0.0, tolerance=0.0)
     assert by_name["node_more"].step_seconds == pytest.approx(seconds(hand), rel=1e-12)
-    assert hand.prediction is not None
     assert by_name["node_more"].gain == pytest.approx(
         hand.prediction.samples_per_second / told.samples_per_second - 1.0, rel=1e-9
     )
@@ -80,7 +82,6 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
 
 def test_the_price_is_a_plan_by_hand(profile: Profile, told: Explanation) -> None:
     price = told.price
-    assert price is not None
     more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4, margin=0.0, tolerance=0.0)
     saved = price.seconds_per_gib * price.added_bytes / 2**30
     assert saved == pytest.approx(max(told.step_seconds - seconds(more), 0.0), abs=1e-12)
@@ -130,7 +131,6 @@ def test_without_what_ifs_the_price_is_of_the_plans_own_shape(profile: Profile, 
     quick = api_plans.explain(plan, profile, what_if=False)
     assert quick.what_ifs == quick.runners_up == ()
     assert quick.best_step_seconds is None
-    assert quick.price is not None
     assert quick.price.same_shape
     assert any("--no-what-if" in line for line in quick.left_out)
 
@@ -140,7 +140,6 @@ def test_what_there_was_no_time_for_is_said(profile: Profile, plan: Plan) -> Non
     assert hurried.price is None
     assert all("not tried" in one.why and one.step_seconds is None for one in hurried.what_ifs)
     assert sum("not tried" in line for line in hurried.left_out) == 2
-    assert hurried.time is not None
     assert hurried.time.seconds_of(TimeClass.COMPUTE) > 0
 
 
@@ -185,3 +184,57 @@ def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: 
         profile_of(other)
     with pytest.raises(InputError, match="names no profile"):
         profile_of(replace(plan, provenance=None))
+
+
+PRICED = random_plan(3)
+
+
+def _time(communication: float, waiting: float) -> TimeAccount:
+    """A step of a second of which so much is communication and waiting."""
+    parts = (
+        TimePart(TimeClass.COMPUTE, "matmul", 1.0 - communication - waiting),
+        TimePart(TimeClass.COMMUNICATION, "data", communication),
+        TimePart(TimeClass.WAITING, BUBBLE, waiting),
+    )
+    return replace(account(PRICED), step_seconds=1.0, parts=parts)
+
+
+def _bounds(time: TimeAccount, *what_ifs: WhatIf) -> tuple[Bound, ...]:
+    return bounds(PRICED, time, (), memory_of(PRICED, Budget(10**12)), None, what_ifs)
+
+
+def _of(found: tuple[Bound, ...], what: Constraint) -> Bound:
+    return next(one for one in found if one.constraint is what)
+
+
+def test_without_what_ifs_the_dearest_comes_first() -> None:
+    found = _bounds(_time(0.3, 0.4))
+    assert [one.constraint for one in found[:2]] == [Constraint.BATCH, Constraint.LINK]
+    assert all(one.binds and "the most that could be saved" in one.said for one in found[:2])
+    binding = [one.seconds or 0.0 for one in found if one.binds]
+    assert binding == sorted(binding, reverse=True)
+
+
+def test_what_was_not_tried_is_said_and_compute_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("galvatron_lite.analysis.explain._balance", lambda priced: iter(()))
+    untried = (
+        WhatIf("links_node", "links twice as fast", 4, 8, why=NOT_TRIED),
+        WhatIf("batch_twice", "twice the batch", 4, 16, why=NOT_TRIED),
+    )
+    time = _time(WORTH / 2, 0.0)
+    found = _bounds(time, *untried)
+    assert "links twice as fast was not tried" in _of(found, Constraint.LINK).said
+    assert not any(one.binds for one in found)
+    compute = _of(found, Constraint.COMPUTE)
+    assert "not known: more memory, links twice as fast, twice the batch were not tried" in compute.said
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_saving_by_another_plan_is_called_one(other: bool) -> None:
+    then = WhatIf(
+        "links_node", "links twice as fast", 4, 8, step_seconds=0.8, samples_per_second=10.0, gain=0.25,
+        summary="another" if other else summary(PRICED.plan),
+    )  # fmt: skip
+    said = _of(_bounds(_time(0.05, 0.0), then), Constraint.LINK).said
+    assert "saves 200 ms" in said
+    assert ("another plan" in said) == other

@@ -94,7 +94,6 @@ LLAMA = ("--model", "llama2-7b", "--cluster", "a100-80gb")
 def test_evaluate_says_whether_it_fits_and_how_far_off_it_may_be(hand: Path) -> None:
     told = run("evaluate", hand, *LLAMA, "--gpus", 8, "--mem", "75%").output
     figures = re.search(r"fits: yes, ([\d.]+) GiB of ([\d.]+) GiB", told)
-    assert figures is not None
     assert float(figures[1]) < float(figures[2])
     assert float(figures[2]) == pytest.approx(80 * 0.75, rel=0.02)
     assert "estimated step times of language models are off by" in told
@@ -129,7 +128,6 @@ def test_evaluate_takes_the_devices_of_the_plan(hand: Path) -> None:
         api.evaluate(hand, profile)
     larger = api.find_profile(model="llama2-7b", cluster="a100-80gb", gpus=16)
     found = api.evaluate(hand, larger, mem="20GB")
-    assert found.provenance is not None
     assert found.provenance.notes == ("the plan takes 8 of the 16 devices of a100-80gb",)
     assert found.provenance.budget == 20 * 10**9
     assert (found.fits, found.overfull) == (False, (0,))
@@ -187,7 +185,6 @@ def test_an_import_says_where_it_is_and_is_the_last_profile(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     told = run("profile", "import", "--from", "hetu", FOLDER / "bert-large").output
     where = re.search(r"Written to (profiles/\S+\.yaml)\.\nIt is the last profile made here", told)
-    assert where is not None
     assert (tmp_path / where[1]).is_file()
     assert (tmp_path / "profiles" / "last").read_text().strip() == where[1].removeprefix("profiles/")
 

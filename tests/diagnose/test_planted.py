@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
 
-from galvatron_lite.diagnose.diagnosis import Diagnosis, _of_run, diagnose, find_profile, open_source, updated
-from galvatron_lite.diagnose.findings import Cause, Finding
-from galvatron_lite.profiler.schema import OriginKind
-from galvatron_lite.runs.read import read_run
-from tests.diagnose.jobs import BLOCKS, MORE, plant_all, plant_in_a_stage
+from galvatron_lite.capture.trace import trace
+from galvatron_lite.cli import app
+from galvatron_lite.cli.runs import print_diagnosis as _print
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.diagnose.diagnosis import (
+    Diagnosis,
+    DiagnosisInput,
+    MemoryRow,
+    _backend,
+    _of_run,
+    _untraced,
+    collective_rows,
+    diagnose,
+    find_profile,
+    open_source,
+    updated,
+)
+from galvatron_lite.diagnose.expected import RankTimes, Where, expect
+from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings, rank_words
+from galvatron_lite.model import zoo
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import OriginKind, Profile
+from galvatron_lite.runs.schema import CollectiveRecord, RecordedRun, RunHeader, StepRecord, read_run
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor.attach import ObserverOptions, observe
+from tests.diagnose.jobs import BLOCKS, MORE, known_profile, plan_of, plant_all, plant_in_a_stage
+from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 
 
@@ -121,3 +153,121 @@ def test_slow_layers_of_a_stage_are_named_and_waiting_for_them_is_not(pool: Work
     logged = [one for one in _from_log(tmp_path / "stage").findings if one.cause is Cause.LAYERS and one.stage == 1]
     assert {one.where.split(" (")[0] for one in logged[:2]} == {"backward of all layers", "forward of blocks.3"}
     assert sum(one.seconds for one in logged[:2]) == pytest.approx(4 * 3 * MORE, rel=0.2)
+
+
+def test_what_is_quicker_has_no_advice() -> None:
+    profile = known_profile()
+    expected = expect(profile, plan_of(profile))
+    times = [
+        RankTimes(rank, expected.seconds, 3, optimizer=group.optimizer + change, other=group.other)
+        for group in expected.groups
+        for rank, change in zip(group.ranks, [-0.9 * expected.seconds] * len(group.ranks), strict=True)
+    ]
+    found = [one for one in findings(times, expected) if one.cause is Cause.OPTIMIZER]
+    assert found
+    assert all(one.seconds < 0 and one.advice == "" for one in found)
+    slower = [replace(one, optimizer=2 * expected.seconds) for one in times]
+    assert all(one.advice for one in findings(slower, expected) if one.cause is Cause.OPTIMIZER)
+
+
+def test_costs_come_with_each_advice_once_and_gains_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    found = (
+        Finding(Cause.HOST, "in no layer", 0.04, 0.05, 0.01, "Look here.", stage=0),
+        Finding(Cause.HOST, "in no layer", 0.03, 0.04, 0.01, "Look here.", stage=1),
+        Finding(Cause.RANK, "rank 1", 0.02, 0.03, 0.01, "Look there.", (1,)),
+        Finding(Cause.OPTIMIZER, "the update", -0.02, 0.01, 0.03, ""),
+    )
+    told = Diagnosis("run", 3, 0.233, 0.1, True, found, 0.0, (MemoryRow((1, 1), 10, 10),), (), 0.145)
+    _print(told)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "145 ms a step, predicted 100 ms (+45%); without the profiler."
+    assert "they took 233 ms" in lines[1]
+    assert [sum(words in line for line in lines) for words in ("Look here.", "As for 1.", "Look there.")] == [1, 1, 1]
+    assert sum("rank 1: 30 ms" in line and "rank: rank" not in line for line in lines) == 1
+    apart = next(number for number, line in enumerate(lines) if line.startswith("Quicker than predicted"))
+    assert lines[apart + 1].startswith("    -20 ms  optimizer: the update")
+    assert any(line.startswith("Memory on rank 1:") for line in lines)
+
+
+def test_advice_is_of_what_carries_the_messages() -> None:
+    profile = known_profile()
+    expected = expect(profile, plan_of(profile))
+    times = [RankTimes(rank, expected.seconds, 3) for group in expected.groups for rank in group.ranks]
+    source = DiagnosisInput("run", None, expected.plan, tuple(times))
+    assert _backend(source, profile) == (GLOO if profile.cluster.device.name.startswith("CPU ") else NCCL)
+    assert "NCCL" in _of_links(Where.GRADIENTS, NCCL)
+    assert "NCCL" not in _of_links(Where.GRADIENTS, GLOO)
+
+
+def test_ranks_in_words() -> None:
+    assert (rank_words(1, 1), rank_words(0, 3)) == ("rank 1", "ranks 0..3")
+
+
+def test_steps_without_the_profiler_are_told_of_a_traced_run() -> None:
+    plan = plan_of(known_profile())
+    steps = [StepRecord(number, 1.0, own, profiled=number == 3) for number, own in enumerate((9.0, 0.1, 0.2, 5.0, 0.3))]
+    run = RecordedRun(Path("run"), (RunHeader(1, plan, "abc", 1.0),), tuple(steps))
+    assert _untraced(run) == 0.2
+    assert _untraced(None) is None
+    assert _untraced(replace(run, steps=())) is None
+
+
+SAMPLES, LATE = 4, 0.2
+STRATEGIES = {"data": Strategy(data=2), "zero": Strategy(zero=2, zero_stage=3)}
+
+
+def model_and_batch() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = zoo.build("gpt-tiny")
+    return model, model.example_batch(SAMPLES)
+
+
+@cache
+def profile_of(devices: int = 2) -> Profile:
+    graph = trace(*model_and_batch())
+    return estimate_profile(graph, load_cluster("a100-80gb", devices), precision="fp32", name="gpt-tiny")
+
+
+def run(folder: str, how: str, profile: Profile) -> None:
+    """Four steps, two of them profiled; rank 1 is late in each."""
+    model, batch = model_and_batch()
+    names = [layer.name for layer in profile.graph.layers]
+    plan = evaluate(profile, write_plan([names], dict.fromkeys(names, STRATEGIES[how]), devices=2, batch=SAMPLES))
+    parallel = ParallelModel(model, plan, discover_layers(model, batch), batch, device="cpu")
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.01)
+    recorder = observe(parallel, ObserverOptions(Path(folder), False, range(1, 3)), profile)
+    before = dist.all_reduce
+    for _ in range(4):
+        time.sleep(LATE * dist.get_rank())
+        parallel.train_step(batch, optimizer)
+    recorder.finish()
+    assert dist.all_reduce is before
+
+
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_bytes_and_the_last_rank_of_a_run(pool: WorkerPool, tmp_path: Path, how: str) -> None:
+    pool.run(2, run, folder=str(tmp_path), how=how, profile=profile_of())
+    source = open_source(tmp_path)
+    rows = {row.collective: row for row in diagnose(source, find_profile(source)).collectives}
+    parameters = 4 * profile_of().graph.parameters
+    if how == "data":
+        assert rows[Collective.ALL_REDUCE].bytes == pytest.approx(parameters, rel=0.01)
+    else:  # the tied table is kept whole or padded; twice gathered, once scattered
+        assert rows[Collective.ALL_GATHER].bytes == pytest.approx(2 * parameters, rel=0.1)
+        assert rows[Collective.REDUCE_SCATTER].bytes == pytest.approx(parameters, rel=0.1)
+    late = max(rows.values(), key=lambda row: row.waited)
+    assert (late.slowest, late.ranks) == (1, (0, 1))
+    assert late.waited > LATE / 3  # samples are compared in every second step
+    printed = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output
+    assert f"rank {late.slowest} comes last" in printed.replace("\n", " ")
+
+
+def test_figures_of_a_row() -> None:
+    taken = {0: 0.5, 1: 0.1, 2: 0.6}  # in two steps
+    records = [CollectiveRecord(rank, 4, 2, "all_reduce", (0, 1, 2), 4, 3000, own) for rank, own in taken.items()]
+    (row,) = collective_rows(records, profile_of(4))
+    assert (row.slowest, row.calls, row.bytes) == (1, 2, 1500)
+    assert row.seconds == pytest.approx(0.05)
+    assert row.waited == pytest.approx(0.225)
+    assert row.bandwidth == pytest.approx(2 * 2 / 3 * 1500 / 0.05)
+    assert row.predicted > 0

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "docs/branches.md": "tests/docs/test_branches_page.py",
     "docs/oracle.md": "tests/oracle/test_docs.py",
     "docs/explain.md": "tests/docs/test_explain_page.py",
-    "docs/watch.md": "tests/docs/test_watch_page.py",
+    "docs/watch.md": "tests/docs/test_explain_page.py",
     "docs/tutorial.md": "tests/docs/test_tutorial.py",
     "docs/for-users-of.md": "tests/docs/test_tutorial.py",
 }

@@ -14,7 +14,7 @@ from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.profiler import machine as constants
 from galvatron_lite.validate.checks import FRAMEWORKS
 from galvatron_lite.validate.report import unscored, worst_data
-from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Scores, Skipped, judge
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Scores, SkipError, judge
 from galvatron_lite.validate.rows import REAL, WHOLE
 from studies.calibration.fit import ENOUGH
 
@@ -48,11 +48,11 @@ def test_constants_on_the_page_are_those_of_the_code(words: str, value: str | No
 
 
 def reasons() -> set[str]:
-    """Reasons for which rows are skipped, up to what depends on the row: the first argument of every ``Skipped``."""
+    """Reasons for which rows are skipped, up to what depends on the row: the first argument of every ``SkipError``."""
     found: set[str] = set()
     for path in (PACKAGE / "validate").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Skipped":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "SkipError":
                 first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
                 found |= {first.value.strip(" :")} if isinstance(first, ast.Constant) else set()
     return found
@@ -80,7 +80,7 @@ def test_the_fields_of_the_entries_are_listed() -> None:
     block = next(text for text in VALIDATE.split("```") if text.lstrip().startswith('{"unscored"'))
     outcome = Predicted(1.0, 1, 1, 2, TimeBreakdown(), MemoryBreakdown())
     one = judge(GPT, MeasuredRun(2.0, 1), outcome)
-    skipped = ScoredRun(GPT, None, Skipped("GPU not stated"))
+    skipped = ScoredRun(GPT, None, SkipError("GPU not stated"))
     assert {*worst_data(one), *unscored([skipped])[0], "unscored", "notes", "worst"} == set(
         re.findall(r'"(\w+)"', block)
     )

@@ -1,17 +1,24 @@
 """The errors that the pages show are those of the scores file, and that is what the shipped constants give."""
 
+from __future__ import annotations
+
 import importlib.util
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import fields
 from statistics import fmean
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+import galvatron_lite
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.validate.results import ScoredRun, Skipped, macro, score_families
+from galvatron_lite.validate.results import ScoredRun, SkipError, macro, score_families
+from galvatron_lite.validate.rows import PublishedRun
 
 from .pages import ROOT, text_of
 
@@ -20,7 +27,6 @@ from .pages import ROOT, text_of
 def script() -> ModuleType:
     """``scripts/docs_scores.py``, which writes the tables."""
     spec = importlib.util.spec_from_file_location("docs_scores", ROOT / "scripts" / "docs_scores.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -67,11 +73,11 @@ def test_figures_of_the_table_by_hand(script: ModuleType, data: dict[str, Any]) 
 @pytest.mark.study
 def test_every_published_row_is_counted(judged: list[ScoredRun]) -> None:
     rows = len(text_of("profiles/published/runs.jsonl").splitlines())
-    reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
+    reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, SkipError)]
     assert not [reason for reason in reasons if "internal error" in reason or "does not fit" in reason]
     assert sum(one.scored for one in judged) > 0.6 * len(judged)
     scores = score_families(judged)
-    failed = sum(bool(one.run.oom) and not one.scored and not isinstance(one.outcome, Skipped) for one in judged)
+    failed = sum(bool(one.run.oom) and not one.scored and not isinstance(one.outcome, SkipError) for one in judged)
     assert len(judged) == rows == sum(family.rows for family in scores.values())
     assert sum(family.scored + sum(family.skipped.values()) for family in scores.values()) + failed == rows
 
@@ -108,3 +114,49 @@ def test_the_figure_is_of_these_runs() -> None:
     shipped = json.loads(text_of("profiles/published/scores.json"))["shipped"]
     assert {f"{name} ({one['timed']})" for name, one in shipped.items() if one["timed"]} <= words
     assert {f"{one['time_median']:.1f} %" for one in shipped.values() if one["timed"]} <= words
+
+
+PAGE = text_of("profiles/published/README.md")
+RUNS = [json.loads(line) for line in text_of("profiles/published/runs.jsonl").splitlines()]
+LAYERS = [json.loads(line) for line in text_of("profiles/published/layers.jsonl").splitlines()]
+
+
+def test_counts() -> None:
+    words = " ".join(PAGE.split())
+    assert f"holds {len(RUNS):,} runs in {len({run['family'] for run in RUNS})} families" in words
+    assert f"holds {len(LAYERS)} timings" in words
+    assert f"to {max(run.get('n_gpus', 0) for run in RUNS):,} (" in " ".join(text_of("README.md").split())
+
+
+def test_every_field_of_the_rows_is_described_and_read_or_never_compared() -> None:
+    present = set().union(*RUNS)
+    assert {name for name in present | set().union(*LAYERS) if f"`{name}`" not in PAGE} == set()
+    read = {item.name for item in fields(PublishedRun)}
+    assert present - read == {"tflops_per_gpu", "tflops_kind", "mfu", "hfu"}
+
+
+def test_every_row_says_where_it_comes_from_and_has_a_name_of_its_own() -> None:
+    assert all(run["source"] for run in RUNS)
+    assert max(Counter(run["run_id"] for run in RUNS).values()) == 1
+    assert {run["quality"] for run in RUNS} == {"A", "A-mem", "B", "C"}
+
+
+def test_families_that_are_named_exist() -> None:
+    part = PAGE.split("## What to know of the families")[1].split("## Licences")[0]
+    families = {run["family"] for run in RUNS}
+    for name in re.findall(r"\b([a-z]+-(?:[a-z0-9*]+-?)+)(?=[ ,:])", part):
+        known = [one for one in families if re.fullmatch(name.replace("*", ".*"), one) or one.endswith(name)]
+        assert known or name in NO_FAMILY, name
+
+
+NO_FAMILY = {"nvidia-smi", "third-party"}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    spec = importlib.util.spec_from_file_location("docs_api", ROOT / "scripts" / "docs_api.py")
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    lines = set(script.page().splitlines())
+    assert {f"### `galvatron_lite.{name}`" for name in galvatron_lite.__all__} <= lines

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.table import actions_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import check_runs, pipeline_of
+from galvatron_lite.plans.io import check_runs, pipeline_of
 from galvatron_lite.plans.schema import Plan, Schedule
 from tests.equivalence.families import build_model, make_batches
 from tests.equivalence.plans import write_plan

@@ -20,7 +20,7 @@ from galvatron_lite.model.shapes.images.names import graph_of_name
 from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
-from galvatron_lite.stacks.schema import EAGER_KERNELS
+from galvatron_lite.stacks.catalog import STACKS
 from tests.model.saved import saved_bytes
 
 SAMPLES = 2
@@ -197,7 +197,7 @@ class NextBlock(nn.Module):
 
 def test_a_convnext_block_under_autocast() -> None:
     shape = ConvNextShape(depths=(2,), widths=(16,), image_size=32)
-    kind = build_graph(shape, precision="bf16", kernels=EAGER_KERNELS).kinds["stage0_block"]
+    kind = build_graph(shape, precision="bf16", kernels=STACKS["torchgpipe"].kernels).kinds["stage0_block"]
     block, x = NextBlock(16), torch.randn(SAMPLES, 16, 8, 8, dtype=torch.bfloat16, requires_grad=True)
 
     def run() -> Tensor:
@@ -234,7 +234,7 @@ class PlainBlock(nn.Module):
 
 def test_a_plain_vit_block_under_autocast() -> None:
     shape = VitShape(layers=1, hidden=32, heads=4, image_size=32, patch=4)
-    kernels = replace(EAGER_KERNELS, merged_projections=True)
+    kernels = replace(STACKS["torchgpipe"].kernels, merged_projections=True)
     kind = build_graph(shape, precision="bf16", kernels=kernels).kinds["block"]
     block, x = PlainBlock(32, 4), torch.randn(SAMPLES, 65, 32, dtype=torch.bfloat16, requires_grad=True)
 

@@ -19,7 +19,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Rec
 from galvatron_lite.model.shapes import build_graph, load_model
 from galvatron_lite.model.trainable import Trainable
 from galvatron_lite.parallelism.tensor.cost import boundaries
-from galvatron_lite.profiler.kept_profiles import check_trainable
+from galvatron_lite.profiler.store import check_trainable
 from tests.model.test_shapes_trace import SHAPES, SIZES, TOKENS
 
 WAYS = {

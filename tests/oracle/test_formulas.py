@@ -9,11 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.closed_form import Case, Quirk, balanced, estimate, quirks_named
-from galvatron_lite.oracle.layers import Link, ModelSplit, Network, Op, OracleLayer, WorstLinks, all_reduce
-from galvatron_lite.oracle.request import network_named
+from galvatron_lite.model.graph import ModelGraph, OperatorClass
+from galvatron_lite.oracle.closed_form import Case, Quirk, balanced, estimate, largest_batch, quirks_named
+from galvatron_lite.oracle.layers import (
+    Link,
+    ModelSplit,
+    Network,
+    Op,
+    OracleLayer,
+    WorstLinks,
+    all_reduce,
+    network_of,
+    wires_of,
+    wires_of_cluster,
+)
+from galvatron_lite.oracle.request import fabric_named, graph_named, network_named, network_names
 from galvatron_lite.oracle.rows import Method, least_runs
+
+from .printed import printed
 
 BOTH = (ModelSplit.FILTER, ModelSplit.SPATIAL)
 FIRST = OracleLayer("first", Op.CONV, (2, 8, 8), (4, 8, 8), (3, 3), BOTH)  # 72 weights, 128 in, 256 out
@@ -139,3 +154,162 @@ def test_what_grows_and_what_falls(devices: int, batch: int) -> None:
     assert more.compute < fewer.compute
     assert more.memory < fewer.memory
     assert more.moved.total > fewer.moved.total
+
+
+ABCI = fabric_named("abci")
+assert ABCI is not None
+MICRO = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("setting", "figures"),
+    [
+        (None, {4: 9, 5: 30.31, 68: 30.31, 69: 30.49, 136: 30.49, 137: 30.98, 4096: 30.98}),
+        ("plx-20us", {1: 9, 8: 40.31, 128: 40.49, 1024: 40.98}),
+    ],
+)
+def test_two_settings_of_the_same_network(setting: str | None, figures: dict[int, float]) -> None:
+    wires = wires_of(ABCI, setting)
+    for devices, micros in figures.items():
+        assert wires.link(devices).alpha == pytest.approx(micros * MICRO)
+        assert 1 / wires.link(devices).beta == (50e9 if devices <= 4 else 12.5e9)
+
+
+def test_messages_through_host_memory() -> None:
+    wires = wires_of(ABCI)
+    assert wires.staged_link(4).alpha == pytest.approx(3.00011e-3)
+    assert wires.staged_link(4).beta == 1 / 16e9
+    assert wires.staged_link(8).alpha == pytest.approx((4 * 15.11 + 0.09) * MICRO)
+    assert wires.staged_link(8).beta == 1 / 12.5e9
+
+
+def test_any_cluster_has_links() -> None:
+    cluster = load_cluster("abci", 128)
+    wires = wires_of_cluster(cluster)
+    near, leaf, far = (wires.link(devices) for devices in (4, 64, 128))
+    levels = cluster.levels
+    assert [near.alpha, leaf.alpha, far.alpha] == [level.latency for level in levels]
+    assert 1 / near.beta == pytest.approx(levels[0].bandwidth * levels[0].efficiency)
+    assert near.beta < leaf.beta == far.beta  # one adapter; what leaves a leaf switch is no slower
+    slow = replace(cluster, levels=(replace(levels[0], bandwidth=1e6), *levels[1:]))
+    assert wires_of_cluster(slow).link(128).beta == wires_of_cluster(slow).link(4).beta
+
+
+def test_bad_settings_and_counts() -> None:
+    with pytest.raises(InputError, match="abci has plx-15us, plx-20us"):
+        wires_of(ABCI, "plx-10us")
+    with pytest.raises(InputError, match="leave it out"):
+        wires_of_cluster(load_cluster("v100", 8), "plx-15us")
+    with pytest.raises(InputError, match=r"--gpus: 5000 .*4096"):
+        wires_of(ABCI).link(5000)
+
+
+def table(graph: ModelGraph) -> Network:
+    return network_of(graph, 1e-3, "by hand", 1000, 8)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "regnety_032"])
+def test_flops_and_weights_are_those_of_the_model(name: str) -> None:
+    graph = graph_named(name, "fp32")
+    found = table(graph)
+    convolutions = sum(
+        one.flops
+        for layer in graph.layers
+        for one in graph.kind_of(layer).operators
+        if one.kind is OperatorClass.CONVOLUTION
+    )
+    windows = [one for one in found.layers if one.op is Op.CONV and len(one.kernel) > 1]
+    assert sum(one.forward_flops for one in windows) == convolutions
+    # Norms and biases apart, every parameter is a weight of a layer.
+    assert 0.97 * graph.parameters < found.weights <= graph.parameters
+    assert sum(map(found.seconds_of, found.layers)) == pytest.approx(1e-3)
+
+
+def test_the_made_table_is_near_the_published_one() -> None:
+    """Pictures of 224 pixels for 226; the projections of He et al. 2015, which the published table leaves out."""
+    made, published = table(graph_named("resnet50", "fp32")), network_named("resnet50")
+    assert made.weights == pytest.approx(published.weights, rel=0.13)
+    split = [sum(one.outputs for one in net.split_by(ModelSplit.FILTER)) for net in (made, published)]
+    assert split[0] == pytest.approx(split[1], rel=0.25)
+    assert made.outputs == pytest.approx(published.outputs, rel=0.25)
+
+
+@pytest.mark.parametrize("name", network_names())
+def test_every_published_table_has_a_model_of_the_planner(name: str) -> None:
+    """Of the same network: pictures of 226 pixels, projections and biases apart."""
+    published = network_named(name)
+    graph = graph_named(published.graph, "fp32")
+    assert graph.parameters == pytest.approx(published.weights, rel=0.25)
+    assert len(graph.layers) <= len(published.layers)
+
+
+def test_windows_are_split_where_there_are_pixels() -> None:
+    found = table(graph_named("vgg16", "fp32"))
+    assert {one.op for one in found.split_by(ModelSplit.SPATIAL)} == {Op.CONV, Op.POOL}
+    assert all(ModelSplit.FILTER in one.split for one in found.layers if one.op is Op.CONV)
+    assert not any(one.split for one in found.layers if one.op in (Op.FC, Op.RELU, Op.NORM))
+
+
+def test_half_precision_has_small_items() -> None:
+    assert table(graph_named("resnet50", "fp16")).item_bytes == 2
+
+
+def test_transformers_have_no_such_table() -> None:
+    with pytest.raises(InputError, match="closed forms are of convolutional networks"):
+        table(graph_named("vit-huge", "fp32"))
+
+
+TOTALS = {  # inputs, outputs, weights, seconds a sample: systems.md 5.4, from the heads of the logs
+    "resnet50": (14_971_596, 14_819_368, 22_734_016, 0.003119502),
+    "vgg16": (15_705_164, 15_552_936, 169_801_408, 0.008245589),
+    "alexnet": (931_692, 779_464, 62_367_776, 0.000610938),
+    "cosmoflow-512": (3_528_104_656, 2_991_233_748, 2_128_064, 2.108143184),
+    "cosmoflow-256": (464_228_736, 397_119_876, 2_128_064, 0.263517898),
+}
+
+
+def shown(value: float) -> str:
+    """A float as Python 2 prints it: 12 significant digits."""
+    return f"{value:.12g}"
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_layers_sum_to_the_published_totals(name: str) -> None:
+    found = network_named(name)
+    assert (found.inputs, found.outputs, found.weights, found.seconds) == TOTALS[name]
+
+
+@pytest.mark.parametrize(("name", "layers", "items"), [("resnet50", 49, 9_096_256), ("vgg16", 13, 13_939_200)])
+def test_layers_that_filters_split(name: str, layers: int, items: int) -> None:
+    split = network_named(name).split_by(ModelSplit.FILTER)
+    assert (len(split), sum(layer.outputs for layer in split)) == (layers, items)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "quirks", "samples"),
+    [
+        ("resnet50", Method.DATA, (), "66.3713327303"),
+        ("vgg16", Method.DATA, (), "58.5511784785"),
+        ("alexnet", Method.DATA, (), "1132.35276269"),
+        ("cosmoflow-512", Method.DATA_SPATIAL, ("all",), "0.266622834017"),
+        ("cosmoflow-256", Method.DATA_SPATIAL, ("all",), "2.10765393012"),
+        ("vgg16", Method.DATA_SPATIAL, ("all",), "51.3001363286"),
+    ],
+)
+def test_the_largest_batch_to_every_printed_digit(
+    name: str, kind: Method, quirks: tuple[str, ...], samples: str
+) -> None:
+    """``maxSamplePerNode`` of the logs."""
+    assert ABCI is not None
+    case = Case(network_named(name), wires_of(ABCI), kind, 4, 1, quirks=quirks_named(quirks))
+    assert shown(largest_batch(case)) == samples
+
+
+def test_every_printed_digit() -> None:
+    assert ABCI is not None
+    for one in printed():
+        for devices, figures in one.rows.items():
+            found = estimate(one.case(network_named(one.model), ABCI, devices))
+            computed = (found.compute, found.moved.total, found.memory)
+            name = f"{one.model} {one.strategy.value} {one.batch} {devices}"
+            assert list(map(shown, computed)) == list(map(shown, figures)), name

@@ -11,7 +11,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.notes import placed_branches
+from galvatron_lite.plans.describe import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement
 from galvatron_lite.plans.written import parse_strategy, plan_from
 from tests.factories import make_graph, make_kind

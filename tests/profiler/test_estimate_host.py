@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.cluster.catalog import device_named, load_cluster
-from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
-from galvatron_lite.profiler.estimate import behind_host, estimate_profile, layer_times
-from galvatron_lite.profiler.machine import BACKWARD_HOST, COLLECTIVE_LAUNCHES, Machine, machine_of
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding
+from galvatron_lite.profiler.estimate import behind_host, estimate_profile, handling_bytes, layer_times, optimizer_cost
+from galvatron_lite.profiler.machine import BACKWARD_HOST, COLLECTIVE_LAUNCHES, MISALIGNED, Machine, machine_of, stream
+from galvatron_lite.profiler.roofline import matmul, matmul_at
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack, StateLayout
@@ -126,3 +128,149 @@ def test_a_point_is_estimated_in_a_third_of_a_millisecond() -> None:
 
     limit = 3e-4 * len(wanted)
     assert least(lambda: process_seconds(estimate), limit) < limit
+
+
+A100 = machine_of(device_named("A100-80GB"), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("states", "moved"),
+    [
+        # fp32 throughout, in buckets: norm 4, clipping 8, zeroing 4.
+        (StateLayout(), 16),
+        # Gradients form anew in backward: nothing to zero.
+        (StateLayout(buffered_gradients=False), 12),
+        # Megatron with fp32 main gradients: bf16 parameters are written from the masters, 4 read and 2 written.
+        (StateLayout(parameters="bf16", optimizer_bytes=12), 16 + 6),
+        # fp16 gradients too: cast to the masters', 2 read and 4 written; their buffer of 2 is zeroed.
+        (StateLayout(parameters="fp16", gradients="fp16", optimizer_bytes=12), 12 + 6 + 6 + 2),
+        # Pure bf16: no masters, all gradients at 2 bytes.
+        (StateLayout(parameters="bf16", gradients="bf16", buffered_gradients=False), 6),
+    ],
+)
+def test_what_passes_around_an_update(states: StateLayout, moved: int) -> None:
+    assert handling_bytes(states) == moved
+    cost = optimizer_cost([A100], "adam-fused", states)
+    assert cost.seconds_per_item == pytest.approx((28 + moved) / A100.bandwidth)
+
+
+def test_masters_are_held_beside_moments() -> None:
+    assert optimizer_cost([A100], "adamw", StateLayout(parameters="bf16", optimizer_bytes=12)).state_bytes == 12
+    assert optimizer_cost([A100], "adamw").state_bytes == 8
+    assert optimizer_cost([A100], "sgd").state_bytes == 4
+
+
+def test_an_update_makes_the_masters_gradients_from_narrow_ones() -> None:
+    narrow = StateLayout(parameters="bf16", gradients="bf16", optimizer_bytes=12)
+    assert optimizer_cost([A100], "adam-fused", narrow).working_bytes == 4
+    assert optimizer_cost([A100], "adamw", narrow).working_bytes == 8
+    assert optimizer_cost([A100], "adam-fused", replace(narrow, gradients="fp32")).working_bytes == 0
+
+
+def test_the_slowest_device_and_the_stack_count() -> None:
+    slow = machine_of(device_named("T4"), "fp16")
+    assert optimizer_cost([A100, slow], "adamw") == optimizer_cost([slow], "adamw")
+    plain = optimizer_cost([A100], "adamw").seconds_per_item
+    stack = StackConstants(optimizer=1.5, kernel_host=1e-5)
+    stretched = optimizer_cost([A100], "adamw-loop", StateLayout(), stack)
+    assert stretched.seconds_per_item == pytest.approx(1.5 * plain)
+    assert stretched.seconds_per_tensor == pytest.approx(8e-5)
+
+
+def test_unknown_optimizers_are_named() -> None:
+    with pytest.raises(InputError, match="adamw-fused"):
+        optimizer_cost([A100], "shampoo")
+
+
+def linear(name: str, rows: int, inner: int, columns: int, count: int = 1) -> Operator:
+    flops, moved = 2 * rows * inner * columns * count, 2 * rows * (inner + columns) * count
+    weights = 2 * inner * columns * count
+    shape = (rows, inner, columns)
+    return Operator(
+        name, OperatorClass.MATMUL, shape, count, flops, 2 * flops, moved, 2 * moved, weights, Sharding.TENSOR
+    )
+
+
+def test_names_tell_which_extent_is_split() -> None:
+    by_columns = matmul(A100, linear("mlp.up", 2048, 4096, 16384), 1, 8).forward
+    by_rows = matmul(A100, linear("mlp.down", 2048, 16384, 4096), 1, 8).forward
+    assert by_columns == matmul_at(A100.linear, 2048, 4096, 2048)
+    assert by_rows == matmul_at(A100.linear, 2048, 2048, 4096)
+    unknown = matmul(A100, linear("module.weight", 2048, 4096, 4096), 1, 4).forward
+    ways = matmul_at(A100.linear, 2048, 4096, 1024), matmul_at(A100.linear, 2048, 1024, 4096)
+    assert unknown == pytest.approx(sum(ways) / 2)
+
+
+@pytest.mark.parametrize(("columns", "factor"), [(50304, 1.0), (50308, MISALIGNED[8]), (50306, MISALIGNED[4]),
+                                                 (50257, MISALIGNED[2])])  # fmt: skip
+def test_rows_that_begin_between_16_bytes_are_slow(columns: int, factor: float) -> None:
+    seconds = matmul(A100, linear("head", 2048, 1024, columns), 1, 1).forward
+    assert seconds == pytest.approx(factor * matmul_at(A100.linear, 2048, 1024, columns))
+
+
+@pytest.mark.parametrize(("degree", "factor"), [(2, 1.0), (4, MISALIGNED[8]), (8, MISALIGNED[4])])
+def test_an_uneven_share_is_rounded_down(degree: int, factor: float) -> None:
+    # 50257 entries on 2, 4, 8 ranks: 25128, 12564 and 6282, multiples of 8, 4 and 2.
+    seconds = matmul(A100, linear("head", 2048, 1024, 50257), 1, degree).forward
+    assert seconds == pytest.approx(factor * matmul_at(A100.linear, 2048, 1024, 50257 / degree))
+
+
+@pytest.mark.parametrize(("columns", "factor"), [(50257, MISALIGNED[2]), (50304, 1.0)])
+def test_all_wait_for_the_slower_of_uneven_shares(columns: int, factor: float) -> None:
+    # 50257 entries on 2 ranks: 25129 on the first one, which is odd.
+    machine = machine_of(A100.device, "bf16", uneven=True)
+    seconds = matmul(machine, linear("head", 2048, 1024, columns), 1, 2).forward
+    assert seconds == pytest.approx(factor * matmul_at(machine.linear, 2048, 1024, columns / 2))
+
+
+def test_experts_fill_waves_together() -> None:
+    # 64 experts of a few tiles each: together near the device's rate, far faster than one after another.
+    grouped = matmul(A100, linear("mlp.experts.up", 256, 4096, 512, 64), 1, 1).forward
+    single = matmul_at(A100.linear, 256, 4096, 512)
+    assert grouped == matmul_at(A100.linear, 256, 4096, 512, 64)
+    floor = 64 * 2 * 256 * 4096 * 512 / (312e12 * A100.constants.matmul["bf16"])
+    assert floor < grouped < 1.25 * floor
+    assert grouped < 0.6 * 64 * single
+
+
+@given(st.sampled_from([2, 4, 8]))
+def test_spread_experts_see_more_rows_and_hold_fewer_weights(expert: int) -> None:
+    call = linear("mlp.experts.up", 64, 2048, 1408, 64)
+    spread = matmul(A100, call, 1, 1, expert).forward
+    assert spread == matmul_at(A100.linear, 64 * expert, 2048, 1408, 64 / expert)
+    assert spread <= matmul(A100, call, 1, 1).forward
+
+
+def test_scores_of_plain_attention_are_bound_by_what_they_write() -> None:
+    heads, tokens, size = 16, 2048, 64
+    flops, moved = 2 * heads * tokens * size * tokens, 2 * heads * (2 * tokens * size + tokens * tokens)
+    shape = (heads * tokens, size, tokens)
+    scores = Operator("scores", OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, Sharding.TENSOR)
+    seconds = matmul(A100, scores, 8, 2)
+    assert seconds.forward >= stream(A100, 4 * moved)
+    assert seconds.forward < 1.4 * stream(A100, 4 * moved)  # 64 inner items hardly fill the pipeline
+    assert matmul(A100, replace(scores, backward_flops=0), 1, 1).backward == 0.0
+
+
+def attention_scores(heads: int, size: int, tokens: int = 2048) -> Operator:
+    flops, moved = 2 * heads * tokens * size * tokens, 2 * heads * (2 * tokens * size + tokens * tokens)
+    shape = (heads * tokens, size, tokens)
+    return Operator("scores", OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, Sharding.TENSOR)
+
+
+def test_heads_that_begin_between_16_bytes_leave_tensor_cores() -> None:
+    even, odd = (matmul(A100, attention_scores(heads, 13824 // heads), 1, 1).forward for heads in (96, 128))
+    # 2 x 2048 x 2048 x 13824 operations at fp32's 19.5 TFLOP/s and more, for 108 inner items hardly fill a tile.
+    least = 2 * 2048**2 * 13824 / 19.5e12
+    assert least < odd < 3 * least
+    assert odd > 3 * even
+    assert matmul(A100, attention_scores(96, 64, 197), 1, 1).forward < even / 50  # 197 keys: a vision transformer's
+    aligned = matmul(A100, attention_scores(128, 104), 1, 1).forward
+    assert aligned < odd / 3
+
+
+def test_a_bias_adds_one_pass_over_its_gradient() -> None:
+    plain = linear("mlp.up", 2048, 4096, 16384)
+    bias = replace(plain, backward_moved=plain.backward_moved + 2 * 2048 * 16384)
+    extra = matmul(A100, bias, 4, 1).backward - matmul(A100, plain, 4, 1).backward
+    assert extra == pytest.approx(stream(A100, 4 * 2 * 2048 * 16384))

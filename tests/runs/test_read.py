@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.runs.read import is_run, read_run
-from galvatron_lite.runs.schema import EndRecord, PlanRecord, RankRecord, StepPart, StepRecord
+from galvatron_lite.runs.schema import EndRecord, PlanRecord, RankRecord, StepPart, StepRecord, is_run, read_run
 from tests.runs.lines import a_header, a_plan, a_rank_header, text_of, write
 
 

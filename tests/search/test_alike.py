@@ -14,8 +14,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import read_plan, write_plan
+from galvatron_lite.plans.io import check_runs, read_plan, write_plan
 from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, TrainedBy
 from galvatron_lite.profiler.schema import Profile
 

@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.backends import GALVATRON, in_mode
 from galvatron_lite.parallelism.branch.cost import places
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.strategy import Offload, Recompute, Strategy
-from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.schema import HostOverhead, Profile
 from galvatron_lite.search.branches import branch_plans, may_branch

@@ -16,8 +16,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.backends import GALVATRON, MEGATRON
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, register, registered, schedules
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import read_plan, write_plan
+from galvatron_lite.plans.io import check_runs, read_plan, write_plan
 from tests.equivalence import plans as written
 from tests.equivalence.test_schedules import observed, plan_of
 from tests.equivalence.training import Case, Reference, make_case, train_alone, train_under_plans

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.validate.report import OTHERS, scatter
-from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkipError, judge
 
 from .runs import gpt
 
@@ -38,7 +38,9 @@ def words(root: ET.Element) -> list[str]:
 
 
 def test_every_scored_step_is_a_mark_and_every_family_a_row() -> None:
-    root = drawn(judged(1.0, 1.0), judged(2.0, 1.0), judged(9.0, 10.0, "a <b>"), ScoredRun(gpt(), None, Skipped("odd")))
+    root = drawn(
+        judged(1.0, 1.0), judged(2.0, 1.0), judged(9.0, 10.0, "a <b>"), ScoredRun(gpt(), None, SkipError("odd"))
+    )
     assert len(marks(root)) == 3
     assert {"made-up (2)", "a <b> (1)"} <= set(words(root))
     # Errors of 0 and 100 %: a median of 50 %.
@@ -67,7 +69,7 @@ def test_what_a_screen_reader_says() -> None:
 
 
 def test_nothing_scored_is_a_figure_too() -> None:
-    root = drawn(ScoredRun(gpt(), None, Skipped("odd")))
+    root = drawn(ScoredRun(gpt(), None, SkipError("odd")))
     assert not marks(root)
     assert "no step time is scored" in words(root)
 

@@ -5,7 +5,15 @@ import pytest
 from galvatron_lite.cli.accuracy import LEGEND, print_scores
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.report import unscored_lines, worst_data, worst_lines
-from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge, macros, score_families
+from galvatron_lite.validate.results import (
+    MeasuredRun,
+    Predicted,
+    ScoredRun,
+    SkipError,
+    judge,
+    macros,
+    score_families,
+)
 
 from .runs import gpt
 
@@ -19,9 +27,9 @@ RUNS = [
     judged(1.0, 1.001),
     judged(1.3, 1.0, global_batch=64),
     judged(1.0, None, oom=True, iter_time_s=None),
-    ScoredRun(gpt(), None, Skipped("architecture not modelled")),
-    ScoredRun(gpt(), None, Skipped("architecture not modelled")),
-    ScoredRun(gpt(), None, Skipped("GPU not stated")),
+    ScoredRun(gpt(), None, SkipError("architecture not modelled")),
+    ScoredRun(gpt(), None, SkipError("architecture not modelled")),
+    ScoredRun(gpt(), None, SkipError("GPU not stated")),
     judged(0.9, 1.0, family="whole"),
 ]
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cli import app
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.scale_up import scale_up_scores
+from galvatron_lite.validate.transfer import scale_up_scores
 from tests.validate.test_calibrate import BASE, elsewhere, made_by, written
 
 SMALL = [(8, 1), (16, 2), (32, 1), (64, 4)]

@@ -15,7 +15,7 @@ from galvatron_lite.validate.results import (
     MeasuredRun,
     Predicted,
     ScoredRun,
-    Skipped,
+    SkipError,
     judge,
     macro,
     macros,
@@ -66,7 +66,7 @@ def test_groups_share_model_machine_and_batch() -> None:
 
 
 def test_skipped_runs_are_counted_by_reason() -> None:
-    odd = ScoredRun(gpt(), None, Skipped("architecture not modelled"))
+    odd = ScoredRun(gpt(), None, SkipError("architecture not modelled"))
     found = score([odd, odd, judged(1.0, 1.0)])
     assert (found.rows, found.scored, found.skipped) == (3, 1, {"architecture not modelled": 2})
 
@@ -123,4 +123,4 @@ def test_memory_is_in_gib_unless_it_was_converted() -> None:
 def test_a_run_without_figures_is_skipped() -> None:
     outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
     one = judge(replace(gpt(), iter_time_s=None), MeasuredRun(None, None), outcome)
-    assert isinstance(one.outcome, Skipped)
+    assert isinstance(one.outcome, SkipError)

@@ -10,8 +10,7 @@ from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.io import check_plan, check_runs
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.search.space import Narrowed, strategies_for

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from galvatron_lite.cost.timeline import Timeline
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runs.read import RecordedRun
+    from galvatron_lite.runs.schema import RecordedRun
 
 
 NO_PROFILE = (

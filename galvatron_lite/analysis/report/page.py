@@ -19,8 +19,7 @@ from galvatron_lite.analysis.report.plan_figures import (
     parts_of,
 )
 from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, measured
-from galvatron_lite.analysis.report.timeline_data import packed
-from galvatron_lite.analysis.report.timeline_figures import course_of, name_of, shown_groups
+from galvatron_lite.analysis.report.timeline_data import course_of, name_of, packed, shown_groups
 from galvatron_lite.analysis.tables import price_lines, tables, trust_lines
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.pipeline.schedule import Pass
@@ -290,18 +289,15 @@ def page(shown: Sequence[PlanView]) -> str:
     plans = [check_priced(one).plan for one in shown]
     looks = looks_of(plans)
     views = [_view_of(one, number, looks) for number, one in enumerate(shown)]
+    title = views[0]["title"].partition(":")[0] if len(views) == 1 else f"{len(views)} plans"
     environment = _environment()
     source = environment.loader.get_source if environment.loader is not None else None
     assert source is not None
     return environment.get_template("report.html").render(
-        title=_title_of(views), version=__version__, views=views, looks=list(looks.values()),
+        title=title, version=__version__, views=views, looks=list(looks.values()),
         compared=_comparison_rows(shown),
         style=source(environment, "report.css")[0], script=source(environment, "report.js")[0],
     )  # fmt: skip
-
-
-def _title_of(views: Sequence[Mapping[str, Any]]) -> str:
-    return views[0]["title"].partition(":")[0] if len(views) == 1 else f"{len(views)} plans"
 
 
 def _comparison_rows(shown: Sequence[PlanView]) -> list[_TableRow]:

@@ -11,8 +11,7 @@ from statistics import mean, median
 from markupsafe import Markup
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.read import RecordedRun
-from galvatron_lite.runs.schema import StepRecord
+from galvatron_lite.runs.schema import RecordedRun, StepRecord
 from galvatron_lite.svg import Frame, byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
@@ -123,7 +122,8 @@ class RunMeasurement:
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     """What a run measured under its last plan; None where it has no steps."""
-    steps = _counted_steps(run.plan_steps)
+    plain = [step for step in run.plan_steps if not step.profiled]
+    steps = plain[_WARM:] if len(plain) > 2 * _WARM else plain
     if not steps or plan.prediction is None:
         return None
     words = (
@@ -133,11 +133,6 @@ def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     return RunMeasurement(
         words, tuple(_rows(run, plan, steps)), _picture(steps, plan.prediction.step_seconds), _parts(run, plan)
     )
-
-
-def _counted_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    plain = [step for step in steps if not step.profiled]
-    return plain[_WARM:] if len(plain) > 2 * _WARM else plain
 
 
 def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[_Beside]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def read_model(
         _layer_type(times, memory, place, size, (time_path, memory_path), mode, ends)
         for place, size in enumerate(sizes)
     )
-    key = _edge_key(types)
+    lengths = [kind.sequence for kind in types]
+    key = str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
     whole, first, last = (
         _edge_memory(memory, f"other_memory_pp_{part}{ends}", key, memory_path, FIXED[engine][part])
         for part in ("off", "on_first", "on_last")
@@ -93,20 +94,13 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
     }
     overlap_path = folder / "overlap_coefficient.json"
     overlap = _number(_get(_entries(overlap_path), "overlap_coe", overlap_path), overlap_path, "overlap_coe")
-    gather, exchange = _latencies(_latency_file(folder, shape, gpus))
-    _check_groups(near, nodes * gpus, reduce_path)
+    paths = [folder / f"sp_time_{shape}"]
+    paths += [folder / f"sp_time_1nodes_{size}gpus_per_node.json" for size in (gpus, *range(gpus + 1, 65))]
+    gather, exchange = _latencies(next((path for path in paths if path.exists()), paths[0]))
+    if nodes * gpus not in near:
+        field = f"{reduce_path}, allreduce_size_{nodes * gpus}_consec_1"
+        raise InputError(field, None, "Profile all-reduces over all GPUs.")
     return HetuHardware(nodes, gpus, near, far, send, max(overlap, 1.0), gather, exchange, str(folder))
-
-
-def _check_groups(near: Mapping[int, float], devices: int, path: Path) -> None:
-    if devices not in near:
-        raise InputError(f"{path}, allreduce_size_{devices}_consec_1", None, "Profile all-reduces over all GPUs.")
-
-
-def _latency_file(folder: Path, shape: str, gpus: int) -> Path:
-    own = folder / f"sp_time_{shape}"
-    nearby = [folder / f"sp_time_1nodes_{size}gpus_per_node.json" for size in (gpus, *range(gpus + 1, 65))]
-    return next((path for path in (own, *nearby) if path.exists()), own)
 
 
 def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, CollectiveTable]]:
@@ -236,11 +230,6 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str,
 def _parabola(points: Mapping[int, float], x: float, degree: int) -> float:
     fitted = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), degree)
     return float(np.polyval(fitted, x))
-
-
-def _edge_key(types: Iterable[LayerType]) -> str:
-    lengths = [kind.sequence for kind in types]
-    return str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
 
 
 def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> LinearTime:

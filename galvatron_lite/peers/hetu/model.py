@@ -263,14 +263,10 @@ def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
 def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[LayerPoint]:
     for degree, figure in sorted(kind.activation.items()):
         kept = {Recompute.NONE: figure, Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1)}
-        buffer = _buffer(kind, model) if degree > 1 else 0.0
+        shared = degree > 1 and model.sequence_parallel
+        buffer = kind.sequence * kind.hidden * ITEM_BYTES[model.precision] / MB if shared else 0.0
         for choice, size in kept.items():
             yield from _points(name, degree, choice, kind.forward, size, buffer, model)
-
-
-def _buffer(kind: LayerType, model: HetuModel) -> float:
-    item = ITEM_BYTES[model.precision]
-    return kind.sequence * kind.hidden * item / MB if model.sequence_parallel else 0.0
 
 
 def _edge_points(name: str, memory: EdgeMemory, line: LinearTime, model: HetuModel) -> Iterator[LayerPoint]:

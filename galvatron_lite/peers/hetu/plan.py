@@ -8,7 +8,7 @@ stage 3. Embedding and head have one strategy (``vtp``, ``vsp``, ``embed_sdp``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -290,15 +290,11 @@ def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
     if len(counts) == 1:
         counts = [len(blocks)]
     own, edge = [strategy for _, strategy in blocks], (last if edges == "last" else first)[1]
+    replicated = any(one.kind is DataType.DDP and one.data > 1 for one in (*own, edge))
     return HetuPlan(
         plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(own), edge,
-        schedule, _usual_type([*own, edge]),
+        schedule, DataType.DDP if replicated else DataType.ZERO2,
     )  # fmt: skip
-
-
-def _usual_type(strategies: Sequence[HetuStrategy]) -> DataType:
-    plain = any(one.kind is DataType.DDP and one.data > 1 for one in strategies)
-    return DataType.DDP if plain else DataType.ZERO2
 
 
 def _hetu_strategy(name: str, one: Strategy) -> HetuStrategy:

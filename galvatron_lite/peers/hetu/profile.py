@@ -23,7 +23,6 @@ from galvatron_lite.peers.hetu.model import (
     Engine,
     HetuHardware,
     HetuModel,
-    LinearTime,
     to_graph,
     to_points,
 )
@@ -99,19 +98,13 @@ def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[Collectiv
     for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
         if kind in known:
             table, share, scale = known[kind]
-            yield _line_fit(kind, ranks, siblings, table.line, share, scale)
+            latency, speed = max(table.line.start, 0.0) / 1000 * scale, PER_MS * share / (table.line.slope * scale)
+            yield CollectiveFit(kind, ranks, 1, siblings, latency, speed, 0.0)
         else:
             yield CollectiveFit(kind, ranks, stride, siblings, 0.0, bus * rounds, 0.0)
     if ranks == 2:
         speed = hardware.send.get(hardware.devices // stride, min(hardware.send.values()))
         yield CollectiveFit(Collective.SEND_RECV, 2, stride, siblings, 0.0, speed * PER_MS, 0.0)
-
-
-def _line_fit(
-    kind: Collective, ranks: int, siblings: int, line: LinearTime, share: float, scale: float
-) -> CollectiveFit:
-    latency = max(line.start, 0.0) / 1000 * scale
-    return CollectiveFit(kind, ranks, 1, siblings, latency, PER_MS * share / (line.slope * scale), 0.0)
 
 
 DEVICE_MEMORY = 80 * 2**30

@@ -38,15 +38,12 @@ def layout(stages: Sequence[StageBlocks]) -> str:
 
 def _stages(value: Any) -> dict[str, Any]:
     text = re.sub(r"[,\s'\"]", "", str(value))
-    while (longer := re.sub(r"(?:\(([^()]*)\)|([Et|Lm]))\*(\d+)", _repeated, text)) != text:
+    repeated = re.compile(r"(?:\(([^()]*)\)|([Et|Lm]))\*(\d+)")
+    while (longer := repeated.sub(lambda found: (found[1] or found[2]) * int(found[3]), text)) != text:
         text = longer
     if not re.fullmatch(r"E?[t|]*L?", text):
         raise ValueError("Give the embedding as E, blocks as t, the loss as L and | between stages.")
     return {"stages": [StageBlocks(part.count("t"), "E" in part, "L" in part) for part in text.split("|")]}
-
-
-def _repeated(match: re.Match[str]) -> str:
-    return (match[1] or match[2]) * int(match[3])
 
 
 def _method(settings: Settings) -> tuple[str, int] | tuple[None, None]:
@@ -68,10 +65,6 @@ def _modules(value: Any) -> dict[str, Any]:
 
 def _sharding(settings: Settings) -> int:
     return settings.strategy.zero_stage if settings.strategy.state_shards > 1 else 0
-
-
-def _instances(settings: Settings) -> int | None:
-    return settings.strategy.data if _sharding(settings) and settings.strategy.data > 1 else None
 
 
 def _switch(name: str, value: Any) -> Any:
@@ -117,7 +110,11 @@ _CORE = (
         lambda chosen: _SHARDING[_sharding(chosen)] if _sharding(chosen) > 1 else None,
         same("", "zero_stage", {0: "no_shard", **_SHARDING}).read,
     ),
-    Field("ddp.num_distributed_optimizer_instances", _instances, lambda value: {"data": int(value)}),
+    Field(
+        "ddp.num_distributed_optimizer_instances",
+        lambda chosen: chosen.strategy.data if _sharding(chosen) and chosen.strategy.data > 1 else None,
+        lambda value: {"data": int(value)},
+    ),
     Field(
         "optimizer.optimizer_cpu_offload",
         lambda chosen: chosen.strategy.offloads_states or None,

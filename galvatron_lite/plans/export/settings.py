@@ -194,9 +194,9 @@ def plan_from(settings: Settings, graph: ModelGraph) -> Plan:
     if settings.blocks != blocks:
         raise InputError("blocks of all stages", settings.blocks, f"{graph.name} has {blocks}.")
     stages, place = [], 0
+    first = next((at for at, layer in enumerate(graph.layers) if layer.role is Role.BLOCK), len(graph.layers))
     for number, stage in enumerate(settings.stages):
-        edges = sum(layer.role is not Role.BLOCK for layer in graph.layers[place:] if _leads(graph, layer.name))
-        end = place + stage.blocks + (edges if stage.before else 0)
+        end = place + stage.blocks + (max(first - place, 0) if stage.before else 0)
         end = len(graph.layers) if number == len(settings.stages) - 1 else end
         layers = graph.layers[place:end]
         done = [0]
@@ -210,13 +210,6 @@ def plan_from(settings: Settings, graph: ModelGraph) -> Plan:
         PLAN_VERSION, graph.name, settings.devices, settings.batch, settings.microbatches, settings.schedule,
         settings.precision or graph.precision, tuple(stages), virtual_stages=settings.virtual,
     )  # fmt: skip
-
-
-def _leads(graph: ModelGraph, name: str) -> bool:
-    """Whether a layer comes before all blocks."""
-    names = [layer.name for layer in graph.layers]
-    first = next((place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK), len(names))
-    return names.index(name) < first
 
 
 def _of_layer(settings: Settings, kind: LayerKind, role: Role, done: list[int]) -> Strategy:

@@ -10,8 +10,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_text
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import target_named
-from galvatron_lite.plans.export.accelerate import ACCELERATE
-from galvatron_lite.plans.export.deepspeed import DEEPSPEED
+from galvatron_lite.plans.export.deepspeed import ACCELERATE, DEEPSPEED
 from galvatron_lite.plans.export.fields import Reading, Tool, commented, read, write
 from galvatron_lite.plans.export.megatron import MEGATRON, NEMO
 from galvatron_lite.plans.export.settings import Settings, World, plan_from, settings_of, simplified

@@ -50,18 +50,6 @@ def _each(settings: Settings) -> int | None:
     return -(-(settings.blocks + sum(ends)) // len(settings.stages)) if ends and settings.virtual > 1 else None
 
 
-def _precision(settings: Settings) -> str:
-    return "float32" if settings.precision == "fp32" else "bfloat16"
-
-
-def _reshards(settings: Settings) -> str | None:
-    return {1: "never", 2: "never", 3: "always"}.get(settings.strategy.zero_stage)
-
-
-def _sequence_parallel(settings: Settings) -> bool | None:
-    return settings.strategy.sequence_parallel if settings.strategy.tensor > 1 else None
-
-
 def _piped(name: str, words: dict[Any, Any] | None = None) -> Any:
     """What is written under a pipeline alone."""
     return lambda chosen: same("", name, words).write(chosen) if chosen.pipeline > 1 else None
@@ -72,7 +60,7 @@ FIELDS = (
     Field("training.global_batch_size", lambda chosen: chosen.batch, lambda value: {"batch": max(int(value), 0)}),
     Field(
         "training.mixed_precision_param",
-        _precision,
+        lambda chosen: "float32" if chosen.precision == "fp32" else "bfloat16",
         same("", "precision", {"fp32": "float32", "bf16": "bfloat16"}).read,
     ),
     same(f"{_PARALLEL}.data_parallel_replicate_degree", "data"),
@@ -83,11 +71,13 @@ FIELDS = (
     same(f"{_PARALLEL}.expert_parallel_degree", "expert"),
     Field(
         f"{_PARALLEL}.fsdp_reshard_after_forward",
-        _reshards,
+        lambda chosen: {1: "never", 2: "never", 3: "always"}.get(chosen.strategy.zero_stage),
         same("", "zero_stage", {3: "always", 2: "never", 0: "default"}).read,
     ),
     Field(
-        f"{_PARALLEL}.enable_sequence_parallel", _sequence_parallel, lambda value: {"sequence_parallel": value is True}
+        f"{_PARALLEL}.enable_sequence_parallel",
+        lambda chosen: chosen.strategy.sequence_parallel if chosen.strategy.tensor > 1 else None,
+        lambda value: {"sequence_parallel": value is True},
     ),
     # torchtitan refuses its default, CUDA graphs, together with a pipeline.
     fixed("training.disable_cuda_graphs", lambda chosen: chosen.pipeline > 1 or None),

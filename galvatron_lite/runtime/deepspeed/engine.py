@@ -25,9 +25,9 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.wrapping import wrap_forward
-from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed import config_of, zero_stage
 from galvatron_lite.plans.export.fields import nested
+from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer

@@ -15,7 +15,7 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import Strict, from_data, to_data
-from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from galvatron_lite.runs.read import TRACES
-from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, CollectiveRecord
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, TRACES, CollectiveRecord
 from galvatron_lite.runtime.monitor.clock import StepClock, between, moment
 
 

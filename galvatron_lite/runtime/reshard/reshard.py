@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.process_groups import ProcessGroups
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.io import check_runs, read_plan
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.checkpoint.plain import RandomStates

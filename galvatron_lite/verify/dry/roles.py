@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.cost import cut_dim
-from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import shorten
 from galvatron_lite.verify.dry.mode import DryRunError

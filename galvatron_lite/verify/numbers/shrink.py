@@ -17,8 +17,7 @@ from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.model.trace.meta import BATCH_NORMS
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.io import check_plan, check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.units import format_count

@@ -18,9 +18,9 @@ from galvatron_lite.cluster.links import link_matching
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.checks import cluster_of, device_of
+from galvatron_lite.validate.checks import cluster_of
 from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted, ScoredRun, Skipped
+from galvatron_lite.validate.results import Predicted, ScoredRun, SkipError
 from galvatron_lite.validate.rows import PublishedRun
 from studies.calibration.fit import Array, PredictMany, Problem, Task, family_weights
 from studies.calibration.stages import Mask, Setup, Staged, calibrated_without, common_without
@@ -120,10 +120,12 @@ def group_numbers(runs: Sequence[PublishedRun]) -> np.ndarray:
 
 def entries_of(run: PublishedRun, calibration: Calibration) -> frozenset[str]:
     """The entries of a calibration that a run's prediction depends on."""
-    device, cluster = device_of(run.gpu), cluster_of(run, calibration)
     used = {f"stacks/{entry_for(calibration, 'stacks', match_stack(run.framework).name)}"}
-    if device is None or isinstance(cluster, Skipped):
+    try:
+        cluster = cluster_of(run, calibration)
+    except SkipError:
         return frozenset(used)
+    device = cluster.device
     used.add(f"devices/{entry_for(calibration, 'devices', device.name)}")
     if cluster.devices > 1:
         used.add(f"links/{link_matching(run.intra_link, device.name)}")
@@ -179,7 +181,7 @@ def _predict(task: Task) -> list[float]:
     return [_log_seconds(predictor.predict(_RUNS[row])) for row in rows]
 
 
-def _log_seconds(outcome: Predicted | Skipped) -> float:
+def _log_seconds(outcome: Predicted | SkipError) -> float:
     return log(outcome.step_seconds) if isinstance(outcome, Predicted) else nan
 
 

@@ -3,7 +3,7 @@
 Its space: stages of equally many layers, micro-batches that divide the batch, degrees in powers of two, a strategy for
 each layer, one for embedding and head. For one pipeline degree, number of micro-batches and edge strategy, stages need
 only agree on those, so each takes its quickest way in the memory that is left: what its formulas charge for layers
-depends on how many take each strategy alone (``fronts``), not on which. Each stage is told to make
+depends on how many take each strategy alone (``front_of``), not on which. Each stage is told to make
 
     m c + weight (r - c)
 
@@ -18,18 +18,20 @@ from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel, block_name
 from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy, our_strategy
-from studies.hetu.formulas import buffer_mb, edges_mb, price
-from studies.hetu.formulas_layer import layer_mb, layer_ms
-from studies.hetu.fronts import Front, beside, front_of
+from studies.hetu.formulas import buffer_mb, edges_mb, layer_mb, layer_ms, price
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from galvatron_lite.cost.layer import LayerPricer
     from studies.hetu.recorded import RecordedSearch
+
 
 WEIGHTS = (1.0, 0.0)
 MOST = (0, 1, 2, 4, 8)
@@ -187,3 +189,64 @@ def _all(plan: HetuPlan, strategy: HetuStrategy) -> HetuPlan:
     return HetuPlan(
         plan.devices, plan.pipeline, plan.batch, plan.chunks, plan.division, (strategy,) * len(plan.layers), plan.edges
     )
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Ways to run some layers, none of which needs both more memory and more time than another."""
+
+    memory: Ints  # MB of each, ascending
+    seconds: Floats  # of each, descending
+    counts: Ints  # (ways, strategies): how many layers take each strategy
+
+    def best(self, room: int) -> int:
+        """Place of the quickest way within so many MB; -1 where none is."""
+        return int(np.searchsorted(self.memory, room, side="right")) - 1
+
+
+def front_of(memory: Sequence[int], seconds: Sequence[float], layers: int, room: int) -> Front:
+    """The front of so many equal layers."""
+    single = _best(np.array(memory), np.array(seconds), np.eye(len(memory), dtype=np.int64), room)
+    total = Front(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, len(memory)), np.int64))
+    power = single
+    while layers:
+        if layers & 1:
+            total = both(total, power, room)
+        layers >>= 1
+        power = both(power, power, room) if layers else power
+    return total
+
+
+def both(left: Front, right: Front, room: int) -> Front:
+    """The front of the layers of two fronts together; their counts add up."""
+    memory = (left.memory[:, None] + right.memory[None, :]).ravel()
+    seconds = (left.seconds[:, None] + right.seconds[None, :]).ravel()
+    kept = _order(memory, seconds, room)
+    rows, columns = np.divmod(kept, max(len(right.memory), 1))
+    return Front(memory[kept], seconds[kept], left.counts[rows] + right.counts[columns])
+
+
+def beside(left: Front, right: Front, room: int) -> Front:
+    """The front of two types of layer: counts of the one, then those of the other."""
+    wide = left.counts.shape[1], right.counts.shape[1]
+    first = Front(left.memory, left.seconds, np.pad(left.counts, ((0, 0), (0, wide[1]))))
+    return both(first, Front(right.memory, right.seconds, np.pad(right.counts, ((0, 0), (wide[0], 0)))), room)
+
+
+def _best(memory: Ints, seconds: Floats, counts: Ints, room: int) -> Front:
+    kept = _order(memory, seconds, room)
+    return Front(memory[kept], seconds[kept], counts[kept])
+
+
+def _order(memory: Ints, seconds: Floats, room: int) -> Ints:
+    """Places of what nothing beats, by memory; of equal ones the first."""
+    order = np.lexsort((seconds, memory))
+    order = order[memory[order] <= room]
+    least = np.minimum.accumulate(seconds[order])
+    quicker = np.ones(len(order), dtype=bool)
+    quicker[1:] = seconds[order][1:] < least[:-1]
+    return order[quicker]

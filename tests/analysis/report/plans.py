@@ -49,7 +49,6 @@ def small(schedule: Schedule = Schedule.ONE_F_ONE_B, count: int = 4) -> PlanView
 def hostile() -> PlanView:
     """The same with names that would end texts, attributes and scripts."""
     own = small()
-    assert own.profile is not None
     graph = own.profile.graph
     layers = tuple(replace(layer, name=f"{layer.name}{HOSTILE}") for layer in graph.layers)
     named = replace(own.profile, graph=replace(graph, name=HOSTILE, layers=layers))

@@ -130,7 +130,6 @@ def test_passes_are_read_out(browser: Browser, place: Path) -> None:
     browser.press("end")
     assert ": backward, " in str(browser.run("return document.querySelector('.readout').textContent"))
     told = small().timeline
-    assert told is not None
     assert browser.run(VIEW)[2:] == [1, len(told.groups[1].passes) - 1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import textwrap
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from galvatron_lite import api
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.shapes.registry import shape_from_data
@@ -21,9 +24,10 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.peers.plan_files import priced
 from galvatron_lite.plans.export.settings import Settings, StageBlocks, World, even_stages, plan_from
 from galvatron_lite.plans.export.tools import TOOLS, export, read_settings
-from galvatron_lite.plans.io import check_plan
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.io import check_plan, read_plan
+from galvatron_lite.plans.schema import BranchPlacement, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
+from tests.plans.export.made import PLANS
 
 LAYERS, DEVICES = 8, 16
 SHAPE = {"name": "tiny", "layers": LAYERS, "hidden": 1024, "heads": 16, "vocab": 32000, "seq_len": 4096}
@@ -94,7 +98,6 @@ def test_what_is_written_is_read_and_priced_the_same(tool: str, arch: str, tmp_p
         file.write_text(made.text)
         again = api.evaluate(file, model=profile.graph, cluster="h100", gpus=DEVICES, target=tool)
         assert replace(again, provenance=None) == replace(plan, provenance=None), made.text
-        assert again.provenance is not None
         assert not any("not looked at" in line or "priced as" in line for line in again.provenance.notes)
 
 
@@ -160,7 +163,6 @@ def test_a_file_of_its_user_is_read_and_what_is_not_looked_at_is_named(tool: str
     strategy, stages, microbatches, ignored = MEANT[tool]
     blocks = [run.strategy for stage in plan.stages for run in stage.runs if run.first.startswith("layers")]
     assert {str(one) for one in blocks} == {strategy}
-    assert plan.provenance is not None
     notes = " ".join(plan.provenance.notes)
     assert (len(plan.stages), plan.devices) == (stages, DEVICES)
     assert plan.microbatches == microbatches or plan.global_batch == 32
@@ -198,3 +200,40 @@ def test_files_that_cannot_be_are_refused(tool: str, text: str, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(FileFormatError, match=r"settings\.yaml, line"):
         read_settings(path, tool, profile_for("", "decoder").graph, DEVICES)
+
+
+EVIL = "gpt\n--load /evil --trust-remote\ndeepspeed_config: {deepspeed_config_file: /evil}\r\u2028x"
+
+
+@pytest.mark.parametrize("place", [("model",), ("stages", 0, "runs", 0, "first"), ("precision",)])
+@pytest.mark.parametrize("value", [EVIL, "a" * 301, "\x1b[2J"])
+def test_a_name_is_one_printable_line(tmp_path: Path, place: tuple[str | int, ...], value: str) -> None:
+    data = part = json.loads(json.dumps(to_data(PLANS["mixed"])))
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=str(place[-1])):
+        read_plan(tmp_path / "plan.json")
+
+
+def named(plan: Plan, name: str) -> Plan:
+    """The plan with a name wherever it has one."""
+    run = replace(plan.stages[0].runs[1], first=name)
+    stage = replace(plan.stages[0], runs=(plan.stages[0].runs[0], run, *plan.stages[0].runs[2:]))
+    branch = BranchPlacement(name, (name,), 0, plan.devices, (run,))
+    return replace(plan, model=name, stages=(stage,), branches=(branch,))
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_a_plan_made_in_python_writes_no_line_of_its_names(tool: str) -> None:
+    evil, plain = (export(named(PLANS["mixed"], name), tool).text for name in (EVIL, "gpt"))
+    without = [[line for line in text.splitlines() if not line.startswith("#")] for text in (evil, plain)]
+    assert without[0] == without[1]
+    assert yaml.safe_load(evil) == yaml.safe_load(plain) or tool in ("megatron", "torchtitan")
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_a_precision_is_one_of_those_there_are(tool: str) -> None:
+    with pytest.raises(InputError, match="precision"):
+        export(replace(PLANS["data"], precision=EVIL), tool)

@@ -16,11 +16,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.fields import commented
 from galvatron_lite.plans.export.settings import cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
-from galvatron_lite.plans.io import write_plan
+from galvatron_lite.plans.io import check_runs, write_plan
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Mode, Schedule, Stage, TrainedBy
 from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
 

@@ -28,6 +28,8 @@ from tests.parallelism.cyclic.models import Blocks, blocks_case, make_batches, m
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 
+UNMEASURED = SimpleNamespace(graph=SimpleNamespace(dead=(), parameters=0))
+
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
@@ -84,8 +86,9 @@ def test_the_planner_is_told_of_delay(monkeypatch: pytest.MonkeyPatch, delay: st
         return make_plan(discovered(stages), "cdp-v1", "single")
 
     monkeypatch.setattr("galvatron_lite.api.plan", plan)
-    monkeypatch.setattr("galvatron_lite.auto._profile", lambda *_: SimpleNamespace(graph=None))
-    monkeypatch.setattr("galvatron_lite.auto._on_dead", lambda _: ())
+    monkeypatch.setattr(
+        "galvatron_lite.auto._profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
+    )
     auto_parallelize(model, make_batches(1, 2)[0], delay=delay, blocks=[layer.name for layer in layers])
     assert {key: asked[0][key] for key in told} == told
 
@@ -107,8 +110,9 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize(("mode", "delay"), [(None, "v3"), ("inference", "cyclic")])
 def test_a_delay_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, mode: str | None, delay: str) -> None:
-    monkeypatch.setattr("galvatron_lite.auto._profile", lambda *_: SimpleNamespace(graph=None))
-    monkeypatch.setattr("galvatron_lite.auto._on_dead", lambda _: ())
+    monkeypatch.setattr(
+        "galvatron_lite.auto._profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
+    )
     with pytest.raises(InputError, match=f"delay: '{delay}'.*leave it out"):
         auto_parallelize(Blocks(2), make_batches(1, 2)[0], blocks=["blocks.0", "blocks.1"], mode=mode, delay=delay)
 
@@ -288,7 +292,7 @@ def test_a_delay_that_tied_parameters_rule_out_is_told_plainly(monkeypatch: pyte
             "--fix schedule", "cyclic", "cyclic: data: before and after share parameters and must be in one"
         )
 
-    monkeypatch.setattr(auto, "_agreed_plan", none)
+    monkeypatch.setattr(auto, "from_rank_zero", none)
     tie = SimpleNamespace(first="before", second="after", parameters=1)
     profile: Any = SimpleNamespace(graph=SimpleNamespace(ties=(tie,)))
     with pytest.raises(InputError, match=r"^delay: 'cdp-v2'.* before and after share parameters.* Untie them"):

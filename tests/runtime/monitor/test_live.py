@@ -19,8 +19,7 @@ from rich.console import Console
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runs.read import read_run
-from galvatron_lite.runs.schema import PlanRecord, Record, StepPart, StepRecord, measured, predicted
+from galvatron_lite.runs.schema import PlanRecord, Record, StepPart, StepRecord, measured, predicted, read_run
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor import sinks as board
