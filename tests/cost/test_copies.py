@@ -28,7 +28,6 @@ def known() -> Profile:
 
 def held(known: Profile, kind: str, strategy: Strategy) -> int:
     cost = LayerPricer(known).price(kind, strategy, 8, 1)
-    assert cost is not None
     return int(cost.copies)
 
 
@@ -49,8 +48,6 @@ def test_tables_are_copied_where_a_matmul_reads_them(known: Profile) -> None:
 def test_a_new_gradient_of_a_table_is_of_its_own_precision(known: Profile, kind: str) -> None:
     pricer = LayerPricer(known)
     whole, half = (pricer.price(kind, one, 8, 1) for one in (Strategy(data=8), Strategy(data=4, tensor=2)))
-    assert whole is not None
-    assert half is not None
     assert whole.new_gradient == 4 * ENTRIES * HIDDEN
     # the table alone is looked up before the blocks, and read by a matmul behind them
     assert whole.cast_gradient == (4 if kind == "before" else 4 + 2) * ENTRIES * HIDDEN
@@ -66,8 +63,6 @@ def test_experts_that_no_other_rank_has_are_not_gathered() -> None:
     mixture = estimate_profile(load_model("mixtral-8x7b"), load_cluster("h100", 16), precision="bf16", name="mixtral")
     experts, pricer = mixture.graph.kinds["block"].expert_parameters, LayerPricer(mixture)
     alone, shared = (pricer.price("block", Strategy(zero=d, zero_stage=3, expert=8), d, 1) for d in (8, 16))
-    assert alone is not None
-    assert shared is not None
     assert alone.copies == pytest.approx(2 * experts / 8, rel=1e-3)
     assert shared.copies == 0
     # gathered for use: all of the layer's parameters on a device, or those that are not its own experts'
@@ -78,8 +73,6 @@ def test_what_is_computed_again_works_with_its_own(known: Profile) -> None:
     strategy = Strategy(data=8, recompute=Recompute.FULL)
     bare = LayerPricer(replace(known, copied_bytes=0)).price("block", strategy, 8, 1)
     full = LayerPricer(known).price("block", strategy, 8, 1)
-    assert bare is not None
-    assert full is not None
     assert full.copies == 0
     assert full.working - bare.working == 2 * (WEIGHTS + BIASES)
 
@@ -97,9 +90,6 @@ def test_whole_logits_are_worked_with_where_tokens_are_shared(known: Profile) ->
     alone = pricer.price("after", Strategy(), samples, 1)
     shares = pricer.price("after", Strategy(tensor=2), samples, 1)
     gathered = pricer.price("after", Strategy(tensor=2, context=2), 2 * samples, 1)
-    assert alone is not None
-    assert shares is not None
-    assert gathered is not None
     # fp32 logits and their gradient, instead of those, logarithms of likelihoods and two gradients
     assert alone.working - shares.working == pytest.approx((3 - 2 / 2) * 4 * tokens * ENTRIES, rel=1e-3)
     assert gathered.working == pytest.approx(alone.working, rel=1e-3)

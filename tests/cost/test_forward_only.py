@@ -51,8 +51,6 @@ def test_a_forward_pass_takes_what_training_spends_in_forward(strategy: Strategy
             continue
         training = both.price(layer.kind, strategy, 8, 1)
         running = alone.price(layer.kind, strategy, 8, 1)
-        assert training is not None
-        assert running is not None
         assert running.forward == training.forward
         # Gathers of ZeRO-1 and 2 after the update are no part of it, those of forward are.
         assert running.forward_exposed == pytest.approx(training.forward_exposed, abs=1e-12)
@@ -70,8 +68,6 @@ def test_a_pass_is_quicker_and_smaller_than_a_step(seed: int) -> None:
     for strategy in (Strategy(data=4), Strategy(zero=4, zero_stage=3)):
         step = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.TRAINING)).prediction
         run = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.INFERENCE)).prediction
-        assert step is not None
-        assert run is not None
         assert run.step_seconds < step.step_seconds
         assert run.time.backward == run.time.recompute == run.time.optimizer == 0.0
 
@@ -92,7 +88,6 @@ def test_time_and_memory_by_hand() -> None:
     ]
     profile = make_profile(graph, points, make_cluster(1))
     found = evaluate(profile, of_one_stage(profile, Strategy(), 1, 1, Mode.INFERENCE))
-    assert found.prediction is not None
     assert found.prediction.step_seconds == pytest.approx(5.0 + profile.overhead.step)
     assert found.stages[0].memory.parameters == 4 * 400
     assert found.stages[0].memory.gradients == found.stages[0].memory.optimizer == 0
@@ -117,8 +112,6 @@ def test_a_plan_for_inference_needs_less_and_recomputes_nothing() -> None:
     ]
     training, running = plans
     assert [one.mode for one in plans] == [Mode.TRAINING, Mode.INFERENCE]
-    assert running.prediction is not None
-    assert training.prediction is not None
     assert running.prediction.peak_memory < training.prediction.peak_memory
     assert running.prediction.step_seconds < training.prediction.step_seconds / 2
     assert {run.strategy.recompute for stage in running.stages for run in stage.runs} == {Recompute.NONE}

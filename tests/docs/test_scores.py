@@ -20,8 +20,6 @@ from .pages import ROOT, text_of
 def script() -> ModuleType:
     """``scripts/docs_scores.py``, which writes the tables."""
     spec = importlib.util.spec_from_file_location("docs_scores", ROOT / "scripts" / "docs_scores.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -66,7 +66,6 @@ def together(
         result = function(cut, mine)
         result = leave(full_tensor(result), [group])
         (result * weight).sum().backward()
-        assert leaf.grad is not None
         gradients = {name: sum_over(one, [group]) for name, one in _gradients(mine).items()}
         sent = {dim: sum(line.calls.values()) for dim, line in lines.items()}
         sent_bytes = sum(line.sent_bytes for line in lines.values())

@@ -194,8 +194,6 @@ def test_alone_gradients_are_views_of_one_buffer() -> None:
     reducer.watch(loss)
     loss.backward()
     weight, bias = model.first.weight.grad, model.first.bias.grad
-    assert weight is not None
-    assert bias is not None
     assert weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
     other = Branches()
     other(samples()).backward()

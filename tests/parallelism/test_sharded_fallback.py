@@ -128,7 +128,6 @@ def test_gradients_and_hooks_of_cut_tensors_are_cut() -> None:
 
         cut.register_hook(hook)
         (cut * weight).sum().backward()
-        assert cut.grad is not None
         assert leaf.grad is not None
         return full_tensor(seen[0]), full_tensor(cut.grad), leaf.grad
 
@@ -174,7 +173,6 @@ def test_dropped_items_keep_the_mean_and_take_their_gradients_along() -> None:
     assert share.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert share.mean().item() == pytest.approx(1, abs=0.02)
     share.sum().backward()
-    assert leaf.grad is not None
     assert torch.equal(leaf.grad[:, :, :16], share)
 
 
@@ -218,7 +216,6 @@ def test_recomputation_drops_the_same_again() -> None:
 
     result = checkpoint(lambda x: to_local(block(on_one_rank(x))), leaf, use_reentrant=False)
     result.sum().backward()
-    assert leaf.grad is not None
     assert torch.equal(leaf.grad[:, :, :4], 2 * result)
 
 
@@ -314,7 +311,6 @@ def test_shares_of_a_picture_gather_to_the_whole_and_gradients_come_back(rows: i
         assert all(one.length == to_local(cut).shape[one.dim] for one in specs_of(cut))
         together = full_tensor(cut)
         (together * weight).sum().backward()
-        assert leaf.grad is not None
         return together.detach(), sum_over(leaf.grad, [group])
 
     for together, gradient in run_threads(rows * columns, work):

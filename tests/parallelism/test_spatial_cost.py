@@ -156,7 +156,6 @@ def test_seconds_are_those_of_the_closed_form(ways: int) -> None:
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 1000, 1000, 1000)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(ways, 0, bandwidth, alpha))
     cost = LayerPricer(profile).price("block", Strategy(width=ways), batch, 1)
-    assert cost is not None
     probe = Communication(Collective.SEND_RECV, 1.0, RankGroup(ways, 1, 1), Moment.FORWARD, overlaps=False)
     start = Links(profile).seconds(probe) - 1 / bandwidth
     assert start == pytest.approx(alpha)
@@ -171,7 +170,6 @@ def test_what_is_kept_is_a_share_and_the_edges() -> None:
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 10**6, 10**6, 10**6)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(4))
     cost = LayerPricer(profile).price("block", Strategy(width=4), 8, 1)
-    assert cost is not None
     edges = 2 * 4 * 8 * CHANNELS * HEIGHT
     assert (cost.kept, cost.working) == (8 * 10**6 // 4 + edges, 8 * 10**6 // 4 + edges)
 
@@ -245,7 +243,6 @@ def test_the_largest_share_decides(extent: int, degree: int, most: int) -> None:
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 10**6, 10**6, 10**6)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(degree))
     cost = LayerPricer(profile).price("block", Strategy(width=degree), 4, 1)
-    assert cost is not None
     assert cost.forward == pytest.approx(4e-3 * most / extent)
     assert cost.kept == pytest.approx(4e6 * most / extent, abs=1)
 

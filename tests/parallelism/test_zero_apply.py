@@ -68,7 +68,6 @@ def low_precision() -> tuple[torch.dtype, torch.dtype]:
         shard_group(ZeroGroup((layer,), mesh, STAGE_3), (), torch.bfloat16)
     apply_root(model, mesh)
     own_loss(model).backward()
-    assert model[1].weight.grad is not None
     return seen[0], model[1].weight.grad.dtype
 
 

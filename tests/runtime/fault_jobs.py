@@ -160,7 +160,6 @@ def resumed(folder: str) -> tuple[str, list[float]]:
     """The last checkpoint's name, and the loss of the step after it, in a smaller world."""
     parallel, optimizer = make_run([[Strategy()] * 4])
     found = parallel.load_latest(folder, optimizer)
-    assert found is not None
     return found.folder.name, [float(parallel.train_step(make_batch(parallel.step), optimizer))]
 
 

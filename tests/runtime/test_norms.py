@@ -41,7 +41,6 @@ def test_weights_have_gradients_in_their_own_dtype() -> None:
     narrow_norms(norm)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         norm(torch.randn(4, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    assert norm.weight.grad is not None
     assert norm.weight.grad.dtype is torch.float32
 
 
@@ -93,7 +92,6 @@ def test_a_module_that_computes_rms_norm_keeps_and_gives_narrow_tensors() -> Non
     assert made.dtype is torch.bfloat16
     torch.testing.assert_close(made.float(), expected, rtol=2e-2, atol=2e-2)
     made.sum().backward()
-    assert norm.weight.grad is not None
     assert norm.weight.grad.dtype is torch.float32
 
 

@@ -63,7 +63,6 @@ def train_in_phases() -> tuple[list[float], list[str], str]:
         refused = str(error)
     losses, splits = [], []
     for step in range(STEPS * len(plans)):
-        assert parallel.phase is not None
         assert parallel.phase.sequence == SEQUENCES[step // STEPS]
         losses.append(float(parallel.train_step(make_batch(step), optimizer)))
         if step % STEPS == 0:

@@ -89,7 +89,6 @@ def under_plan(plan: Plan, own_loop: bool) -> tuple[list[float], dict[str, Tenso
     parallel = ParallelModel(model, plan, layers, batches[0], device="cpu", precision="fp16", max_grad_norm=LARGEST)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9)
     scaler = parallel.scaler
-    assert scaler is not None
     scaler.load_state_dict({**scaler.state_dict(), "scale": FIRST, "growth_interval": INTERVAL})
     scales = []
     for batch in batches:

@@ -62,9 +62,7 @@ def test_experts_compute_in_bf16_and_gradients_reach_their_fp32_parameters() -> 
     for name, parameter in experts.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         assert parameter.dtype is torch.float32
-        assert parameter.grad is not None
         known = grads[name]
-        assert known is not None
         assert functional.cosine_similarity(parameter.grad.flatten(), known.flatten(), dim=0) > 0.999
 
 

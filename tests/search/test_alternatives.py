@@ -34,7 +34,6 @@ def some_finalists(seed: int = 5) -> tuple[Finalist, ...]:
 
 def slower(finalist: Finalist, factor: float, fits: bool = True) -> Finalist:
     """The finalist with another step time."""
-    assert finalist.plan.prediction is not None
     seconds = finalist.plan.prediction.step_seconds * factor
     return replace(
         finalist,
@@ -75,13 +74,11 @@ def test_runners_up_are_of_the_declared_space(seed: int) -> None:
     found = search(request, pricer)
     assert found is not None
     least = least_budget(request, pricer)
-    assert least is not None
     for option in finalists(request, pricer, found, 8):
         devices = 4 // len(option.plan.stages)
         runs = [run for stage in option.plan.stages for run in stage.runs]
         kinds = {layer.name: layer.kind for layer in profile.graph.layers}
         assert all(run.strategy in space.strategies(kinds[run.first], devices, Fixed()) for run in runs)
-        assert option.plan.prediction is not None
         assert option.plan.prediction.peak_memory >= least.most
         assert all(run.strategy.zero > 1 or run.strategy.zero_stage == 0 for run in runs)
 
@@ -122,7 +119,6 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     assert found is not None
     peak = finalists(request, pricer, found, 0)[0].alternative.peak_memory
     least = least_budget(request, pricer)
-    assert least is not None
     tight = replace(request, budget=(peak + least.most) // 2)
     first, *others = finalists(tight, pricer, found, 0)
     assert not first.fits
@@ -131,7 +127,6 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     assert chosen.fits
     assert tight.fits(chosen.plan)
     exact = search(tight, pricer)
-    assert exact is not None
     assert chosen.found.partition.time >= exact.partition.time
 
 
@@ -150,11 +145,9 @@ def test_a_plan_chosen_for_its_simulation_is_not_called_proven(monkeypatch: pyte
     profile = random_profile(random.Random(5), devices=4, blocks=4)
     asked = {"devices": 4, "global_batch": 8, "budget": 10**9}
     usual = planner.find_plan(profile, **asked)
-    assert usual.provenance is not None
     assert usual.provenance.proof is Proof.PROVEN
     monkeypatch.setattr(planner, "quickest", lambda options, *_: max(options, key=lambda one: one.found.partition.time))
     other = planner.find_plan(profile, **asked)
-    assert other.provenance is not None
     assert other.provenance.proof is Proof.FEASIBLE
     assert 0.0 < other.provenance.gap < 1.0
 
@@ -166,8 +159,6 @@ def test_a_zero_bubble_plan_is_held_against_other_schedules_by_simulation() -> N
         api.plan(fix=fix, runners_up=0, **asked)  # type: ignore[arg-type]
         for fix in ((), ("schedule=interleaved", "pp=4"))
     )
-    assert ours.prediction is not None
-    assert interleaved.prediction is not None
     assert ours.prediction.step_seconds <= 1.01 * interleaved.prediction.step_seconds
 
 

@@ -42,10 +42,8 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
             assert shape.schedule is not Schedule.INTERLEAVED or averaged_uniform([problem])[0] <= best
             continue
         bounds = bounds_of(problem)
-        assert bounds is not None
         assert bounds.bound <= best
         children = (child for tied in with_ties(problem) for child in with_edges(tied))
         own = next(child for child in children if child.choice == found.problem.choice)
         narrower = bounds_of(own)
-        assert narrower is not None
         assert narrower.bound <= best

@@ -225,7 +225,6 @@ def test_one_strategy_a_part_equals_every_choice_of_one(seed: int) -> None:
     for room in sorted({peak for _, peak in paths.values()}):
         least = min(time for time, peak in paths.values() if peak <= room)
         found = best_of_parts(replace(chain, room=room), float(least * chain.weights[0]))
-        assert found is not None
         assert (found.time[0], paths[found.choices][0]) == (least, least)
         assert paths[found.choices][1] <= room
         assert best_of_parts(replace(chain, room=room), least * chain.weights[0] - 0.5) is None

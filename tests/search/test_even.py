@@ -61,7 +61,6 @@ def test_the_best_even_plan(seed: int) -> None:
         assert found.partition.cuts == cuts
         assert found.partition.time == by_hand(found.problem)
         free = searched(seed, Fixed(pipeline=2, microbatches=4))[1]
-        assert free is not None
         assert free.partition.time <= found.partition.time
 
 
@@ -77,9 +76,7 @@ def test_it_is_certified_and_told() -> None:
 def test_only_better_plans_than_asked_for() -> None:
     fixed = Fixed(pipeline=1)
     session, found = searched(0, fixed)
-    assert found is not None
     request = request_of(session, 4, 8, 10**9, fixed, None, GALVATRON)
     assert search(request, session.pricer, below=found.partition.time) is None
     again = search(request, session.pricer, below=found.partition.time + 1)
-    assert again is not None
     assert again.partition == found.partition

@@ -33,10 +33,8 @@ def check(asked: Instance, brute: Brute, budget: int) -> None:
         assert found is None
         return
     assert brute.priced(best) == (pytest.approx(best.seconds, rel=1e-9), best.peak)
-    assert found is not None
     assert found.gap == 0.0
     plan = finished(request, pricer, found)
-    assert plan.prediction is not None
     assert plan.prediction.peak_memory <= budget
     assert bound_of(asked.profile, plan) == pytest.approx(best.seconds, rel=1e-9)
 
@@ -100,6 +98,5 @@ def test_brute_force_equals_the_evaluator_plan_by_plan(seed: int) -> None:
     peaks = sorted({peak for _, peak in plans})
     for budget in peaks:
         best = brute.best(budget)
-        assert best is not None
         assert best.seconds == pytest.approx(min(seconds for seconds, peak in plans if peak <= budget), rel=1e-9)
     assert brute.peaks()[:1] == peaks[:1]

@@ -23,7 +23,6 @@ def planned(seed: int, **options: object) -> Plan:
 
 
 def seconds(plan: Plan) -> float:
-    assert plan.prediction is not None
     return plan.prediction.step_seconds
 
 
@@ -44,8 +43,6 @@ def test_a_search_without_effort_ends_with_a_plan_as_good_as_the_given_one(seed:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_quick_search_does_not_claim_more_than_it_knows(seed: int) -> None:
     best, quick = planned(seed, runners_up=0), planned(seed, runners_up=0, effort=0)
-    assert best.provenance is not None
-    assert quick.provenance is not None
     assert best.provenance.gap == 0.0
     # What is shown is simulated; without a pipeline it is what the gap is about.
     if best.pipeline == quick.pipeline == 1:
@@ -64,13 +61,11 @@ def test_what_is_best_stays_so_and_is_proven() -> None:
     best = planned(0, runners_up=0)
     again = planned(0, known=[bare(best)], runners_up=0)
     assert bare(again) == bare(best)
-    assert again.provenance is not None
     assert again.provenance.proof is Proof.PROVEN
 
 
 def test_plans_that_do_not_fit_or_break_pins_do_not_count() -> None:
     best = planned(1)
-    assert best.prediction is not None
     within = best.prediction.peak_memory - 1
     assert bare(planned(1, known=[bare(best)], budget=within)) == bare(planned(1, budget=within))
     pins = Fixed(microbatches=1 if best.microbatches > 1 else 2)
@@ -90,7 +85,6 @@ def test_it_is_said_that_a_given_plan_is_not_certified(monkeypatch: pytest.Monke
     monkeypatch.setattr(planner, "search", lambda *_, start, **__: start)
     again = planned(2, known=[bare(best)], certify=True, runners_up=0)
     assert bare(again) == bare(best)
-    assert again.provenance is not None
     assert "given" in again.provenance.certificate
 
 
@@ -104,6 +98,4 @@ def test_quick_searches_that_meet_nothing_are_not_the_last_word(seed: int, monke
 
     monkeypatch.setattr(planner, "search", blind)
     found = find_plan(profile, devices=2, global_batch=4, budget=2**50, effort=0)
-    assert found.prediction is not None
-    assert best.prediction is not None
     assert found.prediction.step_seconds >= best.prediction.step_seconds

@@ -138,7 +138,6 @@ def test_longer_ones_equal_a_label_programme(name: str, seed: int) -> None:
     draw = random.Random(f"{name} {seed} long")
     whole = random_net(LONG[name](10), draw, 10)
     free = best_in_order(whole)
-    assert free is not None
     tight = Net(whole.nodes, whole.edges, peak(whole, free.choices) * 9 // 10)
     for net in (whole, tight):
         oracle, found = best_in_order(net), net_paths(as_stage(net))
@@ -150,7 +149,6 @@ def test_longer_ones_equal_a_label_programme(name: str, seed: int) -> None:
 def test_what_is_left_out_is_bounded(seed: int) -> None:
     net = random_net(LONG["cells"](8), random.Random(seed), 8)
     best, (quick, least) = net_paths(as_stage(net)).paths[0].time[0], good_way(as_stage(net))
-    assert quick is not None
     assert quick.time[0] == time_of(net, quick.choices) >= best >= least
 
 

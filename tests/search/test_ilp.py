@@ -41,7 +41,6 @@ def tighter(request: Request, pricer: LayerPricer, share: float) -> SolvedPlan |
     if found is None:
         return None
     prediction = finished(request, pricer, found).prediction
-    assert prediction is not None
     tight = replace(request, budget=int(prediction.peak_memory * share))
     return search(tight, pricer) or found
 
@@ -92,7 +91,6 @@ def test_the_programme_of_every_shape_equals_brute_force(seed: int, virtual: boo
 def test_both_solvers_agree(seed: int) -> None:
     request, profile = mid_size(seed)
     found = tighter(request, LayerPricer(profile), 0.75)
-    assert found is not None
     model = ShapeModel(found.problem, found.partition.time / 1e12 / SCALE)
     answers = [solve(model.programme, solver=name) for name in (HIGHS, CBC[0])]
     assert [answer.verdict for answer in answers] == [SolverVerdict.PROVEN] * 2
@@ -104,8 +102,6 @@ def test_a_plan_that_is_not_the_best_is_an_error_that_tells_both() -> None:
     request, profile = mid_size(19)
     pricer = LayerPricer(profile)
     best, worse = search(request, pricer), tighter(request, pricer, 0.6)
-    assert best is not None
-    assert worse is not None
     assert worse.partition.time > best.partition.time
     wide = replace(worse.problem, budgets=(request.budget,) * worse.problem.shape.stages)
     with pytest.raises(GalvatronError, match=r"search [\d.]+ s, integer programme [\d.]+ s \(proven\)"):
@@ -115,7 +111,6 @@ def test_a_plan_that_is_not_the_best_is_an_error_that_tells_both() -> None:
 def test_a_solver_s_limit_is_no_error_and_says_how_much_is_open() -> None:
     request, profile = mid_size(13)
     found = search(request, LayerPricer(profile))
-    assert found is not None
     certificate = certify(found.problem, found.partition, seconds=0.05)
     assert certificate.verdict in (SolverVerdict.FEASIBLE, SolverVerdict.UNKNOWN)
     assert certificate.bound < certificate.found

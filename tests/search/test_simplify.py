@@ -29,11 +29,9 @@ def test_no_plan_of_fewer_runs_is_within_the_tolerance(seed: int, tolerance: flo
     budget = draw.choice(peaks)
     best, request, pricer = brute.best(budget), asked.request(budget), LayerPricer(asked.profile)
     quick = search(request, pricer, slack=SLACK * tolerance)
-    assert best is not None
     assert quick is not None
     found = simplest(request, pricer, quick, tolerance)
     plan = finished(request, pricer, found)
-    assert plan.prediction is not None
     assert plan.prediction.peak_memory <= budget
     seconds = bound_of(asked.profile, plan)
     assert best.seconds * (1 - 1e-9) <= seconds <= best.seconds / (1 - tolerance) * (1 + 1e-9)

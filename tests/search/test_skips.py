@@ -104,10 +104,8 @@ def check(seed: int, schedule: Schedule, certified: bool = False) -> None:
     for budget in sorted({min(peaks), draw.choice(peaks), max(peaks)}):
         asked = question(profile, seed, schedule, budget)
         found = search(asked, pricer)
-        assert found is not None
         assert found.gap == 0.0
         plan = finished(asked, pricer, found)
-        assert plan.prediction is not None
         assert plan.prediction.peak_memory <= budget
         best = min(seconds for seconds, peak in plans if peak <= budget)
         assert bound_of(profile, plan) == pytest.approx(best, rel=1e-9)
@@ -139,7 +137,6 @@ def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> 
     plans = [plan for shape in shapes for plan in every_uniform(asked, profile, shape)]
     for budget in {peak for _, peak in plans} if len(plans) < 4 else {*draw.sample([peak for _, peak in plans], 3)}:
         found = search(replace(asked, budget=budget), LayerPricer(profile))
-        assert found is not None
         best = min(seconds for seconds, peak in plans if peak <= budget)
         assert bound_of(profile, finished(asked, LayerPricer(profile), found)) == pytest.approx(best, rel=1e-9)
         certify(found.problem, found.partition)

@@ -107,11 +107,9 @@ def test_equals_every_uniform_plan(seed: int, schedule: Schedule) -> None:
         request = Request(profile.graph, devices, 4, budget, fixed, (schedule,), space)
         pricer = LayerPricer(profile)
         found = search(request, pricer)
-        assert found is not None
         assert found.gap == 0.0
         plan = finished(request, pricer, found)
         assert plan.virtual_stages == found.problem.shape.virtual > 1
-        assert plan.prediction is not None
         assert plan.prediction.peak_memory <= budget
         strategies = [one for stage in found.partition.stages for one in stage.strategies]
         sizes = [b - a for a, b in pairwise(found.partition.cuts)]

@@ -29,7 +29,6 @@ def question() -> tuple[PlanTask, Plan]:
 
 def way_of(plan: Plan, name: str, factor: float, memory: int = 1) -> Plan:
     """A plan of another way, so many times as long."""
-    assert plan.prediction is not None
     stage = replace(plan.stages[0], memory=replace(plan.stages[0].memory, parameters=memory))
     prediction = replace(plan.prediction, step_seconds=plan.prediction.step_seconds * factor)
     return replace(plan, stages=(stage,), branches=(BranchPlacement(name, (), 0, 1, ()),), prediction=prediction)

@@ -97,7 +97,6 @@ def test_a_profile_without_spread_experts_prices_them_as_not_spread() -> None:
     assert (costs.forward == whole.forward).all()
     assert (costs.states <= whole.states).all()
     alone = pricer.price("block", offered[0], 32, 1)
-    assert alone is not None
     assert alone.forward == costs.forward[0]
 
 

@@ -82,7 +82,6 @@ def test_what_is_legal_is_what_the_planner_offers() -> None:
 )
 def test_degrees(text: str, devices: int, expected: str) -> None:
     smaller = reduced(parse_strategy(text), devices)
-    assert smaller is not None
     assert (features(smaller), smaller.devices) == (features(parse_strategy(expected)), devices)
 
 

@@ -57,7 +57,6 @@ def test_what_was_abandoned_neither_outranks_nor_is_deleted(tmp_path: Path, agai
     for _ in range(2):  # restarts go on with the same lineage
         run = make_run(ALONE)
         found = run[0].load_latest(tmp_path, run[1])
-        assert found is not None
         assert found.step == max(int(name[5:]) for name in names(tmp_path) if name not in ("step-30", "step-40"))
         save(run, tmp_path / f"step-{found.step + 1}", step=found.step + 1, keep=3)
     assert names(tmp_path) == ["step-23", "step-24", "step-25", "step-30", "step-40"]
@@ -83,14 +82,12 @@ def test_checkpoints_without_a_record(tmp_path: Path) -> None:
         without_record(tmp_path / f"step-{step}")
     run = make_run(ALONE)
     found = run[0].load_latest(tmp_path, run[1])
-    assert found is not None
     assert found.step == 20
     load(run, tmp_path / "step-10")
     for step in (11, 12):
         save(run, tmp_path / f"step-{step}", step=step, keep=1)
     assert names(tmp_path) == ["step-10", "step-12", "step-20", "step-5"]
     found = run[0].load_latest(tmp_path, run[1])
-    assert found is not None
     assert found.step == 12
 
 
@@ -103,7 +100,6 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, damage: str) -> None:
     DAMAGE[damage](tmp_path / "step-2" / META)
     with pytest.warns(UserWarning, match=r"(?s)step-2.*step-1 \(step 1\) is loaded instead"):
         found = parallel.load_latest(tmp_path, optimizer)
-    assert found is not None
     assert found.step == 1
     shutil.rmtree(tmp_path / "step-1")
     with pytest.raises(InputError, match=r"(?s)step-2.*ignore_damaged=True"):

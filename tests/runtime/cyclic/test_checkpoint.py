@@ -57,7 +57,6 @@ def mixed(setting: str, rule: str = "cdp-v2") -> Training:
 def elsewhere(training: Training, setting: str) -> Training:
     """The same in another setting."""
     plan = training.plan
-    assert plan.cyclic is not None
     return replace(training, plan=make_plan(training.case[2], plan.cyclic.rule, setting, plan.microbatch))
 
 

@@ -59,7 +59,6 @@ def window_on(
     """What a machine that differs from the profile by ``truth`` shows under a plan."""
     real = corrected(profile, truth)
     prediction = evaluate(real, plain(plan)).prediction
-    assert prediction is not None
     seconds = prediction.step_seconds * truth.residual * (1.0 + noise)
     sizes = [(probe, size) for probe, points in probe_points(profile) for size, _ in points]
     real_points = {(name, size): value for name, points in probe_points(real, profile) for size, value in points}

@@ -65,7 +65,6 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         parallel = make_parallel(case)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
         recorder = observe(parallel, ObserverOptions(Path(folder) / name))
-        assert recorder is not None
         losses = [step(parallel, optimizer) for _ in range(3)]
         parallel.eval()
         parallel.outputs(make_batch())
@@ -74,7 +73,6 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         found[name] = losses
         parallel.step = 3  # as a checkpoint sets it
         recorder = observe(parallel, ObserverOptions(Path(folder) / name))  # it goes on in the same folder
-        assert recorder is not None
         losses += [step(parallel, optimizer)]
         recorder.finish()
     return found
@@ -99,7 +97,6 @@ def cost_of_seeing(folder: str) -> float:
     """Processor seconds that seeing a step of eight micro-batches costs the thread that trains."""
     parallel: Any = make_parallel(Case([Strategy()] * 5))
     recorder = observe(parallel, ObserverOptions(Path(folder), live=True))
-    assert recorder is not None
     observer, loss, batch = parallel.observer, torch.zeros(()), make_batch()
 
     def seconds(steps: int) -> float:
@@ -156,7 +153,6 @@ def other_models(folder: str) -> dict[str, list[float]]:
     parallel.switch(replace(plan_of(STAGES), microbatches=2), optimizer)
     found["switch"] += _losses(parallel, optimizer, make_batch())
     for one in (_recorder(), recorder, other, last):
-        assert one is not None
         one.finish()
     return found
 
