@@ -18,9 +18,9 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.tensor.shards import Placement
-from tests.parallelism import channel_blocks as blocks
-from tests.parallelism.channel_runs import alone, assert_equal, close, seeded, shared, weights_of
-from tests.parallelism.running import gather_full
+from tests.parallelism import channel_layers as blocks
+from tests.parallelism.channel_layers import alone, assert_equal, close, seeded, shared, weights_of
+from tests.parallelism.sharded_compare import gather_full
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {

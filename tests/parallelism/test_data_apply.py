@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -61,56 +61,35 @@ def make() -> tuple[Branches, GradientReducer]:
     return model, GradientReducer(reduced, TINY_BUCKET)
 
 
-def once() -> dict[str, Tensor | None]:
-    model, reducer = make()
+Way = Callable[[Branches, GradientReducer], object]
+
+
+def watched(model: Branches, reducer: GradientReducer) -> None:
     loss = own_loss(model)
     reducer.watch(loss)
     loss.backward()
-    return gradients(model)
 
 
-def explicitly() -> dict[str, Tensor | None]:
-    model, reducer = make()
+def explicitly(model: Branches, reducer: GradientReducer) -> None:
     loss = own_loss(model)
     reducer.begin()
     loss.backward()
     reducer.finish()
-    return gradients(model)
 
 
-def after_zeroing(to_none: bool) -> dict[str, Tensor | None]:
-    model, reducer = make()
+def summed_at_the_end(model: Branches, reducer: GradientReducer) -> None:
+    with reducer.no_sync():
+        watched(model, reducer)
+    watched(model, reducer)
+
+
+def zeroed(model: Branches, reducer: GradientReducer, to_none: bool) -> None:
     for _ in range(3):
         model.zero_grad(set_to_none=to_none)
-        loss = own_loss(model)
-        reducer.watch(loss)
-        loss.backward()
-    return gradients(model)
+        watched(model, reducer)
 
 
-def twice_reduced() -> dict[str, Tensor | None]:
-    model, reducer = make()
-    for _ in range(2):
-        loss = own_loss(model)
-        reducer.watch(loss)
-        loss.backward()
-    return gradients(model)
-
-
-def twice_reduced_at_the_end() -> dict[str, Tensor | None]:
-    model, reducer = make()
-    with reducer.no_sync():
-        loss = own_loss(model)
-        reducer.watch(loss)
-        loss.backward()
-    loss = own_loss(model)
-    reducer.watch(loss)
-    loss.backward()
-    return gradients(model)
-
-
-def two_passes_a_step(to_none: bool) -> dict[str, Tensor | None]:
-    model, reducer = make()
+def two_passes_a_step(model: Branches, reducer: GradientReducer, to_none: bool) -> None:
     for _ in range(2):
         model.zero_grad(set_to_none=to_none)
         for synchronise in (False, True):
@@ -118,30 +97,34 @@ def two_passes_a_step(to_none: bool) -> dict[str, Tensor | None]:
             reducer.begin()
             own_loss(model).backward()
         reducer.finish()
-    return gradients(model)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_passes_without_reduction_after_a_step(pool: WorkerPool, to_none: bool) -> None:
-    for found in pool.run(2, two_passes_a_step, to_none=to_none):
-        torch.testing.assert_close(found, expected(2), rtol=1e-6, atol=1e-7)
+WAYS: dict[str, tuple[Way, int]] = {
+    "watched": (watched, 1),
+    "explicitly": (explicitly, 1),
+    "twice": (lambda *both: [watched(*both) for _ in range(2)], 2),
+    "summed at the end": (summed_at_the_end, 2),
+    **{f"zeroed, {none}": (partial(zeroed, to_none=none), 1) for none in (True, False)},
+    **{f"two passes, {none}": (partial(two_passes_a_step, to_none=none), 2) for none in (True, False)},
+}
+"""Ways to reduce gradients, and how many passes add up."""
 
 
-@pytest.mark.parametrize(
-    ("job", "passes"), [(once, 1), (explicitly, 1), (twice_reduced, 2), (twice_reduced_at_the_end, 2)]
-)
-def test_gradients_equal_one_process(pool: WorkerPool, job: Callable[..., object], passes: int) -> None:
-    for found in pool.run(2, job):
-        torch.testing.assert_close(found, expected(passes), rtol=1e-6, atol=1e-7)
+def gradients_by_way() -> dict[str, dict[str, Tensor | None]]:
+    found = {}
+    for name, (way, _) in WAYS.items():
+        model, reducer = make()
+        way(model, reducer)
+        found[name] = gradients(model)
+    return found
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zeroing_starts_afresh(pool: WorkerPool, to_none: bool) -> None:
-    wanted = expected()
-    for found in pool.run(2, after_zeroing, to_none=to_none):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
-    assert wanted["dead.weight"] is None
-    assert wanted["sometimes.weight"] is not None
+def test_gradients_equal_one_process(pool: WorkerPool) -> None:
+    for found in pool.run(2, gradients_by_way):
+        for name, (_, passes) in WAYS.items():
+            torch.testing.assert_close(found[name], expected(passes), rtol=1e-6, atol=1e-7, msg=name)
+    assert expected()["dead.weight"] is None
+    assert expected()["sometimes.weight"] is not None
 
 
 def no_gradient_at_all() -> Tensor:

@@ -18,7 +18,7 @@ from galvatron_lite.model.zoo.moe import MoEConfig
 from galvatron_lite.parallelism.expert.apply import find_slices, spread_experts, sum_slices
 from galvatron_lite.parallelism.expert.find import find_mixtures
 from galvatron_lite.parallelism.tensor.regions import ExpertSlices
-from tests.parallelism.running import gather_full
+from tests.parallelism.sharded_compare import gather_full
 from tests.parallelism.test_expert_dispatch import ThreadExchange
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 

@@ -24,14 +24,6 @@ OPTIMIZERS: dict[str, Any] = {
     "nadam": partial(torch.optim.NAdam, lr=1e-3, eps=1e-4),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
 }
-DATA, ZERO3, HYBRID = Strategy(data=4), Strategy(zero=4, zero_stage=3), Strategy(data=2, zero=2, zero_stage=2)
-TENSOR, MIXED = Strategy(tensor=4, sequence_parallel=True), Strategy(zero=2, zero_stage=3, tensor=2)
-PAIR, ZERO, HALF = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(tensor=2)
-CASES = [
-    (Case([HYBRID, TENSOR, MIXED, DATA, HYBRID]), "adamw"),
-    (Case([ZERO3, HYBRID, MIXED, HYBRID, ZERO3], "llama-tiny"), "adagrad"),
-    (Case([PAIR, ZERO, HALF, PAIR, PAIR], cuts=[2], microbatches=2), "nadam"),
-]
 
 
 def cover(cases: Sequence[tuple[Case, str]]) -> None:
@@ -74,33 +66,6 @@ def assert_states(
         assert counts[name].min() == counts[name].max() > 0, name
         difference = float((states[name] - value).double().norm())
         assert difference <= max(1e-5 * float(value.double().norm()), 1e-8), (name, difference)
-
-
-def test_pieces_of_layers_split_in_any_way(pool: WorkerPool) -> None:
-    pool.run(4, cover, cases=CASES)
-
-
-def cover_pictures() -> None:
-    """Kernels are sliced, running statistics of channels too; an uneven share of channels among them."""
-    filters, channels = Strategy(filters=3), Strategy(channels=3)
-    case = Pictures([filters, channels, filters, channels, filters], norm="batch")
-    parallel = make_parallel_net(case)
-    optimizer = parallel.optimizer(SGD)
-    parallel.train_step(make_pictures(case), optimizer)
-    buffers, counts = assemble(show(held_buffers(parallel)))
-    running = counts["blocks.1.norm.running_mean"]
-    assert running.tolist() == [1] * 8
-    state, model = full_state_dict(parallel), make_net(case)
-    assert buffers.keys() == {name for name, _ in model.named_buffers()}
-    assert all(torch.equal(buffers[name], state[name]) for name in buffers)
-    wholes, counts = assemble(show(held_parameters(parallel)))
-    assert_covered(wholes, counts, state, model)
-    states, counts = assemble(show(held_states(parallel, optimizer)))
-    assert_states(states, counts, model, make_pictures(case), SGD)
-
-
-def test_pieces_of_shared_channels(pool: WorkerPool) -> None:
-    pool.run(3, cover_pictures)
 
 
 def train_stages() -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,52 +61,6 @@ def model_of(microbatches: int = 2) -> ParallelModel:
     names = [[layer.name for layer in layers]]
     plan = make_plan(names, [[Strategy()] * len(layers)], SAMPLES, microbatches)
     return ParallelModel(model, plan, layers, BATCHES[0], device="cpu")
-
-
-def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def test_gradients_are_those_of_the_loss_that_backward_was_called_on() -> None:
-    torch.manual_seed(0)
-    alone, parallel = PlainModel(), model_of()
-    for batch in BATCHES:
-        alone.zero_grad()
-        parallel.zero_grad()
-        loss, expected = parallel(batch), alone(*batch)
-        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-        (3 * loss).backward()
-        (3 * expected).backward()
-        torch.testing.assert_close(gradients_of(parallel), gradients_of(alone))
-
-
-def test_gradients_of_several_batches_add_up() -> None:
-    torch.manual_seed(0)
-    alone, parallel = PlainModel(), model_of()
-    for batch in BATCHES:
-        parallel(batch).backward()
-        alone(*batch).backward()
-    torch.testing.assert_close(gradients_of(parallel), gradients_of(alone))
-
-
-def test_gradients_may_be_zeroed_between_the_passes() -> None:
-    torch.manual_seed(0)
-    alone, parallel = PlainModel(), model_of()
-    for batch in BATCHES:
-        loss, expected = parallel(batch), alone(*batch)
-        parallel.zero_grad()
-        alone.zero_grad()
-        loss.backward()
-        expected.backward()
-        torch.testing.assert_close(gradients_of(parallel), gradients_of(alone))
-
-
-def test_without_gradients_nothing_is_stepped() -> None:
-    parallel = model_of()
-    with torch.no_grad():
-        loss = parallel(BATCHES[0])
-    assert not loss.requires_grad
-    assert gradients_of(parallel) == []
 
 
 def test_plain_parameters_stay_one_group() -> None:

@@ -19,11 +19,10 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ALIGNMENT, pack, packed_bytes, unpack
 from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, unevenness
-from galvatron_lite.parallelism.cyclic.stages import StageStates, cut_stages, stage_of, structure_of
-from galvatron_lite.parallelism.pipeline.flow import flow_of
+from galvatron_lite.parallelism.cyclic.stages import StageStates, cut_stages, stage_of
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post, result_of
-from tests.parallelism.cyclic.models import Mixed, blocks_case, make_batches, make_plan, mixed_case, split
+from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, split
 
 SECONDS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
@@ -58,33 +57,6 @@ def test_equal_layers_are_shared_out_evenly() -> None:
     assert unevenness([3.0, 3.0]) == 0.0
     assert unevenness([2.0, 4.0]) == pytest.approx(1 / 3)
     assert equal_cuts([1.0, 1.0], 3) == ()
-
-
-def test_a_structure_shares_tensors_alone() -> None:
-    model = Mixed()
-    copied = structure_of(model)
-    assert all(one is other for one, other in zip(model.parameters(), copied.parameters(), strict=True))
-    assert all(one is other for one, other in zip(model.buffers(), copied.buffers(), strict=True))
-    assert not {id(one) for one in model.modules()} & {id(one) for one in copied.modules()}
-
-
-def test_each_parameter_and_buffer_is_in_one_stage() -> None:
-    model, layers, names = mixed_case()
-    parts = cut_stages(model, layers, names, flow_of(model, layers, make_batches(1, 2)[0]))
-    found = [name for part in parts for name in part.parameters()]
-    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
-    assert "scale" in parts[0].parameters()
-    assert [name for part in parts for name, _ in part.buffers()] == [name for name, _ in model.named_buffers()]
-
-
-def test_bound_parameters_are_used() -> None:
-    model, layers, names = blocks_case(2)
-    first, _ = cut_stages(model, layers, names, None)
-    zeros = {name: nn.Parameter(torch.zeros_like(one)) for name, one in first.parameters().items()}
-    first.bind(zeros)
-    batch = make_batches(1, 1)[0]
-    assert not first.cut.run(lambda: first.model(**batch), None).any()
-    assert model.blocks[0].weight.any()
 
 
 def test_a_recurrent_layer_uses_what_is_bound() -> None:
@@ -195,14 +167,6 @@ def alone(draws: int, drains: Collection[int], early_release: bool = False) -> t
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def test_draining_does_not_change_what_is_dropped() -> None:
-    whole, following = alone(SEED, ())
-    drained, after = alone(SEED, (1, 3))
-    assert equal(whole, drained)
-    assert torch.equal(following, after), "the process's own generators stay as they were"
-    assert not equal(whole, alone(SEED + 1, ())[0]), "another seed drops others"
 
 
 def test_early_release_changes_no_draw() -> None:
