@@ -12,7 +12,7 @@ from galvatron_lite.cost.schedule import closed_form, group_ends, run_ordered
 from galvatron_lite.parallelism.pipeline.schedule import ScheduleConfig
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
-from tests.cost.events import makespan, order_of, simulate
+from tests.cost.priced import makespan, order_of, simulate
 from tests.schedules import SIMPLE
 
 SECONDS = st.floats(0.01, 10)

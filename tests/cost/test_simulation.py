@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import Pass, ScheduleConfig, group_of, schedules, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
-from tests.cost.events import simulate
+from tests.cost.priced import simulate
 from tests.schedules import SIMPLE
 
 SECONDS = st.floats(0.01, 10)

@@ -1,11 +1,16 @@
-"""What the pages say of the code, against the code."""
+"""Claims of the pages, and every kind of error."""
+
+from __future__ import annotations
 
 import ast
+import inspect
 import re
 from dataclasses import fields
 
 import pytest
 
+from galvatron_lite import errors
+from galvatron_lite.api import plan
 from galvatron_lite.cli.accuracy import _GROUPINGS
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
 from galvatron_lite.cost.memory import UNUSED_SHARE
@@ -127,3 +132,54 @@ def test_no_page_is_long() -> None:
     for page in set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "api.md"}:  # written on demand
         text = re.sub(r"^(\||    |<!--).*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(text.split()) < 2500, page
+
+
+ROWS = [line for line in text_of("docs/troubleshooting.md").splitlines() if re.match(r"\| `\w+(Error|Warning): ", line)]
+QUOTED = [words for row in ROWS for words in re.findall(r"`(\w+(?:Error|Warning): [^`]+)`", row.split(" | ")[0])]
+
+
+def source() -> str:
+    """The sources, with what is several literals in a row as one, and without the names of variables."""
+    whole = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "galvatron_lite").rglob("*.py"))
+    return re.sub(r"\{[^{}\n]*\}", "{}", re.sub(r'"\s*\n\s*f?"', "", whole))
+
+
+def begin(kind: str) -> str:
+    """The first words of a kind of error on the page, up to what depends on the case."""
+    return next(words for words in QUOTED if words.startswith(f"{kind}: ")).split(": ", 1)[1].split("…")[0].strip()
+
+
+def test_every_kind_is_on_the_page() -> None:
+    kinds = {name for name, made in vars(errors).items() if inspect.isclass(made) and name.endswith("Error")}
+    assert {words.split(":")[0] for words in QUOTED} == kinds - {"GalvatronError"} | {"UserWarning"}
+
+
+def test_words_are_those_of_the_source() -> None:
+    """Each part between what depends on the case is in the sources; the field of an InputError is an argument of it."""
+    known = source()
+    assert len(QUOTED) > 30
+    for words in QUOTED:
+        said = words.split(": ", 1)[1]
+        said = re.sub(r"^([\w-]+): ('[\w ]+'|…) (cannot be used\. |is unknown\. )?|^([\w-]+) is missing\. ", "", said)
+        parts = [part.strip() for part in re.split(r"…|(?<=:)$", said) if len(part.strip()) > 8]
+        assert parts or said in FIELDS, words
+        assert [part for part in parts if part not in known and part not in FIELDS] == [], words
+
+
+FIELDS = {"plan.yaml:", "plan.yaml,", "--mem: …", "model: …"}
+"""The file or field that is wrong, alone: what is said of it depends on the case."""
+
+
+def test_what_ranks_that_call_different_collectives_get_is_quoted_as_gloo_says_it() -> None:
+    assert text_of("docs/troubleshooting.md").count("Is there a distributed collective mismatch in your code?") == 2
+
+
+def test_provoked_ones_begin_as_the_page_says() -> None:
+    asked = {"model": "llama2-7b", "cluster": "a100-80gb", "gpus": 8, "batch": 64}
+    with pytest.raises(errors.UnitError) as unit:
+        plan(**asked, mem="lots")
+    with pytest.raises(errors.InfeasibleError) as none:
+        plan(**asked, mem="10GB")
+    raised = [unit.value, none.value, errors.VerificationError([]), errors.SwitchError("carry", 1, "")]
+    for error in raised:
+        assert str(error).startswith(begin(type(error).__name__)), str(error)

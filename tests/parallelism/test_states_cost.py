@@ -1,9 +1,10 @@
-"""Where states lie and what moves them, against the closed forms of the papers and a grid of ranks."""
+"""What each dimension makes of one device's work: closed forms of the papers, and a grid of ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.model.graph import LayerKind, Recompute, Routing, SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.expert.cost import ExpertDimension, rank_load, reached
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.space import strategies_for
 from tests.factories import make_kind
 
 ITEMS = 1200
@@ -136,3 +142,198 @@ def test_every_device_holds_its_part_of_the_experts_once(
     spread = expert_spread_of(strategy)
     assert spread.shards.size * spread.replicas.size * expert * tensor == strategy.devices
     assert (spread.replicas.size - 1) * spread.replicas.stride < strategy.devices
+
+
+SPLIT_KIND = make_kind("block", 1200, tensor_degrees=4, recompute=list(Recompute), whole=40)
+
+
+def work_of_all(strategy: Strategy) -> LayerWork:
+    context = DimensionContext(strategy.devices, 8, 4, 2, 4, 4, 1, {"zero": 0.5, "data": 0.25})
+    items = float(SPLIT_KIND.parameters.total)
+    start = LayerWork(32.0, 1, False, Recompute.NONE, items, items, items, items)
+    return reduce(lambda known, dimension: dimension.apply(known, SPLIT_KIND, strategy, context), dimensions(), start)
+
+
+def sent(done: LayerWork, moment: Moment) -> list[tuple[Collective, float, RankGroup, int]]:
+    return [(c.collective, c.size, c.group, c.count) for c in done.communications if c.moment is moment]
+
+
+def test_data_reduces_gradients_once_a_step() -> None:
+    done = work_of_all(Strategy(data=4))
+    assert done.samples == 8
+    assert done.state_items == done.gradient_items == 1240
+    assert done.communications[0].overlaps
+    assert sent(done, Moment.STEP) == [(Collective.ALL_REDUCE, 1240 * 4, RankGroup(4, 1, 1), 1)]
+    assert done.step_overhead == 0.25
+
+
+def test_recompute_repeats_tensor_communication_but_no_gathers() -> None:
+    done = work_of_all(Strategy(zero=2, zero_stage=3, tensor=2, recompute=Recompute.FULL))
+    backward = [c[0] for c in sent(done, Moment.BACKWARD)]
+    assert backward.count(Collective.ALL_REDUCE) == 2
+    assert backward.count(Collective.ALL_GATHER) == 1
+
+
+def test_strategies_take_all_devices_and_are_legal() -> None:
+    for devices in (1, 2, 6, 12):
+        options = strategies_for(SPLIT_KIND, devices)
+        assert len(set(options)) == len(options)
+        for option in options:
+            assert option.devices == devices
+            assert SPLIT_KIND.tensor_degrees % option.tensor == 0
+            assert (option.state_shards == 1) == (option.zero_stage == 0)
+            assert option.tensor > 1 or not option.sequence_parallel
+    assert {option.zero for option in strategies_for(SPLIT_KIND, 6)} == {1, 2, 3, 6}
+
+
+def test_tensor_is_not_offered_where_the_structure_forbids_it() -> None:
+    alone = replace(make_kind("odd", 10), tensor_reason="heads do not divide")
+    assert {option.tensor for option in strategies_for(alone, 4)} == {1}
+    assert [dimension.reason(alone) for dimension in dimensions() if "heads" in dimension.reason(alone)]
+
+
+def test_pipeline_figures() -> None:
+    assert boundary_bytes(100, 8, Strategy(data=2, tensor=2)) == 400
+    assert boundary_bytes(100, 8, Strategy(data=2, tensor=2, sequence_parallel=True)) == 200
+    assert [Schedule.ONE_F_ONE_B.in_flight(4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
+    assert Schedule.GPIPE.in_flight(4, 3, 7) == 7
+    assert [buffer_bytes(3, 10, count) for count in (1, 2, 8)] == [10, 26, 26]
+
+
+def test_divisors() -> None:
+    assert all(divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0) for n in range(1, 200))
+
+
+EXPERTS, DENSE, NORMS, COPIES = 6400, 800, 40, 2 * 1000
+MIXTURE = replace(
+    make_kind("block", 0, tensor_degrees=8), parameters=TensorSplit(EXPERTS + DENSE, 0, NORMS),
+    expert_parameters=EXPERTS, dispatched_bytes=COPIES, dims=SplitDims(experts=8),
+)  # fmt: skip
+
+
+def test_experts_are_divided_and_the_rest_is_not() -> None:
+    done = work(Strategy(data=8, expert=8), MIXTURE)
+    assert done.parameters == done.state_items == done.gradient_items == EXPERTS / 8 + DENSE + NORMS
+
+
+def test_tokens_go_out_and_back_in_both_passes() -> None:
+    # A device sends and takes back top-k copies of each of its tokens: 4 all-to-alls a micro-batch.
+    done = work(Strategy(data=8, expert=4), MIXTURE, samples=64)
+    exchanges = [one for one in done.communications if one.collective is Collective.ALL_TO_ALL]
+    assert [(one.moment, one.count) for one in exchanges] == [(Moment.FORWARD, 2), (Moment.BACKWARD, 2)]
+    assert {(one.size, one.group) for one in exchanges} == {(COPIES * 64 / 8, RankGroup(4, 1, 2))}
+
+
+def test_experts_are_summed_over_fewer_replicas() -> None:
+    done = work(Strategy(data=16, expert=4, tensor=2), MIXTURE)
+    sums = [(one.size, one.group) for one in done.communications if one.moment is Moment.STEP]
+    assert sums == [
+        ((DENSE / 2 + NORMS) * 2, RankGroup(16, 2, 2)),
+        (EXPERTS / 8 * 2, RankGroup(4, 8, 8)),
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_are_sharded_over_fewer_ranks(stage: int) -> None:
+    done = work(Strategy(zero=8, zero_stage=stage, expert=4), MIXTURE)
+    assert done.state_items == (DENSE + NORMS) / 8 + EXPERTS / 4 / 2
+    assert done.state_items * 8 == DENSE + NORMS + EXPERTS
+    groups = {one.group for one in done.communications if one.collective is Collective.ALL_GATHER}
+    assert groups == {RankGroup(8, 1, 1), RankGroup(2, 4, 4)}
+
+
+def test_more_ways_than_ranks_beside_the_tensor_group_take_its_slices() -> None:
+    done = work(Strategy(data=4, tensor=2, expert=8), MIXTURE)
+    assert done.parameters == EXPERTS / 8 + DENSE / 2 + NORMS
+
+
+def test_shared_tokens_are_sent_once() -> None:
+    plain, shared = (work(Strategy(data=4, tensor=2, sequence_parallel=on, expert=4), MIXTURE) for on in (False, True))
+    sizes = [next(o.size for o in done.communications if o.cause == "expert") for done in (plain, shared)]
+    assert sizes[0] == 2 * sizes[1]
+
+
+@pytest.mark.parametrize(("expert", "near"), [(4, 2), (8, 1)])
+def test_slices_of_an_expert_gather_the_copies_of_shared_tokens(expert: int, near: int) -> None:
+    # The MLP's own gather and scatter of tokens give way to those of copies; attention's pair stays.
+    done = work(Strategy(data=4, tensor=2, sequence_parallel=True, expert=expert), MIXTURE)
+    pairs = [one for one in done.communications if one.moment is Moment.FORWARD and one.cause == "tensor"]
+    hidden = [one for one in pairs if one.size == 1000 * 64 / 4]
+    copies = [one for one in pairs if one.size == COPIES * 64 / 4]
+    assert [one.count for one in hidden] == [1, 1]
+    assert [one.group.size for one in copies] == [near] * 2 if near > 1 else copies == []
+    assert len(pairs) == len(hidden) + len(copies)
+
+
+def test_a_layer_without_experts_is_untouched() -> None:
+    dense = make_kind("before", 100)
+    assert work(Strategy(data=8, expert=8), dense) == work(Strategy(data=8), dense)
+
+
+def test_experts_are_spread_over_what_divides_them() -> None:
+    counted = replace(MIXTURE, dims=replace(MIXTURE.dims, experts=8))
+    assert {one.expert for one in strategies_for(counted, 12)} == {1, 2, 4}
+    assert {one.expert for one in strategies_for(make_kind("block", 10), 12)} == {1}
+
+
+def test_a_mixture_of_unknown_size_is_told() -> None:
+    assert "experts" in ExpertDimension().reason(replace(MIXTURE, dims=replace(MIXTURE.dims, experts=0)))
+    assert ExpertDimension().reason(make_kind("block", 10)) == ""
+
+
+def test_copies_that_a_rank_is_sent_once() -> None:
+    # Of 2 copies to 4 ranks both go to the same one in a quarter of all cases: 1.75 of 2 are sent.
+    assert reached(4, Routing(2)) == pytest.approx(1.75)
+    done = work(Strategy(data=4, expert=4), replace(MIXTURE, routing=Routing(2, unique=True)), samples=64)
+    exchange = next(one for one in done.communications if one.cause == "expert")
+    assert exchange.size == pytest.approx(COPIES * 64 / 4 * 1.75 / 2)
+    assert exchange.group == RankGroup(4, 1, 1)
+
+
+@given(places=st.integers(1, 6), copies=st.integers(1, 5))
+def test_places_reached_are_those_of_all_ways_to_send(places: int, copies: int) -> None:
+    ways = list(product(range(places), repeat=copies))
+    assert reached(places, Routing(copies)) == pytest.approx(sum(len(set(way)) for way in ways) / len(ways))
+
+
+@pytest.mark.parametrize("places", [1, 2, 4, 8])
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_places_reached_through_chosen_groups_are_those_of_all_ways_to_choose(places: int, chosen: int) -> None:
+    # 4 groups of 2 experts each, 3 copies; places hold 8 / places consecutive experts.
+    counts = [
+        len({expert * places // 8 for expert in experts})
+        for groups in combinations(range(4), chosen)
+        for experts in product([2 * group + side for group in groups for side in range(2)], repeat=3)
+    ]
+    found = reached(places, Routing(3, groups=4, chosen_groups=chosen))
+    assert found == pytest.approx(sum(counts) / len(counts))
+    assert found <= max(chosen, places * chosen / 4)
+
+
+def test_the_most_loaded_rank_sets_the_pace_of_exchanges() -> None:
+    # Loads of 8 experts drawn with the deviation that puts the largest 50 % above the mean, as the form says.
+    uneven = replace(MIXTURE, routing=Routing(2, excess=0.5))
+    assert rank_load(uneven, 1) == 1
+    assert rank_load(uneven, 8) == pytest.approx(1.5)
+    assert list(rank_load(uneven, np.array([8, 1, 4]))) == [rank_load(uneven, degree) for degree in (8, 1, 4)]
+    draws = np.random.default_rng(0).normal(1, 0.5 / np.sqrt(2 * np.log(64)), (4000, 64))
+    ranks = draws.reshape(4000, 16, 4).mean(-1).max(-1).mean()
+    many = replace(MIXTURE, dims=SplitDims(experts=64), routing=Routing(2, excess=0.5))
+    assert rank_load(many, 16) - 1 == pytest.approx(ranks - 1, rel=0.35)  # sqrt(2 ln n) is above the mean largest of n
+    exchange = next(one for one in work(Strategy(data=4, expert=4), uneven).communications if one.cause == "expert")
+    assert exchange.load == rank_load(uneven, 4)
+    assert exchange.size == COPIES * 64 / 4
+
+
+def test_copies_that_a_node_is_sent_once() -> None:
+    # The factory's context has nodes of 8 devices: 32 ranks lie on 4 nodes, of which 8 copies reach 3.6.
+    done = work(Strategy(data=32, expert=32), replace(MIXTURE, routing=Routing(8, unique=True)), samples=64)
+    exchange = next(one for one in done.communications if one.cause == "expert")
+    assert exchange.group == RankGroup(4, 8, 8)
+    assert exchange.size == pytest.approx(COPIES * 64 / 32 * 4 * (1 - 0.75**8) / 8)
+
+
+def test_slices_of_an_expert_may_be_fewer_than_those_of_attention() -> None:
+    done = work(Strategy(data=4, tensor=2, expert=4, expert_tensor=1), MIXTURE)
+    assert done.parameters == EXPERTS / 4 + DENSE / 2 + NORMS
+    assert next(one for one in done.communications if one.cause == "expert").group == RankGroup(4, 1, 2)

@@ -1,16 +1,34 @@
-"""The arithmetic of boxes: every item is held, and moving gives every rank what it wants, once."""
+"""Boxes of activations: their arithmetic, moving them between four ranks, and reading a plan against layers."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, Layout, layout_of, nothing, route
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.runtime.activations.layout import (
+    Axis,
+    AxisSplit,
+    Box,
+    BoxExchange,
+    Layout,
+    layout_of,
+    nothing,
+    route,
+)
+from galvatron_lite.runtime.assignment import check_samples, glue_layout, place_layers
+from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
 
 ROWS = 12
 Pair = tuple[AxisSplit, AxisSplit, tuple[int, ...]]
@@ -133,3 +151,125 @@ def test_an_early_and_a_late_piece_of_the_tokens() -> None:
     assert layout_of(Strategy(context=2)).hidden(uneven).box(1, uneven) == Box(((0, 8), (9, 18), (0, 3)))
     with pytest.raises(InputError, match="context=1"):
         layout_of(Strategy(context=2)).hidden(shape).box(0, shape)
+
+
+TOKENS, PICTURE = (8, 12, 3), (4, 4, 5, 7)
+SPLITS = {
+    TOKENS: [Layout(4, 1, 4), Layout(2, 1, 4), Layout(2, 2, 4), Layout(1, 1, 4), Layout(1, 4, 4),
+        Layout(2, 1, 4, context=2), Layout(1, 1, 4, context=2), Layout(1, 2, 4, context=2)],
+    PICTURE: [
+        Layout(4, 1, 4), Layout(2, 1, 4, (1, 2, 1)), Layout(1, 1, 4, (1, 2, 2)), Layout(1, 1, 4, (1, 1, 4)),
+        Layout(1, 1, 4), Layout(1, 1, 4, channels=4), Layout(1, 1, 4, (2, 1, 2)),
+    ],
+}  # fmt: skip
+
+
+def cut(whole: torch.Tensor, pieces: tuple[Box, ...]) -> torch.Tensor:
+    """Boxes along the tokens, one behind the other."""
+    return torch.cat([whole[tuple(slice(start, stop) for start, stop in piece.ranges)] for piece in pieces], 1)
+
+
+def move_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    place = dist.get_rank()
+    mover = BoxExchange(dist.group.WORLD, place)
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    splits = [layout.hidden(shape) for layout in SPLITS[shape]]
+    for source, target in itertools.product(splits, splits):
+        own = cut(whole, source.boxes(place, shape)).clone()
+        wanted = cut(whole, target.boxes(place, shape))
+        if dtype.is_floating_point:
+            own.requires_grad_()
+        moved = mover(own, source, target, shape)
+        torch.testing.assert_close(moved.detach(), wanted)
+        if dtype.is_floating_point and moved is not own:
+            # a loss of the whole: its gradient of every item is known, whoever holds it; moved may be changed in place
+            moved.mul_(1.0).backward(2 * wanted)
+            torch.testing.assert_close(own.grad, 2 * own.detach())
+
+
+def move_rows_only() -> list[list[int]]:
+    place = dist.get_rank()
+    mover, whole = BoxExchange(dist.group.WORLD, place), torch.arange(8)
+    source, target = Layout(2, 1, 4).samples((8,)), Layout(4, 1, 4).samples((8,))
+    own = whole[place // 2 * 4 : place // 2 * 4 + 4]
+    there = mover(own, source, target, (8,))
+    return [there.tolist(), mover(there, target, source, (8,)).tolist()]
+
+
+def move_to_few() -> list[float]:
+    """Three rows of pixels on four ranks: one has none, and gets and gives nothing."""
+    place, shape = dist.get_rank(), (1, 1, 3)
+    whole = torch.arange(3.0).view(shape)
+    source = Layout(1, 1, 4).samples(shape)
+    target = AxisSplit(4, Layout(1, 1, 4, (1, 1, 4)).hidden((1, 1, 4)).axes)
+    there = BoxExchange(dist.group.WORLD, place)(whole, source, target, shape)
+    back = BoxExchange(dist.group.WORLD, place)(there, target, source, shape)
+    assert torch.equal(back, whole)
+    values: list[float] = there.flatten().tolist()
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", list(SPLITS))
+def test_all_pairs_of_layouts(pool: WorkerPool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    pool.run(4, move_everywhere, shape=shape, dtype=dtype)
+
+
+def test_tensors_of_one_dim_move_too(pool: WorkerPool) -> None:
+    found = pool.run(4, move_rows_only)
+    assert [there for there, _ in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [back for _, back in found] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+
+
+def test_ranks_may_hold_nothing(pool: WorkerPool) -> None:
+    assert pool.run(4, move_to_few) == [[0.0], [1.0], [2.0], []]
+
+
+LAYERS = (
+    Layer("before", "before", Role.BEFORE, ("embed",)),
+    *(Layer(f"blocks.{i}", "block", Role.BLOCK, (f"blocks.{i}",)) for i in range(4)),
+    Layer("after", "after", Role.AFTER, ("head",)),
+)
+DATA, SEQUENCE = Strategy(data=2), Strategy(tensor=2, sequence_parallel=True)
+
+
+def test_runs_are_spread_over_their_layers() -> None:
+    runs = (LayerRun("before", "before", 1, DATA), LayerRun("blocks.0", "blocks.3", 4, SEQUENCE))
+    stages = (Stage(runs), Stage((LayerRun("after", "after", 1, DATA),)))
+    plan = Plan(PLAN_VERSION, "m", 4, 8, 1, Schedule.GPIPE, "fp32", stages)
+    first, last = place_layers(plan, LAYERS)
+    assert [placed.layer.name for placed in first] == ["before", *(f"blocks.{i}" for i in range(4))]
+    assert [placed.layout for placed in first[:2]] == [Layout(2, 1, 2), Layout(1, 2, 2)]
+    assert [placed.layer.name for placed in last] == ["after"]
+
+
+def test_edges_never_share_tokens() -> None:
+    (stage,) = place_layers(make_plan([[layer.name for layer in LAYERS]], [[SEQUENCE] * 6], 8), LAYERS)
+    assert stage[0].layout == Layout(1, 1, 2) == glue_layout(stage)
+    assert glue_layout(stage[1:5]) == Layout(1, 1, 2)
+
+
+def test_a_run_of_another_length_is_refused() -> None:
+    stage = Stage((LayerRun("before", "blocks.1", 2, DATA),))
+    plan = Plan(PLAN_VERSION, "m", 2, 8, 1, Schedule.GPIPE, "fp32", (stage,))
+    with pytest.raises(
+        InputError, match=r"before to blocks\.1.*the next 2 layer\(s\) of this one are before, blocks\.0"
+    ):
+        place_layers(plan, LAYERS)
+
+
+@given(st.integers(1, 200), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))
+def test_the_nearest_batches_are_named(samples: int, microbatches: int, first: int, second: int) -> None:
+    plan = make_plan([["a"], ["b"]], [[Strategy(data=first)], [Strategy(data=second)]], samples, microbatches)
+
+    def fits(count: int) -> bool:
+        return count % microbatches == 0 and all(count // microbatches % degree == 0 for degree in (first, second))
+
+    if fits(samples):
+        check_samples(samples, plan, microbatches)
+        return
+    above = next(count for count in range(samples, 10 * samples + 100) if fits(count))
+    below = next((count for count in range(samples, 0, -1) if fits(count)), None)
+    near = f"the nearest: {below} or {above}." if below else f"the nearest: {above}."
+    with pytest.raises(InputError, match=near):
+        check_samples(samples, plan, microbatches)

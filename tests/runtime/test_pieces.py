@@ -1,21 +1,111 @@
-"""The pieces of all ranks cover every whole tensor once a copy, and together are what one process has."""
+"""Process groups, and the pieces that ranks hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from galvatron_lite.runtime.parameters.pieces import held_buffers, held_parameters, held_states
-from tests.pool import WorkerPool
+from tests.pool import JobError, WorkerPool
 from tests.runtime.assembly import assemble, show
 from tests.runtime.pictures import Pictures, make_net, make_parallel_net, make_pictures
+from tests.runtime.plans import make_plan
 from tests.runtime.training import Case, make_batch, make_model, make_parallel
+
+
+def members(group: dist.ProcessGroup | None) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+NAMES = ("data", "zero", "tensor", "batch", "stage", "everyone")
+
+
+def groups_of(stages: list[list[Strategy]], of: Strategy, names: tuple[str, ...] = NAMES) -> dict[str, object]:
+    layers = [[f"layer{s}{i}" for i in range(len(stage))] for s, stage in enumerate(stages)]
+    meshes = build_meshes(make_plan(layers, stages, 8), "cpu")
+    view = meshes.groups(of)
+    found = {axis: members(getattr(view, axis)) for axis in names}
+    mesh = None if view.zero_mesh is None else view.zero_mesh.mesh.tolist()
+    return found | {
+        "mesh": mesh, "place": (meshes.stage_index, meshes.index_in_stage, view.batch_index, view.tensor_index),
+        "pipeline": members(meshes.pipeline),
+    }  # fmt: skip
+
+
+def test_three_axes_on_eight_ranks(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, zero=2, zero_stage=3, tensor=2)
+    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy)
+    assert found[5] == {
+        "data": [1, 5], "zero": [5, 7], "tensor": [4, 5], "batch": [1, 3, 5, 7], "stage": list(range(8)),
+        "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1), "pipeline": None,
+    }  # fmt: skip
+
+
+def test_ranks_that_share_pixels_lie_inside_those_that_share_samples(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, zero_stage=3, height=2, width=2)
+    names = ("data", "zero", "batch", "gradients", "depth", "height", "width", "slices")
+    found = pool.run(8, groups_of, stages=[[strategy, Strategy(data=4, filters=2)]], of=strategy, names=names)
+    assert found[5] == {
+        "data": [1, 5], "zero": [4, 5, 6, 7], "batch": [1, 5], "gradients": list(range(8)), "depth": None,
+        "height": [5, 7], "width": [4, 5], "slices": None, "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0),
+        "pipeline": None,
+    }  # fmt: skip
+
+
+def test_ranks_that_share_channels_are_neighbours(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, zero=2, zero_stage=2, channels=2)
+    names = ("data", "zero", "batch", "gradients", "slices", "stage")
+    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy, names=names)
+    assert found[5] == {
+        "data": [1, 5], "zero": [5, 7], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "slices": [4, 5],
+        "stage": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 0), "pipeline": None,
+    }  # fmt: skip
+
+
+def test_stages_take_consecutive_ranks(pool: WorkerPool) -> None:
+    wide, split = Strategy(data=2), Strategy(tensor=2)
+    found = pool.run(4, groups_of, stages=[[wide, split], [wide, split]], of=split)
+    assert [one["tensor"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one["pipeline"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [one["place"] for one in found] == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 0, 1)]
+
+
+def test_one_rank_has_no_groups(pool: WorkerPool) -> None:
+    (found,) = pool.run(1, groups_of, stages=[[Strategy()]], of=Strategy())
+    assert {found[axis] for axis in ("data", "zero", "tensor", "batch", "stage", "pipeline")} == {None}
+
+
+def test_world_of_another_size_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(JobError, match=r"LaunchError: The plan is for 4 device.*but 2 process.*--gpus 2"):
+        pool.run(2, groups_of, stages=[[Strategy(data=4)]], of=Strategy(data=4))
+
+
+def test_strategy_must_take_the_whole_stage() -> None:
+    plan = make_plan([["a", "b"]], [[Strategy(data=2), Strategy(data=1)]], 8)
+    with pytest.raises(InputError, match="strategy of b"):
+        build_meshes(plan, "cpu")
+
+
+def test_ranks_that_share_tokens_share_states(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, context=2, tensor=2, zero_stage=3)
+    names = ("data", "zero", "context", "tensor", "batch", "gradients")
+    found = pool.run(8, groups_of, stages=[[strategy, replace(strategy, ulysses=True)]], of=strategy, names=names)
+    assert found[5] == {
+        "data": [1, 5], "zero": [5, 7], "context": [5, 7], "tensor": [4, 5], "batch": [1, 5],
+        "gradients": [1, 3, 5, 7], "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1), "pipeline": None,
+    }  # fmt: skip
+
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 OPTIMIZERS: dict[str, Any] = {

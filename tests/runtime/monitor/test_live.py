@@ -32,7 +32,7 @@ from tests.pool import WorkerPool
 from tests.processor_time import least
 from tests.runs.lines import a_header, a_plan
 from tests.runtime.branches.jobs import perception, perception_plan
-from tests.runtime.cyclic.jobs import ADAM, batches_of, case_of
+from tests.runtime.cyclic.test_processes import ADAM, batches_of, case_of
 from tests.runtime.deepspeed import jobs as deepspeed_jobs
 from tests.runtime.training import Case, make_batch, make_parallel, plan_of
 
