@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -262,15 +262,19 @@ def test_by_hand(left: Strategy, right: Strategy, expected: float) -> None:
     assert share(left, right) == share(right, left) == pytest.approx(expected)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.permutations([1, 2, 2, 3]), st.permutations([1, 2, 2, 3]), st.booleans(), st.booleans())
-def test_any_degrees(first: list[int], second: list[int], grid: bool, channels: bool) -> None:
-    """Three-sided grids against one another, or against samples and channels."""
-    left = Strategy(data=first[0], depth=first[1], height=first[2], width=first[3])
-    right = Strategy(data=second[0], depth=second[1], height=second[2], width=second[3])
-    if not grid:
-        right = Strategy(data=second[0] * second[1], zero=second[2], filters=second[3])
-        right = replace(right, filters=1, channels=second[3]) if channels else right
+@settings(max_examples=60, deadline=None)
+@given(
+    st.permutations([1, 2, 2, 3]),
+    st.permutations([1, 2, 2, 3]),
+    st.sampled_from(["grids", "filters", "channels", "tokens"]),
+)
+def test_any_degrees(first: list[int], second: list[int], kind: str) -> None:
+    """Three-sided grids against one another, or against samples and channels; shares of tokens."""
+    left, right = (Strategy(data=one[0], depth=one[1], height=one[2], width=one[3]) for one in (first, second))
+    if kind == "tokens":
+        left, right = (Strategy(data=one[0] * one[1], context=one[2], tensor=one[3]) for one in (first, second))
+    elif kind != "grids":
+        right = Strategy(data=second[0] * second[1], zero=second[2], **{kind: second[3]})
     assert share(left, right) == pytest.approx(counted(left, right, EXTENTS), abs=1e-12)
     run = int(exchanging(np.array(layout(left)), np.array(layout(right))))
     assert (run == 1) is (layout(left) == layout(right))

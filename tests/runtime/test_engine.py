@@ -13,7 +13,6 @@ from tests.together import Together
 DATA, TENSOR, SEQUENCE = Strategy(data=2), Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True)
 ZERO2, ZERO3 = Strategy(zero=2, zero_stage=2), Strategy(zero=2, zero_stage=3)
 FULL, SELECTIVE = Strategy(data=2, recompute=Recompute.FULL), Strategy(data=2, recompute=Recompute.SELECTIVE)
-ZERO_FULL = Strategy(zero=2, zero_stage=3, recompute=Recompute.FULL)
 MIXED = {
     "all": [DATA, DATA, TENSOR, ZERO3, DATA],
     "sequence": [TENSOR, SEQUENCE, SEQUENCE, SEQUENCE, TENSOR],

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.moe import Experts
@@ -26,15 +25,11 @@ from galvatron_lite.parallelism.precision import (
     narrow_norms,
 )
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
 from galvatron_lite.verify.dry.ledger import Ledger
 from galvatron_lite.verify.dry.mode import DryMode
 from galvatron_lite.verify.dry.world import RankPlace
-from tests.equivalence.families import PlainModel, make_batches
 from tests.pool import WorkerPool
-from tests.runtime.plans import make_plan
 
 WIDTH = 16
 
@@ -293,19 +288,6 @@ def test_passes_of_a_step_share_copies() -> None:
 def test_nothing_is_held_in_full_precision() -> None:
     with holding_copies(None, CPU):
         assert copies_kept(2) == 2
-
-
-SAMPLES = 4
-BATCHES = make_batches("plain", SAMPLES, 2)
-
-
-def model_of(microbatches: int = 2) -> ParallelModel:
-    torch.manual_seed(0)
-    model = PlainModel()
-    layers = discover_layers(model, BATCHES[0])
-    names = [[layer.name for layer in layers]]
-    plan = make_plan(names, [[Strategy()] * len(layers)], SAMPLES, microbatches)
-    return ParallelModel(model, plan, layers, BATCHES[0], device="cpu")
 
 
 def test_plain_parameters_stay_one_group() -> None:

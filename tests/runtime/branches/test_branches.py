@@ -34,13 +34,6 @@ HEADS = {"first": (("first",), 0, 1, ONE), "second": (("second",), 1, 1, ONE)}
 CHAINS = {"one": (("up.0", "down.0"), 0, 1, ONE), "two": (("up.1", "down.1"), 1, 1, ONE)}
 
 
-def coders_on(first: Strategy, second: Strategy) -> dict[str, tuple[tuple[str], int, int, Strategy]]:
-    return {
-        "a": (("coders.0",), 0, first.devices, first),
-        "b": (("coders.1",), first.devices, second.devices, second),
-    }
-
-
 TWO_PROCESSES = {
     "coders": Case("Coders", TWO, ONE, 2, max_grad_norm=0.05),
     "coders-shared-trunk": Case("Coders", TWO, DATA, 2, samples=8),

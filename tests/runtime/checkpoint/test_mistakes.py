@@ -30,7 +30,6 @@ from tests.runtime.checkpoint import jobs
 from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, moments, save
 from tests.runtime.checkpoint.test_faults import ALONE
 from tests.runtime.checkpoint.test_kinds import same
-from tests.runtime.test_precision import model_of
 
 PAIR = Case([Strategy(data=2)] * 5)
 Data = dict[str, Any]
@@ -266,8 +265,7 @@ def test_checkpoints_without_a_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_manifest_is_named(tmp_path: Path, damage: str) -> None:
-    parallel = model_of()
-    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    parallel, optimizer = make_run(ALONE)[:2]
     for step in (1, 2):
         parallel.save(tmp_path / f"step-{step}", optimizer, step=step)
     DAMAGE[damage](tmp_path / "step-2" / META)
@@ -283,7 +281,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, damage: str) -> None:
 
 def test_folders_that_hold_no_checkpoints(tmp_path: Path) -> None:
     """Nothing, or something else: training begins; a single checkpoint in the place of their folder is an error."""
-    parallel = model_of()
+    parallel = make_run(ALONE)[0]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "meta.txt").write_text("mine")
     with warnings.catch_warnings():
@@ -296,8 +294,7 @@ def test_folders_that_hold_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
-    parallel = model_of()
-    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    parallel, optimizer = make_run(ALONE)[:2]
     parallel.save(tmp_path / "step-1", optimizer)
     with pytest.raises(InputError, match=r"folder of checkpoints \(step-1\)") as caught:
         parallel.load(tmp_path, optimizer)
