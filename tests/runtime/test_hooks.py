@@ -225,7 +225,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 def trained(kind: str, folder: str, **options: Any) -> str:
     batch, model = make_batch(), Deciding(kind)
-    with measuring_briefly():
+    with measuring_briefly(max_samples=2):
         parallel = auto_parallelize(model, batch, folder=Path(folder), **options)
     return difference(parallel, batch, trained_plainly(Deciding(kind), batch))
 

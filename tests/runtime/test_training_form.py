@@ -136,7 +136,7 @@ def checkpointed(reentrant: bool, folder: str) -> list[str]:
         )
         ways = [{"plan": plan} for plan in plans]
     for way in ways:
-        with measuring_briefly():
+        with measuring_briefly(max_samples=2):
             parallel = auto_parallelize(Checkpointed(reentrant), batch, **way)
         found.append(difference(parallel, batch, trained_plainly(Checkpointed(reentrant), batch)))
     return found
@@ -265,7 +265,7 @@ def automatic_of_torch(kind: str, folder: str) -> str:
     frozen, blocks = KINDS.get(kind, (False, None))
     batch = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1))
     model, alone = (Nested() if kind == "nested" else OfTorch(frozen) for _ in range(2))
-    with measuring_briefly():
+    with measuring_briefly(max_samples=2):
         parallel = auto_parallelize(model, batch, blocks=blocks, folder=Path(folder))
     return difference(parallel, batch, trained_plainly(alone, batch))
 

@@ -305,7 +305,7 @@ def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(InputError, match="give a folder"):
-        model_of().save(tmp_path / "notes")
+        make_run(ALONE)[0].save(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "mine"
 
 
