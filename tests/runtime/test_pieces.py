@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,34 +42,43 @@ def groups_of(stages: list[list[Strategy]], of: Strategy, names: tuple[str, ...]
     }  # fmt: skip
 
 
-def test_three_axes_on_eight_ranks(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, zero=2, zero_stage=3, tensor=2)
-    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy)
-    assert found[5] == {
-        "data": [1, 5], "zero": [5, 7], "tensor": [4, 5], "batch": [1, 3, 5, 7], "stage": list(range(8)),
-        "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1), "pipeline": None,
-    }  # fmt: skip
+AXES = ("data", "zero", "context", "tensor", "batch", "gradients", "depth", "height", "width", "slices")
+EIGHT: dict[str, tuple[list[Strategy], dict[str, object]]] = {
+    "three axes": (
+        [Strategy(data=2, zero=2, zero_stage=3, tensor=2)],
+        {"data": [1, 5], "zero": [5, 7], "tensor": [4, 5], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7],
+         "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1)},
+    ),
+    "pixels inside samples": (
+        [Strategy(data=2, zero_stage=3, height=2, width=2), Strategy(data=4, filters=2)],
+        {"data": [1, 5], "zero": [4, 5, 6, 7], "batch": [1, 5], "gradients": list(range(8)), "height": [5, 7],
+         "width": [4, 5], "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0)},
+    ),
+    "channels of neighbours": (
+        [Strategy(data=2, zero=2, zero_stage=2, channels=2)],
+        {"data": [1, 5], "zero": [5, 7], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "slices": [4, 5],
+         "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 0)},
+    ),
+    "tokens share states": (
+        [Strategy(data=2, context=2, tensor=2, zero_stage=3),
+         Strategy(data=2, context=2, tensor=2, zero_stage=3, ulysses=True)],
+        {"data": [1, 5], "zero": [5, 7], "context": [5, 7], "tensor": [4, 5], "batch": [1, 5],
+         "gradients": [1, 3, 5, 7], "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1)},
+    ),
+}  # fmt: skip
+"""Layers' strategies on eight ranks, and the groups that rank 5 is in."""
 
 
-def test_ranks_that_share_pixels_lie_inside_those_that_share_samples(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, zero_stage=3, height=2, width=2)
-    names = ("data", "zero", "batch", "gradients", "depth", "height", "width", "slices")
-    found = pool.run(8, groups_of, stages=[[strategy, Strategy(data=4, filters=2)]], of=strategy, names=names)
-    assert found[5] == {
-        "data": [1, 5], "zero": [4, 5, 6, 7], "batch": [1, 5], "gradients": list(range(8)), "depth": None,
-        "height": [5, 7], "width": [4, 5], "slices": None, "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0),
-        "pipeline": None,
-    }  # fmt: skip
+def groups_by_case() -> dict[str, dict[str, object]]:
+    names = (*AXES, "stage", "everyone")
+    return {name: groups_of([stage], of=stage[0], names=names) for name, (stage, _) in EIGHT.items()}
 
 
-def test_ranks_that_share_channels_are_neighbours(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, zero=2, zero_stage=2, channels=2)
-    names = ("data", "zero", "batch", "gradients", "slices", "stage")
-    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy, names=names)
-    assert found[5] == {
-        "data": [1, 5], "zero": [5, 7], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "slices": [4, 5],
-        "stage": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 0), "pipeline": None,
-    }  # fmt: skip
+def test_groups_of_eight_ranks(pool: WorkerPool) -> None:
+    found = pool.run(8, groups_by_case)[5]
+    everyone = {"stage": list(range(8)), "everyone": list(range(8)), "pipeline": None}
+    for name, (_, wanted) in EIGHT.items():
+        assert found[name] == dict.fromkeys(AXES) | everyone | wanted, name
 
 
 def test_stages_take_consecutive_ranks(pool: WorkerPool) -> None:
@@ -95,16 +103,6 @@ def test_strategy_must_take_the_whole_stage() -> None:
     plan = make_plan([["a", "b"]], [[Strategy(data=2), Strategy(data=1)]], 8)
     with pytest.raises(InputError, match="strategy of b"):
         build_meshes(plan, "cpu")
-
-
-def test_ranks_that_share_tokens_share_states(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, context=2, tensor=2, zero_stage=3)
-    names = ("data", "zero", "context", "tensor", "batch", "gradients")
-    found = pool.run(8, groups_of, stages=[[strategy, replace(strategy, ulysses=True)]], of=strategy, names=names)
-    assert found[5] == {
-        "data": [1, 5], "zero": [5, 7], "context": [5, 7], "tensor": [4, 5], "batch": [1, 5],
-        "gradients": [1, 3, 5, 7], "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1), "pipeline": None,
-    }  # fmt: skip
 
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
