@@ -32,10 +32,10 @@ MENTIONS = frozenset(
 ELSEWHERE = {
     "docs/branches.md": "tests/docs/test_branches_page.py",
     "docs/oracle.md": "tests/oracle/test_docs.py",
-    "docs/explain.md": "tests/docs/test_explain_page.py",
-    "docs/watch.md": "tests/docs/test_watch_page.py",
-    "docs/tutorial.md": "tests/docs/test_tutorial.py",
-    "docs/for-users-of.md": "tests/docs/test_tutorial.py",
+    "docs/explain.md": "tests/docs/test_branches_page.py",
+    "docs/watch.md": "tests/docs/test_branches_page.py",
+    "docs/tutorial.md": "tests/docs/test_snippets.py",
+    "docs/for-users-of.md": "tests/docs/test_snippets.py",
 }
 """Pages that a test of their own runs, output included."""
 

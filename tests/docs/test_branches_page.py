@@ -1,20 +1,38 @@
-"""Everything that the page on branches shows is run, in its order, and prints what the page says."""
+"""Pages on branches, delayed gradients, watching, explaining and published figures say what is."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
 import re
 import shlex
+import shutil
+from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+from galvatron_lite import auto_parallelize
 from galvatron_lite.cli import app
+from galvatron_lite.diagnose.findings import Cause
+from galvatron_lite.plans.io import write_plan
+from galvatron_lite.profiler.store import read_profile, write_profile
+from galvatron_lite.runs.schema import RankRecord, RunHeader, StepPart
+from galvatron_lite.runtime.cyclic.model import CyclicModel
+from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.world import join
+from tests.diagnose.jobs import known_profile, plan_of
 from tests.docs.branch_page import run_page, train
-from tests.docs.pages import text_of
+from tests.docs.pages import ROOT, commands, text_of
+from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan
 from tests.pool import WorkerPool
+from tests.runs.lines import a_rank_header, write
 
 PAGE = text_of("docs/branches.md")
 BLOCKS = [match[1] for match in re.finditer(r"^```\w*\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)]
@@ -96,3 +114,191 @@ def alone(folder: Path) -> tuple[list[float], dict[str, Any]]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
+
+
+STEPS, EVERY = 8, 3
+
+
+def codes() -> list[str]:
+    """The Python of the section."""
+    section = text_of("docs/cyclic.md").split("## How do I save and resume?")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+class StoppedError(Exception):
+    pass
+
+
+def model_of(rule: str) -> CyclicModel:
+    torch.manual_seed(0)
+    model, layers, stages = blocks_case(3)
+    return CyclicModel(model, make_plan(stages, rule, "single"), layers)
+
+
+def run(code: str, parallel: CyclicModel, stop: int = STEPS) -> dict[str, Any]:
+    """Run it; it is stopped before a training step."""
+    torch.manual_seed(1)
+    batches = make_batches(STEPS, 3)
+
+    def batch_of(step: int) -> dict[str, Tensor]:
+        if step == stop:
+            raise StoppedError
+        return batches[step]
+
+    names: dict[str, Any] = {
+        "torch": torch, "parallel": parallel, "steps": STEPS, "every": EVERY, "batch_of": batch_of,
+    }  # fmt: skip
+    exec(code, names)
+    return names
+
+
+def test_what_the_page_says_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    join(torch.device("cpu"))
+    training, _ = codes()
+    for name in ("stopped", "whole"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "stopped")
+    with pytest.raises(StoppedError):
+        run(training, model_of("cdp-v2"), stop=7)
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == ["step-3", "step-6"]
+    resumed = run(training, model_of("cdp-v2"))["weights"]
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = run(training, model_of("cdp-v2"))["weights"]
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+def test_what_the_page_says_goes_on_under_another_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    join(torch.device("cpu"))
+    training, other_rule = codes()
+    monkeypatch.chdir(tmp_path)
+    trained = run(training, model_of("cdp-v2"), stop=STEPS + 1)["weights"]
+    saved = model_of("cdp-v2")
+    saved.load_full_state_dict(trained)
+    saved.save("checkpoints/step-100")
+    other = model_of("cdp-v1")
+    run(other_rule, other)
+    after = other.full_state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in trained.items())
+
+
+def test_the_errors_are_as_printed() -> None:
+    """What the page shows of errors is in the code that raises them."""
+    sources = "".join(
+        text_of(f"galvatron_lite/{name}.py").replace("\n", " ")
+        for name in ("parallelism/cyclic/mailbox", "folders", "runtime/checkpoint/manifest")
+    )
+    for said in (
+        "Training has stopped. Start all processes again and resume from the last checkpoint (load_latest).",
+        "waited in vain for {} from", "which is gone or was silent for", "gradients of activations",
+        "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds.",
+        "It holds {size} of {expected.bytes} bytes.",
+    ):  # fmt: skip
+        assert said in sources
+
+
+WATCH_PAGE = text_of("docs/watch.md")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run whose optimizer is slow, and a trace of somebody else's."""
+    folder = tmp_path_factory.mktemp("place")
+    profile = known_profile()
+    plan = plan_of(profile)
+    write(folder / "runs/first", "steps-00001.jsonl", [RunHeader(1, plan, "abc", 1000.0)])
+    parts = {StepPart.FORWARD: 0.041, StepPart.BACKWARD: 0.083, StepPart.OPTIMIZER: 0.2, StepPart.OTHER: 0.005}
+    for rank in range(2):
+        record = RankRecord(rank, 9, 9, sum(parts.values()), parts=parts)
+        write(folder / "runs/first", f"rank-0000{rank}-00001.jsonl", [a_rank_header(rank), record])
+    write_profile(profile, folder / "runs/first/profile.yaml")
+    write_profile(profile, folder / "profile.yaml")
+    write_plan(plan, folder / "plan.yaml")
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "tid": 1, "ts": 0, "dur": 9e5}
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
+    return folder
+
+
+def test_commands_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    found = [words for words in commands(WATCH_PAGE) if words.startswith("galvatron diagnose ")]
+    assert len(found) >= 4
+    for words in found:
+        done = CliRunner().invoke(app, shlex.split(words.replace(".json.gz", ".json"))[1:])
+        assert done.exit_code == 0, done.output
+        assert "optimizer" in done.output or "trace.json" in words
+        if "--json" in words:
+            assert json.loads(done.output)["findings"][0]["cause"] == "optimizer"
+    made = read_profile(place / "corrected.yaml")
+    ratio = made.optimizer.seconds_per_item / read_profile(place / "profile.yaml").optimizer.seconds_per_item
+    assert ratio > 50
+    assert made.origin.source.endswith("corrected by run runs/first")
+
+
+def test_code_and_words_are_those_of_the_package() -> None:
+    call = ast.parse(WATCH_PAGE.split("```python\n")[1].split("```")[0]).body[0]
+    assert isinstance(call, ast.Assign)
+    assert isinstance(call.value, ast.Call)
+    options = {keyword.arg for keyword in call.value.keywords}
+    assert options == {"log", "live", "profile_steps"}
+    assert options <= set(inspect.signature(auto_parallelize).parameters)
+    assert all(f"`{cause.value}`" in WATCH_PAGE for cause in Cause)
+    assert (ROOT / "docs/watch.md").is_file()
+
+
+PROFILE = "profiles/CPU-AMD-EPYC-x2-5bce98/quickstart-profile.yaml"
+
+
+def test_the_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "118")
+    page = text_of("docs/explain.md")
+    (tmp_path / PROFILE).parent.mkdir(parents=True)
+    shutil.copy(ROOT / PROFILE, tmp_path / PROFILE)
+    (tmp_path / "hand.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    printed = ""
+    for words in (words for words in commands(page) if words.startswith("galvatron ") and ".yaml" in words):
+        done = CliRunner().invoke(app, shlex.split(words)[1:])
+        assert done.exit_code == 0, done.output
+        printed += done.output
+    lines = {line.rstrip() for line in printed.splitlines()}
+    shown = [
+        line for block in re.findall(r"^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+    ]
+    assert len(shown) > 60
+    assert [line for line in shown if line.rstrip() not in lines] == []
+
+
+PUBLISHED_PAGE = text_of("profiles/published/README.md")
+RUNS = [json.loads(line) for line in text_of("profiles/published/runs.jsonl").splitlines()]
+LAYERS = [json.loads(line) for line in text_of("profiles/published/layers.jsonl").splitlines()]
+
+
+def test_counts() -> None:
+    words = " ".join(PUBLISHED_PAGE.split())
+    assert f"holds {len(RUNS):,} runs in {len({run['family'] for run in RUNS})} families" in words
+    assert f"holds {len(LAYERS)} timings" in words
+    assert f"to {max(run.get('n_gpus', 0) for run in RUNS):,} (" in " ".join(text_of("README.md").split())
+
+
+def test_every_field_of_the_rows_is_described_and_read_or_never_compared() -> None:
+    present = set().union(*RUNS)
+    assert {name for name in present | set().union(*LAYERS) if f"`{name}`" not in PUBLISHED_PAGE} == set()
+    read = {item.name for item in fields(PublishedRun)}
+    assert present - read == {"tflops_per_gpu", "tflops_kind", "mfu", "hfu"}
+
+
+def test_every_row_says_where_it_comes_from_and_has_a_name_of_its_own() -> None:
+    assert all(run["source"] for run in RUNS)
+    assert max(Counter(run["run_id"] for run in RUNS).values()) == 1
+    assert {run["quality"] for run in RUNS} == {"A", "A-mem", "B", "C"}
+
+
+def test_families_that_are_named_exist() -> None:
+    part = PUBLISHED_PAGE.split("## What to know of the families")[1].split("## Licences")[0]
+    families = {run["family"] for run in RUNS}
+    for name in re.findall(r"\b([a-z]+-(?:[a-z0-9*]+-?)+)(?=[ ,:])", part):
+        known = [one for one in families if re.fullmatch(name.replace("*", ".*"), one) or one.endswith(name)]
+        assert known or name in NO_FAMILY, name
+
+
+NO_FAMILY = {"nvidia-smi", "third-party"}

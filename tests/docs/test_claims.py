@@ -22,9 +22,9 @@ from galvatron_lite.validate.report import unscored, worst_data
 from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Scores, Skipped, judge
 from galvatron_lite.validate.rows import REAL, WHOLE
 from studies.calibration.fit import ENOUGH
+from tests.docs.pages import ROOT, script_source, text_of
 
 from ..validate.runs import GPT
-from .pages import ROOT, script_source, text_of
 
 COSTS, VALIDATE = text_of("docs/costs.md") + text_of("docs/limits.md"), text_of("docs/validate.md")
 PACKAGE = ROOT / "galvatron_lite"

@@ -10,10 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
-
-from .command_table import ELSEWHERE, INSTEAD, MADE, MENTIONS, RUN_BY, SAYS
-from .pages import PAGES, ROOT, commands, named, script_source
-from .place import PLANS, galvatron, place_of
+from tests.docs.command_table import ELSEWHERE, INSTEAD, MADE, MENTIONS, RUN_BY, SAYS
+from tests.docs.pages import PAGES, ROOT, commands, named, script_source
+from tests.docs.place import PLANS, galvatron, place_of
 
 SHOWN = {named(page): list(commands(page.read_text(encoding="utf-8"))) for page in PAGES}
 EVERY = sorted({words for shown in SHOWN.values() for words in shown})

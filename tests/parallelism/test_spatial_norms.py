@@ -251,26 +251,28 @@ def test_what_is_kept_for_backward_is_the_share_and_its_statistics() -> None:
     assert kept == [[picture.nbytes // 2, 4 * CHANNELS, 4 * CHANNELS]] * 2
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"])
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
+    "group_norm": lambda x: functional.group_norm(x, 3),
+    "instance_norm": functional.instance_norm,
+    "layer_norm": lambda x: functional.layer_norm(x, x.shape[1:]),
+    "rms_norm": lambda x: functional.rms_norm(x, x.shape[1:]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_results_may_be_written_to(name: str) -> None:
     picture = torch.randn(2, CHANNELS, 5, 4, dtype=torch.float64)
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
-        "group_norm": lambda x: functional.group_norm(x, 3),
-        "instance_norm": functional.instance_norm,
-        "layer_norm": lambda x: functional.layer_norm(x, x.shape[1:]),
-        "rms_norm": lambda x: functional.rms_norm(x, x.shape[1:]),
-    }
 
     def work(group: ThreadGroup) -> Tensor:
         leaf = picture.clone().requires_grad_()
-        result = calls[name](distribute(leaf, (ShardSpec(2, 5, group),), RULES))
+        result = CALLS[name](distribute(leaf, (ShardSpec(2, 5, group),), RULES))
         with locals_only():
             result.mul_(2.0).clamp_(min=0.5).sum().backward()
         return group.all_reduce(leaf.grad)
 
     leaf = picture.clone().requires_grad_()
-    calls[name](leaf).mul_(2.0).clamp_(min=0.5).sum().backward()
+    CALLS[name](leaf).mul_(2.0).clamp_(min=0.5).sum().backward()
     for found in run_threads(2, work):
         torch.testing.assert_close(found, leaf.grad, rtol=1e-10, atol=1e-10)
 
@@ -278,19 +280,14 @@ def test_results_may_be_written_to(name: str) -> None:
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm", "layer_norm"])
 def test_autocast_gives_the_types_it_gives_one_device(name: str) -> None:
     picture = torch.randn(2, CHANNELS, 4, 3).bfloat16()
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "batch_norm": lambda x: functional.batch_norm(x, None, None, torch.ones(CHANNELS), None, training=True),
-        "group_norm": lambda x: functional.group_norm(x, 3),
-        "layer_norm": lambda x: functional.layer_norm(x, x.shape[1:]),
-    }
 
     def work(group: ThreadGroup) -> torch.dtype:
         cut = distribute(picture.clone(), (ShardSpec(2, 4, group),), RULES)
         with torch.autocast("cpu", torch.bfloat16):
-            return to_local(calls[name](cut)).dtype
+            return to_local(CALLS[name](cut)).dtype
 
     with torch.autocast("cpu", torch.bfloat16):
-        expected = calls[name](picture).dtype
+        expected = CALLS[name](picture).dtype
     assert run_threads(2, work) == [expected] * 2
 
 

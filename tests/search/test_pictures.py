@@ -19,7 +19,6 @@ from galvatron_lite.parallelism.backends import ANY, GALVATRON
 from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
-from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.pins import read_pins
@@ -105,14 +104,6 @@ def test_the_dimensions_are_offered_alone_within_a_node_and_run() -> None:
     block = Space(graph, 8, ANY).strategies("stage0_block", 8, Fixed())
     # 180 x 320 pixels: the longer side alone, or the shortest edges
     assert {(one.height, one.width) for one in block} == {(1, 1), (1, 2), (1, 4), (2, 2), (1, 8), (2, 4)}
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [Strategy(data=2, height=2, width=4), Strategy(zero=2, zero_stage=3, filters=4), Strategy(channels=2)],
-)
-def test_names_read_back(strategy: Strategy) -> None:
-    assert parse_strategy(str(strategy)) == strategy
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from galvatron_lite import api
-from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.shapes import load_model
 from galvatron_lite.plans.schema import Plan, Proof, Schedule
-from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import compare, find_plan
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
@@ -222,14 +220,18 @@ def test_where_nothing_fits_the_error_names_the_pin_to_lift() -> None:
 
 
 def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> None:
-    cluster = load_cluster("a100-40gb", 16)
-    profile = estimate_profile(load_model("llama2-7b"), cluster, precision="bf16", name="7b")
-    asked = {"devices": 16, "global_batch": 64, "runners_up": 1}
-    with pytest.raises(InfeasibleError, match="It fits on 64 devices: ") as error:
-        find_plan(profile, budget=5 * 10**9, **asked)
-    assert "24 devices" not in str(error.value)
+    """Half as many nodes more, twice and four times as many are tried; two nodes of two devices here."""
+    profile = random_profile(random.Random(2), devices=4, blocks=4)
+    (level,) = profile.cluster.levels
+    levels = (replace(level, size=2), replace(level, name="rack", size=2))
+    profile = replace(profile, cluster=replace(profile.cluster, levels=levels))
+    asked = {"devices": 4, "global_batch": 16, "runners_up": 1}
+    with pytest.raises(InfeasibleError, match="It fits on 16 devices: ") as error:
+        find_plan(profile, budget=38_000, **asked)
+    assert "6 devices" not in str(error.value).replace("16 devices", "")
+    assert "8 devices" not in str(error.value)
     with pytest.raises(InfeasibleError) as error:
-        find_plan(profile, budget=10**8, **asked)
+        find_plan(profile, budget=28_000, **asked)
     assert "It fits on" not in str(error.value)
 
 

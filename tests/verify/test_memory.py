@@ -36,11 +36,11 @@ from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import dry_run, subject_of
 from galvatron_lite.verify.schema import Message, MessageType, Verdict
 from galvatron_lite.verify.source import example_of, named_source
+from scripts.verify_sampled import verify
 from studies import kept_bytes
 from tests.equivalence.plans import uniform_plan, write_plan
 from tests.equivalence.test_plans import sampled
 from tests.pool import WorkerPool
-from tests.verify.sweep import verify
 from tests.verify.test_faithful import PLANS, graph, right_runs
 from tests.verify.worlds import message
 
