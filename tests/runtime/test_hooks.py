@@ -16,11 +16,11 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.trace_run import check_folded, sample_arguments
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.runtime.parameters.full_state import full_gradients
 from tests.auto_jobs import measuring_briefly
 from tests.pool import WorkerPool
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import split_model
 from tests.runtime.untouched import difference, trained_plainly
 
 SAMPLES = TOKENS = 8
@@ -75,20 +75,13 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def gradients(strategies: list[Strategy]) -> tuple[float, dict[str, Tensor]]:
-    model = Model()
-    layers = discover_layers(model, batch(), blocks=["first.0", "first.1", "second.0", "second.1"])
-    plan = make_plan([[layer.name for layer in layers]], [strategies], SAMPLES)
-    parallel = ParallelModel(model, plan, layers, batch(), device="cpu", tensor_plans=no_split(strategies, layers))
+    blocks = ["first.0", "first.1", "second.0", "second.1"]
+    # in tensor groups all ranks do the whole layer
+    whole = dict.fromkeys(("before", *blocks, "after"), TensorPlan(max_degree=2))
+    parallel = split_model(Model(), batch(), strategies, blocks=blocks, tensor_plans=whole)
     loss = parallel(batch())
     loss.backward()
     return float(loss.detach()), full_gradients(parallel)
-
-
-def no_split(strategies: list[Strategy], layers: tuple) -> dict:  # type: ignore[type-arg]
-    """Tensor groups whose ranks all do the whole layer."""
-    from galvatron_lite.parallelism.tensor.regions import TensorPlan
-
-    return {layer.name: TensorPlan(max_degree=2) for layer in layers}
 
 
 PLANS = {
@@ -272,12 +265,8 @@ def test_no_stages_where_values_of_layers_decide(pool: WorkerPool) -> None:
 
 
 def in_stages() -> str:
-    model, batch = Deciding("branch"), make_batch()
-    layers = discover_layers(model, batch)
-    stages = [[layer.name for layer in part] for part in (layers[:3], layers[3:])]
-    plan = make_plan(stages, [[Strategy()] * len(stage) for stage in stages], ROWS)
     try:
-        ParallelModel(model, plan, layers, batch, device="cpu")
+        split_model(Deciding("branch"), make_batch(), Strategy(), [3])
     except InputError as error:
         return str(error)
     return ""

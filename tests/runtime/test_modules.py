@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +14,11 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.batch import call_model
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import split_model
 from tests.together import Together
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
@@ -95,27 +94,27 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+def largest_error(model: nn.Module, batch: Any, strategies: list[Strategy], cuts: Sequence[int] = ()) -> float:
+    """Of a parameter after three steps under a plan, relative to its tensor's largest entry."""
+    alone = copy.deepcopy(model)
+    parallel = split_model(model, batch, strategies, cuts)
+    sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(3):
+        call_model(alone, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parallel.train_step(batch, sharded)
+    state = parallel.full_state_dict()
+    pairs = [(state[name], value) for name, value in alone.state_dict().items()]
+    return max(float((one - value).abs().max() / value.abs().max()) for one, value in pairs)
+
+
 def error_under(plan: str, inside: str, between: str) -> float:
-    """The largest error of a parameter after two steps, relative to its tensor's largest entry."""
     torch.manual_seed(0)
     model = Model(inside, between)
     tokens = torch.randint(0, VOCAB, (2, SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
-    alone, batch = copy.deepcopy(model), {"tokens": tokens[0], "labels": tokens[1]}
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
-    for _ in range(2):
-        alone(**batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    layers = discover_layers(model, batch)
-    names = [[layer.name for layer in layers]]
-    parallel = ParallelModel(model, make_plan(names, [PLANS[plan]], SAMPLES), layers, batch, device="cpu")
-    sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-    for _ in range(2):
-        parallel.train_step(batch, sharded)
-    state = parallel.full_state_dict()
-    return max(
-        float((state[name] - value).abs().max() / value.abs().max()) for name, value in alone.state_dict().items()
-    )
+    return largest_error(model, {"tokens": tokens[0], "labels": tokens[1]}, PLANS[plan])
 
 
 def errors_under(case: str) -> dict[str, float]:
@@ -170,11 +169,11 @@ KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "complex": Filtered,
     "scalar": Tempered,
 }
-SPLITS = {
-    "data": [[Strategy(data=2)] * 4],
-    "zero3": [[Strategy(zero=2, zero_stage=3)] * 4],
-    "zero2": [[Strategy(zero=2, zero_stage=2, recompute=Recompute.SELECTIVE)] * 4],
-    "pipeline": [[Strategy()] * 2, [Strategy()] * 2],
+SPLITS: dict[str, tuple[list[Strategy], list[int]]] = {
+    "data": ([Strategy(data=2)] * 4, []),
+    "zero3": ([Strategy(zero=2, zero_stage=3)] * 4, []),
+    "zero2": ([Strategy(zero=2, zero_stage=2, recompute=Recompute.SELECTIVE)] * 4, []),
+    "pipeline": ([Strategy()] * 4, [2]),
 }
 
 
@@ -201,29 +200,12 @@ class Parametrized(nn.Module):
         return self.head(hidden).square().mean()
 
 
-def made(kind: str, plan: list[list[Strategy]]) -> tuple[nn.Module, ParallelModel, Tensor]:
-    torch.manual_seed(0)
-    model, batch = Parametrized(kind), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    alone, layers = copy.deepcopy(model), discover_layers(model, batch)
-    names = iter([layer.name for layer in layers])
-    stages = [[next(names) for _ in stage] for stage in plan]
-    return alone, ParallelModel(model, make_plan(stages, plan, ROWS), layers, batch, device="cpu"), batch
-
-
 def errors_of_kinds(plan: str) -> dict[str, float]:
-    found = {}
+    found, (strategies, cuts) = {}, SPLITS[plan]
     for kind in KINDS:
-        alone, parallel, batch = made(kind, SPLITS[plan])
-        optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
-        sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-        for _ in range(3):
-            alone(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            parallel.train_step(batch, sharded)
-        state = parallel.full_state_dict()
-        pairs = [(state[name], value) for name, value in alone.state_dict().items()]
-        found[kind] = max(float((one - value).abs().max() / value.abs().max()) for one, value in pairs)
+        torch.manual_seed(0)
+        model, batch = Parametrized(kind), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+        found[kind] = largest_error(model, batch, strategies, cuts)
     return found
 
 

@@ -15,11 +15,10 @@ from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.engine import ParallelModel
 from tests.auto_jobs import measuring_briefly
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import make_plan, split_model
 from tests.runtime.untouched import (
     DECODERS,
     SAMPLES,
@@ -28,7 +27,6 @@ from tests.runtime.untouched import (
     automatic,
     batch_for,
     difference,
-    same_strategy,
     trained_plainly,
     unchanged,
     under,
@@ -78,10 +76,7 @@ def each_split(family: str) -> list[str]:
 
 def in_stages(family: str, strategy: Strategy) -> str:
     batch, model, expected = batch_for(family), untouched(family), alone(family, unchanged, ())
-    layers = discover_layers(model, batch)
-    stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
-    plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)
-    return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
+    return difference(split_model(model, batch, strategy, [-2], microbatches=2), batch, expected)
 
 
 def test_hooks_of_users_see_what_code_between_layers_sees(pool: WorkerPool) -> None:
@@ -175,14 +170,9 @@ def test_shapes_of_what_a_stage_receives_are_those_of_its_samples(pool: WorkerPo
 
 def reshaping() -> str:
     model, batch = Reshaping(), torch.randn(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    expected, layers = trained_plainly(Reshaping(), batch), discover_layers(model, batch)
-    stages = [[layer.name for layer in part] for part in (layers[:3], layers[3:])]
-    strategies = [
-        [Strategy(data=2), Strategy(data=2), Strategy(tensor=2)],
-        [Strategy(tensor=2)] * 2 + [Strategy(data=2)],
-    ]
-    plan = make_plan(stages, strategies, SAMPLES, 2)
-    return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
+    samples, matmuls = Strategy(data=2), Strategy(tensor=2)
+    parallel = split_model(model, batch, [samples, samples, matmuls, matmuls, matmuls, samples], [3], microbatches=2)
+    return difference(parallel, batch, trained_plainly(Reshaping(), batch))
 
 
 def test_without_gradients_the_cache_is_there(pool: WorkerPool) -> None:
@@ -192,8 +182,7 @@ def test_without_gradients_the_cache_is_there(pool: WorkerPool) -> None:
 def cached_tokens() -> list[bool]:
     """Whether outputs have a cache: without gradients, in training, in evaluation."""
     model, batch = untouched("Llama"), batch_for("Llama")
-    plan, layers = same_strategy(model, batch, Strategy(), Strategy())
-    parallel = ParallelModel(model, plan, layers, batch, device="cpu")
+    parallel = split_model(model, batch, Strategy())
     outputs = [parallel.outputs(batch), model(**batch), model.eval()(**batch)]
     return [output.past_key_values is not None for output in outputs]
 

@@ -19,6 +19,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.scaling import SMALLEST, LossScaler
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
+from tests.runtime.plans import split_model
 
 SIZE, SAMPLES = 6, 8
 STRATEGIES = {
@@ -63,9 +64,7 @@ def batches() -> list[dict[str, Tensor]]:
 def parallel_of(strategy: Strategy) -> ParallelModel:
     # FSDP takes no such weights
     model, (batch, *_) = make_model(transposed=strategy.zero_stage < 3), batches()
-    layers = discover_layers(model, batch)
-    plan = write_plan([[one.name for one in layers]], {one.name: strategy for one in layers}, devices=2, batch=SAMPLES)
-    return ParallelModel(model, plan, layers, batch, device="cpu")
+    return split_model(model, batch, strategy)
 
 
 def accumulates(model: Any, optimizer: torch.optim.Optimizer, publish: bool) -> None:

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from galvatron_lite import folders
 from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
-from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors, load_safetensors
 from galvatron_lite.runtime.checkpoint.manifest import META, check_files, checkpoints_of
@@ -33,7 +32,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, save
 from tests.runtime.cyclic.launched import launch
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import split_model
 
 PAIR = Case([Strategy(zero=2, zero_stage=3)] * 5)
 SMALL = 4096
@@ -272,9 +271,7 @@ def llama(seed: int) -> nn.Module:
 def split(model: nn.Module, strategy: Strategy) -> tuple[ParallelModel, Any]:
     tokens = torch.arange(32).reshape(4, 8)
     batch = {"input_ids": tokens, "labels": tokens}
-    layers = discover_layers(model, batch)
-    plan = make_plan([[layer.name for layer in layers]], [[strategy] * len(layers)], 4)
-    return ParallelModel(model, plan, layers, batch, device="cpu"), batch
+    return split_model(model, batch, strategy), batch
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
