@@ -50,9 +50,9 @@ def of_few_samples(name: str) -> torch.nn.Module:
 
 
 @contextmanager
-def measuring_briefly() -> Iterator[None]:
-    """All is measured that ``auto_parallelize`` measures, with few repetitions."""
-    with patch.object(measure, "measure_profile", partial(measure.measure_profile, rule=QUICK)):
+def measuring_briefly(**limits: Any) -> Iterator[None]:
+    """What ``auto_parallelize`` measures is measured with few repetitions; ``limits``: of ``measure_profile``."""
+    with patch.object(measure, "measure_profile", partial(measure.measure_profile, rule=QUICK, **limits)):
         yield
 
 

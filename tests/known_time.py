@@ -30,41 +30,27 @@ _BESIDE = 1e-6
 """Known seconds of a real one before the first mark of a trace, and behind its last one: order is all that is kept."""
 
 
-class Clock:
-    """The machine's own clock."""
-
-    known = False
-
-    def now(self) -> float:
-        """Seconds since some moment."""
-        return time.perf_counter()
-
-    def wait(self, until: float) -> None:
-        """Come back at a moment, or at once where it is over."""
-        time.sleep(max(until - self.now(), 0.0))
-
-    def work(self, seconds: float) -> None:
-        """Take so long."""
-        self.wait(self.now() + seconds)
-
-
-class KnownClock(Clock):
+class KnownClock:
     """See the module's text. Made in the process, and by the thread, whose time it tells."""
-
-    known = True
 
     def __init__(self) -> None:
         self._own, self._waited = time.pthread_getcpuclockid(threading.get_ident()), 0.0
 
     def now(self) -> float:
+        """Seconds since some moment."""
         return self._waited + time.clock_gettime(self._own)
 
     def wait(self, until: float) -> None:
+        """Show a moment, where it is not over."""
         before = self.now()
         after = max(before, until)
         # for ``retimed``: a trace has times of the machine's clock
         with record_function(f"{_MARK}{before!r} {after!r}"):
             self._waited += after - before
+
+    def work(self, seconds: float) -> None:
+        """Take so long."""
+        self.wait(self.now() + seconds)
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The clock of known time, traces on it, and what tells that the machine disturbed a measurement."""
+"""The clock of known time, and traces on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests import undisturbed
 from tests.known_time import KnownClock, retimed
-from tests.undisturbed import Disturbance
 
 
 def _spin(seconds: float) -> None:
@@ -70,27 +68,3 @@ def test_a_trace_gets_known_times(tmp_path: Path) -> None:
     order = [found[name]["ts"] for name in ("before", "one", "one within", "two", "two within", "behind")]
     assert order == sorted(order)
     assert found["two"]["ts"] >= found["one within"]["ts"] + found["one within"]["dur"]
-
-
-def test_what_is_overslept_tells_that_a_process_stood_still() -> None:
-    with Disturbance() as beside:
-        time.sleep(0.1)
-        _stand_still(0.5)
-    assert beside.share > 0.5
-
-
-def test_the_least_disturbed_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*shares: float) -> tuple[int, int]:
-        left, calls = list(shares), list[int]()
-
-        class Known(Disturbance):
-            def __exit__(self, *error: object) -> None:
-                super().__exit__(*error)
-                self.share = left.pop(0)
-
-        monkeypatch.setattr(undisturbed, "Disturbance", Known)
-        return undisturbed.undisturbed(lambda: (calls.append(1), len(calls))[1]), len(calls)
-
-    assert found(0.01) == (1, 1)
-    assert found(0.5, 0.01) == (2, 2)
-    assert found(0.5, 0.3, 0.4) == (2, 3)

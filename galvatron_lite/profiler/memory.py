@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from galvatron_lite.model.trace_run import garbage_waits
+from galvatron_lite.model.trace.run import garbage_waits
 
 _MARK = "galvatron_lite.memory.mark"
 

@@ -1,9 +1,10 @@
-"""Forward passes alone: what of a training step's time and memory they have, and plans for them."""
+"""Plans that run forward alone, and the shipped measured profile against the plans that were run."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +19,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Passed, Recompute, Role
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Mode, Plan, Prediction, Schedule, Stage
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
+from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import plan_of
 from tests.factories import make_cluster, make_kind, make_profile, random_profile
@@ -51,8 +53,6 @@ def test_a_forward_pass_takes_what_training_spends_in_forward(strategy: Strategy
             continue
         training = both.price(layer.kind, strategy, 8, 1)
         running = alone.price(layer.kind, strategy, 8, 1)
-        assert training is not None
-        assert running is not None
         assert running.forward == training.forward
         # Gathers of ZeRO-1 and 2 after the update are no part of it, those of forward are.
         assert running.forward_exposed == pytest.approx(training.forward_exposed, abs=1e-12)
@@ -70,8 +70,6 @@ def test_a_pass_is_quicker_and_smaller_than_a_step(seed: int) -> None:
     for strategy in (Strategy(data=4), Strategy(zero=4, zero_stage=3)):
         step = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.TRAINING)).prediction
         run = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.INFERENCE)).prediction
-        assert step is not None
-        assert run is not None
         assert run.step_seconds < step.step_seconds
         assert run.time.backward == run.time.recompute == run.time.optimizer == 0.0
 
@@ -92,7 +90,6 @@ def test_time_and_memory_by_hand() -> None:
     ]
     profile = make_profile(graph, points, make_cluster(1))
     found = evaluate(profile, of_one_stage(profile, Strategy(), 1, 1, Mode.INFERENCE))
-    assert found.prediction is not None
     assert found.prediction.step_seconds == pytest.approx(5.0 + profile.overhead.step)
     assert found.stages[0].memory.parameters == 4 * 400
     assert found.stages[0].memory.gradients == found.stages[0].memory.optimizer == 0
@@ -117,8 +114,6 @@ def test_a_plan_for_inference_needs_less_and_recomputes_nothing() -> None:
     ]
     training, running = plans
     assert [one.mode for one in plans] == [Mode.TRAINING, Mode.INFERENCE]
-    assert running.prediction is not None
-    assert training.prediction is not None
     assert running.prediction.peak_memory < training.prediction.peak_memory
     assert running.prediction.step_seconds < training.prediction.step_seconds / 2
     assert {run.strategy.recompute for stage in running.stages for run in stage.runs} == {Recompute.NONE}
@@ -132,3 +127,62 @@ def test_the_mode_by_its_name() -> None:
     assert plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4).mode is Mode.TRAINING
     with pytest.raises(InputError, match="inference"):
         plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4, mode="serving")
+
+
+PROFILE = Path(__file__).parents[2] / "profiles" / "CPU-AMD-EPYC-x2-5bce98" / "quickstart-profile.yaml"
+FULL = Recompute.FULL
+DATA, TENSOR, ALONE = Strategy(data=2), Strategy(tensor=2), Strategy()
+ZERO2, ZERO3 = Strategy(zero=2, zero_stage=2), Strategy(zero=2, zero_stage=3)
+
+# Stages, micro-batches, strategies of the blocks (the last repeats), measured ms a step, measured peak MiB.
+RAN = (
+    (1, 1, (DATA,), 394, 176.4),
+    (1, 4, (DATA,), 392, 100.4),
+    (1, 1, (Strategy(data=2, recompute=FULL),), 470, 101.2),
+    (1, 1, (ZERO2,), 431, 158.5),
+    (1, 1, (ZERO3,), 459, 137.0),
+    (1, 2, (Strategy(zero=2, zero_stage=3, recompute=FULL),), 657, 63.5),
+    (1, 1, (TENSOR,), 481, 172.2),
+    (1, 2, (Strategy(tensor=2, sequence_parallel=True),), 582, 100.9),
+    (2, 2, (ALONE,), 564, 143.0),
+    (2, 8, (ALONE,), 477, 64.8),
+    (2, 4, (Strategy(recompute=FULL),), 621, 53.2),
+    (1, 2, (ZERO3, ZERO3, TENSOR, TENSOR, DATA), 510, 106.9),
+)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return read_profile(PROFILE)
+
+
+def plan_that_ran(profile: Profile, stages: int, microbatches: int, blocks: tuple[Strategy, ...]) -> Plan:
+    names = [layer.name for layer in profile.graph.layers]
+    edge = Strategy(
+        data=blocks[-1].data, zero=blocks[-1].zero, zero_stage=blocks[-1].zero_stage, tensor=blocks[-1].tensor
+    )
+    inner = [blocks[min(index, len(blocks) - 1)] for index in range(len(names) - 2)]
+    runs = [LayerRun(name, name, 1, one) for name, one in zip(names, [edge, *inner, edge], strict=True)]
+    half = len(inner) // stages + 1
+    parts = [runs] if stages == 1 else [runs[:half], runs[half:]]
+    made = tuple(Stage(tuple(part)) for part in parts)
+    return Plan(PLAN_VERSION, "gpt", 2, 16, microbatches, Schedule.ONE_F_ONE_B, "fp32", made)
+
+
+def predicted(profile: Profile, stages: int, microbatches: int, blocks: tuple[Strategy, ...]) -> Prediction:
+    prediction = evaluate(profile, plan_that_ran(profile, stages, microbatches, blocks)).prediction
+    assert prediction is not None
+    return prediction
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "blocks", "milliseconds", "mebibytes"), RAN)
+def test_a_measured_profile_predicts_the_plans_that_were_run(
+    profile: Profile, stages: int, microbatches: int, blocks: tuple[Strategy, ...], milliseconds: int, mebibytes: float
+) -> None:
+    prediction = predicted(profile, stages, microbatches, blocks)
+    assert prediction.step_seconds * 1e3 == pytest.approx(milliseconds, rel=0.091)
+    assert prediction.peak_memory / 2**20 == pytest.approx(mebibytes, rel=0.041)
+
+
+def test_the_profile_is_measured(profile: Profile) -> None:
+    assert profile.origin.kind is OriginKind.MEASURED

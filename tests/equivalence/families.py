@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Layer
-from tests.equivalence.adapters import with_adapters
 
 HIDDEN, LAYERS, TOKENS, VOCAB, HEADS = 32, 4, 16, 67, 4
 
@@ -216,3 +215,31 @@ def build_family(name: str, samples: int) -> tuple[nn.Module, Batch, tuple[Layer
 
     model, (batch,) = build_model(name), make_batches(name, samples, 1)
     return model, batch, discover_layers(model, batch)
+
+
+RANK = 4
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer plus the product of two small matrices that train."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        device = base.weight.device
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, RANK, bias=False, device=device)
+        self.up = nn.Linear(RANK, base.out_features, bias=False, device=device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        adapted: Tensor = self.base(hidden) + 2.0 * self.up(self.down(hidden))
+        return adapted
+
+
+def with_adapters(model: nn.Module, targets: Collection[str]) -> nn.Module:
+    """The model, changed in place: all of it frozen, adapters on linear layers of these names."""
+    model.requires_grad_(False)
+    for path, module in list(model.named_modules()):
+        parent, _, leaf = path.rpartition(".")
+        if isinstance(module, nn.Linear) and leaf in targets:
+            setattr(model.get_submodule(parent), leaf, Adapter(module))
+    return model

@@ -1,19 +1,27 @@
-"""Labels that only ``loss_fn`` reads: the model takes the inputs, the batch holds both, as training loops have them."""
+"""Labels that are shared out, models on meta, and the comparison itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.model.zoo.gpt import initialise
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from galvatron_lite.verify.trial.check import try_model
+from tests.equivalence.compare import assert_equal_tensors
+from tests.equivalence.families import build_model, make_batches
+from tests.equivalence.features import features
+from tests.equivalence.plans import describe, uniform_plan
+from tests.equivalence.test_plans import case_of, graph_of, sampled
+from tests.equivalence.training import SAMPLES, Case
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 
@@ -95,3 +103,56 @@ def test_an_entry_that_nothing_reads_is_named() -> None:
     assert try_model(model, batch, layers, loss_fn=loss_fn).warnings() == []
     (line,) = try_model(model, {**batch, "masks": torch.ones(4, 6)}, layers, loss_fn=loss_fn).warnings()
     assert "takes masks of the batch" in line
+
+
+def train_from_meta(work: list[tuple[Case, list[Plan]]]) -> list[list[list[float]]]:
+    """Losses of three steps under each plan of each family."""
+    return [[_losses(case, plan) for plan in plans] for case, plans in work]
+
+
+def _losses(case: Case, plan: Plan) -> list[float]:
+    with torch.device("meta"):
+        model: nn.Module = build_model(case.family)
+    own_rule = hasattr(model, "_init_weights")
+    parallel = case.parallel(plan, model, seed=3, init_fn=None if own_rule else initialise)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(case.family, SAMPLES, 3)]
+
+
+def test_training_from_meta(pool: WorkerPool) -> None:
+    families = ("zoo-gpt", "qwen2")
+    alone = [(case_of(family), sampled(family, 1, 1)) for family in families]
+    expected = [losses for (losses,) in pool.run(1, train_from_meta, work=alone)[0]]
+    for world, count in ((2, 1), (4, 1)):
+        work = [(case_of(family), sampled(family, world, count, first=200)) for family in families]
+        for results in pool.run(world, train_from_meta, work=work):
+            for (_, plans), found, wanted in zip(work, results, expected, strict=True):
+                for plan, losses in zip(plans, found, strict=True):
+                    assert losses == pytest.approx(wanted, rel=1e-5), describe(plan)
+
+
+def test_a_plan_is_known_by_what_it_uses() -> None:
+    """Every name is told of a plan that uses it, and not of one that splits nothing."""
+    graph = graph_of("plain")
+    ring = Strategy(zero=2, zero_stage=1, context=2, offload=Offload.STATES)
+    assert features(uniform_plan(graph, Strategy(), batch=4)) == set()
+    found = features(uniform_plan(graph, ring, ring, batch=4, microbatches=2))
+    assert found == {"zero 1", "context", "offload states", "micro-batches"}
+    heads = Strategy(context=2, ulysses=True, expert=2, offload=Offload.ALL)
+    assert features(uniform_plan(graph, heads, heads, batch=4)) == {
+        "ulysses", "expert", "offload states", "offload activations",
+    }  # fmt: skip
+
+
+def test_small_differences_are_found() -> None:
+    reference = {"a": torch.tensor([1.0, 100.0]), "b": torch.tensor([0.01, 0.002])}
+    assert_equal_tensors({name: tensor.clone() for name, tensor in reference.items()}, reference)
+    assert_equal_tensors(reference | {"a": reference["a"] + 9e-4}, reference)
+    with pytest.raises(AssertionError, match="a: off by"):
+        assert_equal_tensors(reference | {"a": reference["a"] + 2e-3}, reference)
+    with pytest.raises(AssertionError, match="b: off by"):
+        assert_equal_tensors(reference | {"b": reference["b"] * 1.01}, reference)
+    with pytest.raises(AssertionError, match="b: off by"):
+        assert_equal_tensors(reference | {"b": reference["b"] * float("nan")}, reference)
+    with pytest.raises(AssertionError, match="names"):
+        assert_equal_tensors({"a": reference["a"]}, reference)

@@ -1,12 +1,15 @@
-"""Pipelines of models whose layers read more than what the layer before them made train like one process."""
+"""Pipelines of models whose layers read more than what the layer before them made; a whole network on shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
+
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
+from tests.equivalence.networks import NETWORKS, TOLERANCE, check_network, train_network_alone
 from tests.equivalence.plans import write_plan
 from tests.equivalence.training import SAMPLES, make_case, train_alone, train_under_plans
 from tests.pool import WorkerPool
@@ -56,3 +59,12 @@ def test_encoder_and_decoder(pool: WorkerPool) -> None:
     ]
     results = pool.run(4, train_under_plans, case=case, plans=plans, reference=train_alone("t5"))
     assert [wrong for rank in results for wrong in rank] == []
+
+
+@pytest.mark.study
+def test_resnet_50_on_halves_of_its_pictures(pool: WorkerPool) -> None:
+    network = NETWORKS["resnet-50"]
+    off = check_network(pool, network, 2, train_network_alone(network))
+    assert {name: error for name, error in off.items() if not error <= TOLERANCE} == {}
+    # all of its state, and three losses
+    assert len(off) > 300

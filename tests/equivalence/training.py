@@ -31,7 +31,7 @@ from galvatron_lite.runtime.preparation import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe
-from tests.parallelism.running import gather_full
+from tests.parallelism.sharded_compare import gather_full
 
 SAMPLES = 16
 STEPS = 2

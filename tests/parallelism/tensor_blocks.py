@@ -19,8 +19,8 @@ from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import Placement
-from tests.equivalence.adapters import with_adapters
-from tests.parallelism.running import gather_full
+from tests.equivalence.families import with_adapters
+from tests.parallelism.sharded_compare import gather_full
 
 SAMPLES, TOKENS, HIDDEN, HEADS, HEAD = 2, 8, 32, 4, 8
 

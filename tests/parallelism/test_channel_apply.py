@@ -18,10 +18,37 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.tensor.shards import Placement
-from tests.parallelism import channel_blocks as blocks
-from tests.parallelism.channel_runs import alone, assert_equal, close, seeded, shared, weights_of
-from tests.parallelism.running import gather_full
+from tests.parallelism import channel_layers as blocks
+from tests.parallelism.channel_layers import alone, assert_equal, close, seeded, shared, weights_of
+from tests.parallelism.sharded_compare import gather_full
 from tests.parallelism.thread_group import ThreadGroup, run_threads
+
+
+class Aliased(nn.Module):
+    """Writes a whole picture into shares that have another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        z = y * 1.0
+        alias = z
+        z += x
+        return z + self.two(alias)
+
+
+class Denoiser(nn.Module):
+    """Adds what it is given, which takes no gradient, before a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.norm(self.one(x) + x))
+
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "basic": blocks.Basic,
@@ -37,6 +64,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "shuffle": blocks.Shuffle,
     "classifier": blocks.Classifier,
     "a convolution": lambda: nn.Conv2d(8, 12, 3),
+    "written to by every name": Aliased,
+    "no gradient of the picture": Denoiser,
 }
 
 
@@ -48,9 +77,9 @@ def test_blocks(name: str, by: str) -> None:
     layer = seeded(BLOCKS[name]())
     inputs = next(one for one in layer.modules() if isinstance(one, nn.Conv2d)).in_channels
     picture = torch.randn(2, inputs, 6, 5, dtype=torch.float64)
-    expected = alone(layer, picture)
-    for degree in (2, 4):
-        for found in shared(layer, picture, by=by, degree=degree):
+    for degree, gradient in ((2, True), (4, True), *([(2, False)] if name.startswith("no gradient") else [])):
+        expected = alone(layer, picture, gradient=gradient)
+        for found in shared(layer, picture, by=by, degree=degree, gradient=gradient):
             assert_equal(found, expected)
 
 
@@ -117,49 +146,6 @@ def test_any_convolutions(drawn: tuple[nn.Module, Tensor], by: str, degree: int)
         assert_equal(found, expected)
 
 
-class Aliased(nn.Module):
-    """Writes a whole picture into shares that have another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
-        z = y * 1.0
-        alias = z
-        z += x
-        return z + self.two(alias)
-
-
-def test_shares_that_are_written_to_have_it_by_every_name() -> None:
-    layer, picture = seeded(Aliased()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
-    expected = alone(layer, picture)
-    for by in ("filters", "channels"):
-        for found in shared(layer, picture, by=by, degree=2):
-            assert_equal(found, expected)
-
-
-class Denoiser(nn.Module):
-    """Adds what it is given, which takes no gradient, before a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.norm, self.two = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.norm(self.one(x) + x))
-
-
-def test_norms_behind_what_takes_no_gradient_get_theirs() -> None:
-    layer, picture = seeded(Denoiser()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
-    for by in ("filters", "channels"):
-        for gradient in (True, False):
-            expected = alone(layer, picture, gradient=gradient)
-            for found in shared(layer, picture, by=by, degree=2, gradient=gradient):
-                assert_equal(found, expected)
-
-
 def test_features_behind_flattening_stay_shares() -> None:
     layer, picture = seeded(blocks.Classifier()), torch.randn(2, 8, 6, 5, dtype=torch.float64)
     found = shared(layer, picture, by="channels", degree=2)[0]
@@ -208,7 +194,6 @@ def test_modules_before_and_after_the_blocks_are_whole_in_between() -> None:
         }  # fmt: skip
         for name, parameter in expected.named_parameters():
             mine, shard = own.get_parameter(name).grad, shards[name]
-            assert mine is not None
             partial = shard.placement is Placement.PARTIAL
             close(group.all_reduce(mine) if partial else gather_full(mine, shard, group), parameter.grad)
 

@@ -138,7 +138,6 @@ def test_seconds_are_those_of_the_closed_form(ways: int, strategy: str, units: i
     ]  # fmt: skip
     profile = make_profile(make_graph([kind], ["block"]), points, make_cluster(ways, 0, bandwidth, alpha))
     cost = LayerPricer(profile).price("block", Strategy(**{strategy: ways}), batch, 1)
-    assert cost is not None
     once = (ways - 1) * (alpha + batch * 32 * SIDE**2 * 4 / ways / bandwidth)
     assert cost.forward_exposed + cost.backward_exposed == pytest.approx(units * once, rel=1e-9)
     assert LayerPricer(profile).price("block", Strategy(data=ways), batch, 1) is None

@@ -24,8 +24,8 @@ from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart, sliced_kind
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.strategy import Strategy
-from tests.parallelism import channel_blocks as blocks
-from tests.parallelism.channel_runs import Outcome, shared
+from tests.parallelism import channel_layers as blocks
+from tests.parallelism.channel_layers import Outcome, shared
 from tests.parallelism.test_states_cost import work
 
 

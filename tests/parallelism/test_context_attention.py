@@ -133,7 +133,6 @@ def test_a_bias_that_is_learnt_has_its_gradient() -> None:
         spec = ShardSpec(2, 16, MirroredGroup(group))
         shares = [distribute(tensor, (spec,), rules_of(RING)) for tensor in one.tensors]
         scaled_dot_product_attention(*shares, attn_mask=leaf).square().sum().div(2).backward()
-        assert leaf.grad is not None
         return group.all_reduce(leaf.grad)
 
     for found in run_threads(2, work):

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
@@ -29,7 +27,6 @@ from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import build_family
 from tests.pool import WorkerPool
-from tests.schedules import SIMPLE
 
 SAMPLES, CPU = 8, torch.device("cpu")
 
@@ -133,37 +130,6 @@ def test_tuple_model(pool: WorkerPool, sizes: list[int], microbatches: int, sche
         found |= halves
     assert_equal_tensors(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert [bool(result["skip"]) for result in results] == [False] * (len(sizes) - 1) + [True]
-
-
-shapes = st.tuples(st.sampled_from(SIMPLE), st.integers(1, 6), st.integers(1, 12))
-
-
-def passes(schedule: Schedule, stages: int, microbatches: int) -> list[tuple[Action, ...]]:
-    return [schedule.actions(stages, stage, microbatches) for stage in range(stages)]
-
-
-@given(shapes)
-def test_1f1b_bounds_the_micro_batches_in_flight(shape: tuple[Schedule, int, int]) -> None:
-    schedule, stages, microbatches = shape
-    for stage, actions in enumerate(passes(*shape)):
-        alive = most = 0
-        for action in actions:
-            alive += 1 if action.what is Pass.FORWARD else -1
-            most = max(most, alive)
-        assert most == (microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage))
-
-
-@pytest.mark.parametrize("family", ["zoo-gpt", "bert", "mixtral"])
-def test_stages_hold_every_parameter_once(family: str) -> None:
-    whole, _, layers = build_family(family, 2)
-    expected = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
-    names = [layer.name for layer in layers]
-    held: list[str] = []
-    for own in (names[:2], names[2:3], names[3:]):
-        model, _, _ = build_family(family, 2)
-        StageModel(model, layers, own)
-        held += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    assert sorted(held) == sorted(expected)
 
 
 @pytest.mark.parametrize("own", [[], ["nowhere"], ["before", "after"], ["after", "before"]])

@@ -254,22 +254,6 @@ def backward_moments(actions: Sequence[Action], virtual: int) -> Iterator[tuple[
             yield action.chunk, tuple(done[Pass.FORWARD, c] - done[Pass.BACKWARD, c] for c in range(virtual))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(courses())
-def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
-    course, order = given
-    if course.schedule not in ZERO_BUBBLE:
-        return
-    limit = course.groups * (1 if course.schedule is Schedule.ZERO_BUBBLE_1P else 2)
-    share = 1.0 if order is None else order.share
-    for own in actions_of(course, order):
-        held: Counter[Pass] = Counter()
-        for action in own:
-            held[action.what] += 1
-            whole, pending = held[Pass.FORWARD] - held[Pass.BACKWARD], held[Pass.BACKWARD] - held[Pass.WEIGHT]
-            assert whole + share * pending <= limit + 1e-6
-
-
 @pytest.mark.parametrize("schedule", [schedule for schedule in EXECUTABLE if schedule.virtual_stages == 1])
 @pytest.mark.parametrize(("groups", "microbatches"), [(2, 1), (3, 7), (4, 16)])
 def test_facts_of_a_schedule_are_those_of_its_table(schedule: Schedule, groups: int, microbatches: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.parallelism.sharded_functions import Lines, compare, is_cut, picture
+from tests.parallelism.sharded_compare import Lines, compare, is_cut, picture
 
 PIXELS: Lines = (2, 3)
 

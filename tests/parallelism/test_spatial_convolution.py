@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby, product
 from typing import Any
 
@@ -15,14 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, sum_over
 from galvatron_lite.parallelism.sharded.tensor import (
-    ShardedTensor,
     ShardSpec,
-    ShardSpecs,
     from_local,
     image_specs,
     specs_of,
@@ -36,15 +32,15 @@ from galvatron_lite.parallelism.spatial.grids import (
     window_refusal,
 )
 from galvatron_lite.parallelism.spatial.halo import halo_sides, shards_in
-from tests.parallelism.shared_pictures import (
+from tests.parallelism.sharded_compare import (
     GRIDS,
     STRICT,
-    alone,
+    assert_equal,
     close,
     double,
     grid_of,
     kept,
-    same,
+    on_whole,
     shared,
 )
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
@@ -95,9 +91,9 @@ def check(
     channels = (4, 6 // groups) if "transpose" in name else (6, 4 // groups)
     parameters = [double(*channels, *kernel), *([double(6)] if bias else [])]
     layer, picture = layer_of(name, steps, groups), double(2, 4, *extents)
-    wanted = alone(layer, picture, parameters, seed)
+    wanted = on_whole(layer, picture, parameters, seed)
     for found in shared(layer, picture, parameters, grid, seed):
-        same(found, wanted)
+        assert_equal(found, wanted)
 
 
 SEEDS = st.integers(0, 1000)
@@ -163,7 +159,7 @@ def test_padding_by_name() -> None:
         picture, weight = double(1, 2, 7, 8), double(3, 2, kernel, kernel)
         layer = layer_of("conv2d", {"padding": padding}, 1)
         for found in shared(layer, picture, [weight], grid, 0):
-            same(found, alone(layer, picture, [weight], 0))
+            assert_equal(found, on_whole(layer, picture, [weight], 0))
 
 
 @settings(max_examples=30, deadline=None)
@@ -184,9 +180,9 @@ def test_pads_and_crops(mode: str, amounts: tuple[int, ...], height: int, width:
         return functional.pad(picture, amounts, mode, value)
 
     picture = double(2, 3, height, width)
-    wanted = alone(layer, picture, [], 0)
+    wanted = on_whole(layer, picture, [], 0)
     for found in shared(layer, picture, [], grid, 0):
-        same(found, wanted)
+        assert_equal(found, wanted)
 
 
 def big() -> tuple[Tensor, Tensor, Tensor]:
@@ -206,7 +202,7 @@ def test_outputs_and_weights_are_computed_while_borders_travel(
     monkeypatch.setattr(convolution, "OVERLAP_DEPTH", 4)
     picture, parameters = double(2, 4, 48, 52), [double(6, 4, 3, 3), double(6)]
     layers = [layer_of("conv2d", {"padding": 1, "stride": stride}, 1) for stride in (1, 2)]
-    results = [alone(layer, picture, parameters, 3) for layer in layers]
+    results = [on_whole(layer, picture, parameters, 3) for layer in layers]
     order: dict[int, list[str]] = defaultdict(list)
 
     def noting(what: str, function: Callable[..., Any], result: Any = None) -> Callable[..., Any]:
@@ -229,7 +225,7 @@ def test_outputs_and_weights_are_computed_while_borders_travel(
     monkeypatch.setattr(ThreadGroup, "exchange", noting("send", ThreadGroup.exchange, Slow()))
     for layer, wanted in zip(layers, results, strict=True):
         for found in shared(layer, picture, parameters, grid, 3):
-            same(found, wanted)
+            assert_equal(found, wanted)
     for calls in order.values():
         # of forward and backward of the first layer that the thread runs
         assert [what for what, _ in groupby(calls)][: len(steps)] == steps
@@ -312,7 +308,6 @@ def test_autocast_runs_and_keeps_the_lower_dtype() -> None:
             found: list[Tensor] = []
             dtypes = {one.dtype for one in kept(lambda: found.append(functional.conv2d(cut, mine, bias, padding=1)))}
         to_local(found[0]).float().sum().backward()
-        assert mine.grad is not None
         return full_tensor(found[0]), sum_over(mine.grad, [group]), dtypes
 
     for found, mine, dtypes in run_threads(2, work):
@@ -332,7 +327,6 @@ def test_channels_last_stays() -> None:
         halved = from_local(share.view_as(share), specs_of(cut), STRICT)
         output = to_local(functional.conv2d(halved, weight.contiguous(memory_format=last), padding=1))
         output.backward(torch.ones_like(output))
-        assert share.grad is not None
         return output.is_contiguous(memory_format=last), share.grad.is_contiguous(memory_format=last)
 
     assert run_threads(2, work) == [(True, True)] * 2
@@ -366,30 +360,3 @@ def test_what_cannot_be_shared_is_refused(shape: tuple[int, ...], kernel: int, d
             functional.conv2d(cut, torch.zeros(2, 2, kernel, kernel), padding=(kernel // 2 if kernel > 3 else 0, 0))
 
     run_threads(degree, work)
-
-
-def test_recomputation_ends_at_the_same_layer_on_all_ranks() -> None:
-    """It ends once all that is kept has been made; a rank that went on would wait for borders."""
-    picture, weight = double(2, 3, 12, 8), double(3, 3, 3, 3)
-
-    def layer(given: Tensor, kernel: Tensor) -> Tensor:
-        made = functional.conv2d(given, kernel, padding=1)
-        return functional.avg_pool2d(made, (3, 1), 1, (1, 0), count_include_pad=False)
-
-    def again(given: Tensor, kernel: Tensor) -> Tensor:
-        # at its bounds pictures are plain, as the runtime has them
-        if not isinstance(given, ShardedTensor):
-            return layer(given, kernel)
-        cuts = specs_of(given)
-        run = partial(shares_of, layer, cuts)
-        made: Tensor = checkpoint(run, to_local(given), kernel, use_reentrant=False)
-        return from_local(made.view_as(made), cuts, STRICT)
-
-    wanted = alone(layer, picture, [weight], 0)
-    for found in shared(again, picture, [weight], (3, 1), 0):
-        same(found, wanted)
-
-
-def shares_of(layer: Callable[..., Tensor], cuts: ShardSpecs, share: Tensor, *parameters: Tensor) -> Tensor:
-    """A layer between plain shares."""
-    return to_local(layer(from_local(share.view_as(share), cuts, STRICT), *parameters))

@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.sharded.collectives import distribute
 from galvatron_lite.parallelism.sharded.tensor import image_specs, to_local
 from galvatron_lite.parallelism.shares import share
-from galvatron_lite.parallelism.spatial.cost import SpatialDimension, samples_of
+from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.spatial.grids import (
     borrowed,
     layout_on,
@@ -34,12 +34,11 @@ from galvatron_lite.parallelism.spatial.grids import (
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
-from tests.parallelism.shared_pictures import STRICT, double, grid_of
+from tests.parallelism.sharded_compare import STRICT, double, grid_of
 from tests.parallelism.test_states_cost import work
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 HEIGHT, WIDTH, CHANNELS = 48, 64, 32
-Shape = tuple[int, ...]
 
 
 def convolved(name: str, kernel: int, stride: int = 1, *, gradient: bool = True) -> Operator:
@@ -85,10 +84,6 @@ def test_a_grid_sends_rows_of_its_own_columns_and_columns_with_the_rows_that_arr
     share = 2 * 4 / 2 * CHANNELS
     assert (rows.size, rows.count, rows.group) == (share * WIDTH / 4, 1, RankGroup(2, 4, 8))
     assert (columns.size, columns.count, columns.group) == (share * (HEIGHT / 2 + 1), 2, RankGroup(4, 1, 4))
-
-
-def test_windows_that_do_not_overlap_send_nothing() -> None:
-    assert sends(Strategy(height=4), stack(convolved("a", 1), convolved("b", 2, 2)), Moment.FORWARD) == []
 
 
 def test_a_stride_needs_fewer_neighbours_and_an_image_takes_no_gradient() -> None:
@@ -156,7 +151,6 @@ def test_seconds_are_those_of_the_closed_form(ways: int) -> None:
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 1000, 1000, 1000)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(ways, 0, bandwidth, alpha))
     cost = LayerPricer(profile).price("block", Strategy(width=ways), batch, 1)
-    assert cost is not None
     probe = Communication(Collective.SEND_RECV, 1.0, RankGroup(ways, 1, 1), Moment.FORWARD, overlaps=False)
     start = Links(profile).seconds(probe) - 1 / bandwidth
     assert start == pytest.approx(alpha)
@@ -171,7 +165,6 @@ def test_what_is_kept_is_a_share_and_the_edges() -> None:
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 10**6, 10**6, 10**6)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(4))
     cost = LayerPricer(profile).price("block", Strategy(width=4), 8, 1)
-    assert cost is not None
     edges = 2 * 4 * 8 * CHANNELS * HEIGHT
     assert (cost.kept, cost.working) == (8 * 10**6 // 4 + edges, 8 * 10**6 // 4 + edges)
 
@@ -245,7 +238,6 @@ def test_the_largest_share_decides(extent: int, degree: int, most: int) -> None:
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 10**6, 10**6, 10**6)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(degree))
     cost = LayerPricer(profile).price("block", Strategy(width=degree), 4, 1)
-    assert cost is not None
     assert cost.forward == pytest.approx(4e-3 * most / extent)
     assert cost.kept == pytest.approx(4e6 * most / extent, abs=1)
 
@@ -334,13 +326,3 @@ def test_bytes_on_the_wire_are_those_of_the_formula(
         assert priced == pytest.approx([size for size in borrowed if size])
     for side in range(len(borrowed)):
         assert sum(there[side] for there, _ in ranks) == sum(back[side] for _, back in ranks)
-
-
-def test_the_share_is_that_of_the_rank_with_most_pixels() -> None:
-    kind, picture = layer_of((13, 11), 3, 1, 1, 1), double(1, PLANES, 13, 11)
-
-    def work(group: ThreadGroup) -> int:
-        return to_local(distribute(picture, image_specs(picture.shape, grid_of(group, 2, 3)), STRICT)).numel()
-
-    most = max(run_threads(6, work))
-    assert samples_of(kind, Strategy(height=2, width=3), 1) == pytest.approx(most / picture.numel())

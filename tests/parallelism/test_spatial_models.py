@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from math import prod
 
 import pytest
@@ -14,13 +13,12 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, leave, sum_over
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec
 from galvatron_lite.parallelism.spatial.apply import bind_modules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.sharded_compare import lines_of
-from tests.parallelism.sharded_functions import cuts_on, picture, results_of, weights
-from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
+from tests.parallelism.sharded_compare import lines_of, picture, results_of, weights
+from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 
 class SqueezeExcite(nn.Module):
@@ -149,63 +147,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "inception": (Inception, FLAT),
     "shuffle": (Shuffle, FLAT),
 }
-GRIDS = [{3: 3}, {2: 2, 3: 2}]
-
-
-class Run:
-    """What a network gives on one device, or on shares."""
-
-    def __init__(self, module: nn.Module, picture: Tensor, result: Tensor) -> None:
-        assert picture.grad is not None
-        self.result, self.picture = result.detach(), picture.grad
-        self.gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-        self.state = {name: one.detach() for name, one in module.named_buffers()}
-
-
-def _loss(result: Tensor) -> Tensor:
-    return (result * torch.linspace(-1, 1, result.numel(), dtype=result.dtype).view(result.shape)).sum()
-
-
-@pytest.mark.parametrize("degrees", GRIDS, ids=str)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_are_equal_to_one_device(name: str, degrees: dict[int, int]) -> None:
-    _check(*NETWORKS[name], degrees, "ignore" if "gathered" in name else "error")
-
-
-def _check(make: Callable[[], nn.Module], shape: tuple[int, ...], degrees: dict[int, int], gathers: str) -> None:
-    """``gathers``: what to do with warnings that a picture is gathered."""
-    torch.manual_seed(0)
-    module, picture = make().double().train(), torch.randn(shape, dtype=torch.float64)
-    alone, leaf = deepcopy(module), picture.clone().requires_grad_()
-    expected = alone(leaf)
-    _loss(expected).backward()
-    theirs = Run(alone, leaf, expected)
-
-    def work(group: ThreadGroup) -> Run:
-        mine, leaf = deepcopy(module), picture.clone().requires_grad_()
-        bind_modules(mine)
-        cuts = tuple(ShardSpec(dim, shape[dim], line) for dim, line in lines_of(group, degrees).items())
-        result = leave(full_tensor(mine(distribute(leaf.clone(), cuts, PIXELS_RULES))), [group])
-        _loss(result).backward()
-        ours = Run(mine, leaf, result)
-        ours.picture = sum_over(ours.picture, [group])
-        ours.gradients = {name: sum_over(one, [group]) for name, one in ours.gradients.items()}
-        return ours
-
-    with warnings.catch_warnings():
-        warnings.simplefilter(gathers)  # type: ignore[arg-type]
-        found = run_threads(prod(degrees.values()), work)
-    near = {"rtol": 1e-10, "atol": 1e-10}
-    for ours in found:
-        torch.testing.assert_close(ours.result, theirs.result, **near)
-        torch.testing.assert_close(ours.picture, theirs.picture, **near)
-        torch.testing.assert_close(ours.gradients, theirs.gradients, **near)
-        torch.testing.assert_close(ours.state, theirs.state, **near)
-
-
-# Networks that know nothing of cut tensors, against one process: theirs are the functions that users call.
-
-
 SMALL = {"hidden_sizes": [8, 16], "depths": [1, 1]}
 
 
@@ -235,7 +176,6 @@ class Gate(nn.Module):
 
 
 LIBRARIES: dict[str, Callable[[], nn.Module]] = {
-    "by hand": Gate,
     "resnet": lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=8, layer_type="basic", **SMALL)),
     "convnextv2": lambda: hf.ConvNextV2Model(hf.ConvNextV2Config(num_stages=2, **SMALL)),
     "regnet": lambda: hf.RegNetModel(hf.RegNetConfig(embedding_size=8, groups_width=4, **SMALL)),
@@ -251,33 +191,48 @@ LIBRARIES: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:torch")
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_networks_train_as_in_one_process(name: str) -> None:
-    torch.manual_seed(0)
-    network = LIBRARIES[name]().double().train()
-    pixels = picture(2, 3, 42, 37) if name == "by hand" else picture(2, 3, 64, 64)
+GRIDS = [{3: 3}, {2: 2, 3: 2}]
+LARGE = (2, 3, 64, 64)
+CASES = [
+    *((name, *NETWORKS[name], grid) for name in NETWORKS for grid in GRIDS),
+    ("by hand", Gate, (2, 3, 42, 37), GRIDS[1]),
+    *((name, make, LARGE, GRIDS[1]) for name, make in LIBRARIES.items()),
+]
 
-    def train(model: nn.Module, given: Tensor, ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-        made = model(pixel_values=given)
-        results = [full_tensor(one) for one in results_of(tuple(made.values()) if isinstance(made, dict) else made)]
-        loss = torch.stack([(one * w).sum() for one, w in zip(results, weights(results), strict=True)]).sum() / ranks
-        loss.backward()
-        return [one.detach() for one in results], {
-            key: torch.zeros_like(one) if one.grad is None else one.grad for key, one in model.named_parameters()
-        }
+
+def train(module: nn.Module, leaf: Tensor, given: Tensor, ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Results and running statistics; gradients of the picture and of parameters, those of a rank to be summed."""
+    made = module(given)
+    results = [full_tensor(one) for one in results_of(tuple(made.values()) if isinstance(made, dict) else made)]
+    torch.stack([(one * w).sum() for one, w in zip(results, weights(results), strict=True)]).sum().div(ranks).backward()
+    leaves = {"picture": leaf, **dict(module.named_parameters())}
+    found = [one.detach() for one in (*results, *module.buffers())]
+    return found, {key: torch.zeros_like(one) if one.grad is None else one.grad for key, one in leaves.items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch")
+@pytest.mark.parametrize(
+    ("name", "make", "shape", "degrees"), CASES, ids=[f"{name} {degrees}" for name, *_, degrees in CASES]
+)
+def test_networks_train_as_in_one_process(
+    name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], degrees: dict[int, int]
+) -> None:
+    torch.manual_seed(0)
+    network, ranks = make().double().train(), prod(degrees.values())
 
     def work(group: ThreadGroup) -> tuple[list[Tensor], dict[str, Tensor]]:
-        lines = grid_groups(group, 2, 2)
-        return train(
-            copy.deepcopy(network), distribute(pixels.clone(), cuts_on(pixels, (2, 3), lines), PIXELS_RULES), 4
-        )
+        own, leaf = copy.deepcopy(network), picture(*shape).requires_grad_()
+        bind_modules(own)
+        cuts = tuple(ShardSpec(dim, shape[dim], line) for dim, line in lines_of(group, degrees).items())
+        return train(own, leaf, distribute(leaf.clone(), cuts, PIXELS_RULES), ranks)
 
-    expected, gradients = train(copy.deepcopy(network), pixels.clone(), 1)
-    everyone = run_threads(4, work)
+    leaf = picture(*shape).requires_grad_()
+    expected, gradients = train(copy.deepcopy(network), leaf, leaf.clone(), 1)
+    with warnings.catch_warnings():
+        if name in NETWORKS and "gathered" not in name:
+            warnings.simplefilter("error")
+        everyone = run_threads(ranks, work)
     for found, _ in everyone:
-        for one, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-10)
-    for key, gradient in gradients.items():
-        total = torch.stack([grads[key] for _, grads in everyone]).sum(0)
-        torch.testing.assert_close(total, gradient, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    total = {key: torch.stack([own[key] for _, own in everyone]).sum(0) for key in gradients}
+    torch.testing.assert_close(total, gradients, rtol=1e-10, atol=1e-10)

@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.collectives import distribute
-from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, image_specs, to_local
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, image_specs, to_local
 from galvatron_lite.parallelism.spatial.grids import SideWindow, borrowed_by, output_extent, window_refusal
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.shared_pictures import GRIDS, STRICT, alone, close, double, grid_of, kept, same, shared
+from tests.parallelism.sharded_compare import (
+    GRIDS,
+    STRICT,
+    assert_equal,
+    close,
+    double,
+    grid_of,
+    kept,
+    on_whole,
+    shared,
+)
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 Layer = Callable[[Tensor], Tensor]
@@ -34,9 +43,9 @@ def fits(windows: list[SideWindow], extents: list[int], grid: tuple[int, ...]) -
 def check(layer: Layer, extents: list[int], grid: tuple[int, int], seed: int = 0) -> None:
     torch.manual_seed(seed)
     picture = double(2, 3, *extents)
-    wanted = alone(layer, picture, [], seed)
+    wanted = on_whole(layer, picture, [], seed)
     for found in shared(layer, picture, [], grid, seed):
-        same(found, wanted)
+        assert_equal(found, wanted)
 
 
 @st.composite
@@ -97,22 +106,6 @@ def test_pools_of_one_side_and_of_volumes(
 
 
 @pytest.mark.parametrize(
-    ("pool", "sides"),
-    [
-        (nn.MaxPool2d(3, stride=2, padding=1), 2),
-        (nn.MaxPool3d((1, 2, 2)), 3),
-        (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), 2),
-        (nn.AdaptiveAvgPool2d(1), 2),
-        (nn.AdaptiveAvgPool3d((1, 1, 1)), 3),
-    ],
-    ids=str,
-)
-def test_modules_of_torch(pool: nn.Module, sides: int) -> None:
-    for grid in [(1, 2), (2, 2), (3, 1)] if sides > 1 else [(1, 2), (1, 3)]:
-        check(lambda picture: pool(picture.square()), [4, 12, 8][-sides:], grid)  # a root of what is not negative
-
-
-@pytest.mark.parametrize(
     "function",
     [
         lambda picture: torch.max_pool2d(picture, 3, 2, 1),
@@ -149,10 +142,10 @@ def test_pools_to_given_extents(
         made: Tensor = function(given, (rows, columns))
         return made
 
-    wanted = alone(layer, picture, [], 0)
+    wanted = on_whole(layer, picture, [], 0)
     # too few windows for the ranks, or windows that need more than the next rank's share, gather
     for found in shared(layer, picture, [], grid, 0, PIXELS_RULES):
-        same(found, wanted)
+        assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +169,9 @@ def test_what_comes_out_may_be_written_to(layer: nn.Module) -> None:
     def run(given: Tensor) -> Tensor:
         return functional.relu(module(given), inplace=True)
 
-    wanted = alone(run, picture, [], 0)
+    wanted = on_whole(run, picture, [], 0)
     for found in shared(run, picture, [], (1, 2), 0):
-        same(found, wanted)
+        assert_equal(found, wanted)
 
 
 def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
@@ -213,9 +206,9 @@ def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
 @pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_what_is_not_shared_is_gathered(function: Layer) -> None:
     picture = double(2, 3, 7, 8)
-    wanted = alone(function, picture, [], 0)
+    wanted = on_whole(function, picture, [], 0)
     for found in shared(function, picture, [], (2, 1), 0, PIXELS_RULES):
-        same(found, wanted)
+        assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -253,26 +246,9 @@ def test_a_share_of_less_than_a_window_that_ends_behind_the_picture(pool: Callab
     def function(one: Tensor) -> Tensor:
         return pool(one, (1, 1, 3), ceil_mode=True)
 
-    wanted = alone(function, picture, [], 0)
+    wanted = on_whole(function, picture, [], 0)
     for found in shared(function, picture, [], (1, 2), 0):
-        same(found, wanted)
-
-
-def test_pictures_without_samples_are_refused() -> None:
-    def work(group: ThreadGroup) -> None:
-        with pytest.raises(InputError, match="dim of samples"):
-            functional.avg_pool2d(distribute(torch.zeros(2, 6, 6), [ShardSpec(1, 6, group)], STRICT), 2)
-
-    run_threads(2, work)
-
-
-def test_pads_that_torch_refuses_are_refused() -> None:
-    def work(group: ThreadGroup) -> None:
-        cut = distribute(torch.zeros(1, 2, 6, 6), [ShardSpec(2, 6, group)], PIXELS_RULES)
-        with pytest.warns(UserWarning, match="gathered"), pytest.raises(RuntimeError, match="pad should be at most"):
-            functional.max_pool2d(cut, 2, padding=2)
-
-    run_threads(1, work)
+        assert_equal(found, wanted)
 
 
 def test_a_pool_of_lower_precision_stays_so() -> None:

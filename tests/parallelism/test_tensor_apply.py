@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
 from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from tests.factories import make_kind
-from tests.parallelism.running import gather_full
+from tests.parallelism.sharded_compare import gather_full
 from tests.parallelism.tensor_blocks import CASES, HIDDEN, TOKENS, make_case, split_and_compare
 from tests.parallelism.test_states_cost import work
 from tests.parallelism.thread_group import ThreadGroup, run_threads

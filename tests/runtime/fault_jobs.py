@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.notes import operation_of
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import make_plan, split_model
 
 WIDTH, SAMPLES = 6, 8
 DATA, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
@@ -73,12 +74,9 @@ def make_run(
     strategies: Sequence[Sequence[Strategy]], timeout: float | None = None, microbatches: int = 1
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
-    layers = discover_layers(model, make_batch(0), blocks=["blocks.0", "blocks.1"])
-    names, flat = [layer.name for layer in layers], iter([layer.name for layer in layers])
-    assert len(names) == sum(map(len, strategies)), names
-    plan = make_plan([[next(flat) for _ in stage] for stage in strategies], strategies, SAMPLES, microbatches)
-    parallel = ParallelModel(model, plan, layers, make_batch(0), device="cpu", timeout=timeout)
+    cuts, blocks = list(accumulate(map(len, strategies)))[:-1], ["blocks.0", "blocks.1"]
+    options = {"microbatches": microbatches, "timeout": timeout, "blocks": blocks}
+    parallel = split_model(Net(), make_batch(0), [one for stage in strategies for one in stage], cuts, **options)
     return parallel, parallel.optimizer(torch.optim.AdamW, lr=0.01)
 
 
@@ -160,7 +158,6 @@ def resumed(folder: str) -> tuple[str, list[float]]:
     """The last checkpoint's name, and the loss of the step after it, in a smaller world."""
     parallel, optimizer = make_run([[Strategy()] * 4])
     found = parallel.load_latest(folder, optimizer)
-    assert found is not None
     return found.folder.name, [float(parallel.train_step(make_batch(parallel.step), optimizer))]
 
 

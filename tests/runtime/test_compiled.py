@@ -19,9 +19,8 @@ from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime import compiled
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.compiled import check_compile
-from galvatron_lite.runtime.engine import ParallelModel
-from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
+from tests.runtime.plans import split_model
 
 SIZE, SAMPLES = 8, 4
 
@@ -62,13 +61,9 @@ STRATEGIES = [
 def trained(strategy: Strategy, wanted: bool | str) -> tuple[list[float], dict[str, Tensor], Any]:
     torch.manual_seed(1)
     model, batch = Net(), {"rows": torch.randn(SAMPLES, 4, SIZE)}
-    layers = discover_layers(model, batch)
-    plan = write_plan(
-        [[one.name for one in layers]], {one.name: strategy for one in layers}, devices=strategy.devices, batch=SAMPLES
-    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        parallel = ParallelModel(model, plan, layers, batch, device="cpu", compile=wanted)
+        parallel = split_model(model, batch, strategy, compile=wanted)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
         losses = [float(parallel.train_step(batch, optimizer)) for _ in range(3)]
     said = [str(one.message) for one in told if re.search("compiled|does not compile", str(one.message))]

@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.pictures import (
-    SAMPLES,
     Pictures,
     make_net,
     make_parallel_net,
@@ -23,7 +20,7 @@ from tests.runtime.pictures import (
     train_net,
     train_net_alone,
 )
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import split_model
 from tests.runtime.training import assert_same
 from tests.together import Together
 
@@ -150,9 +147,8 @@ def half_precision(strategy: Strategy) -> list[float]:
     case = Pictures([strategy] * 5, norm="batch", dense=True)
     model, batch = make_net(case).float(), [one.float() if one.is_floating_point() else one for one in
                                             make_pictures(case)]  # fmt: skip
-    layers = discover_layers(model, batch, blocks=[f"blocks.{number}" for number in range(3)])
-    plan = make_plan([[layer.name for layer in layers]], [[strategy] * 5], SAMPLES, precision="bf16")
-    parallel = ParallelModel(model, plan, layers, batch, device="cpu")
+    blocks = [f"blocks.{number}" for number in range(3)]
+    parallel = split_model(model, batch, [strategy] * 5, precision="bf16", blocks=blocks)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     return [float(parallel.train_step(batch, optimizer)) for _ in range(3)]
 
@@ -176,11 +172,8 @@ def test_batch_norm_takes_the_statistics_of_its_data_share(pool: WorkerPool, str
 def in_place_first(strategy: Strategy) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1)).double()
-    layers, batch = discover_layers(model), make_pictures(Pictures([]))[0]
-    names = [layer.name for layer in layers]
-    stages = [names] if strategy.devices == dist.get_world_size() else [names[:2], names[2:]]
-    plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES)
-    parallel = ParallelModel(model, plan, layers, batch, loss_fn=lambda output, _: output.square().mean(), device="cpu")
+    batch, cuts = make_pictures(Pictures([]))[0], [] if strategy.devices == dist.get_world_size() else [2]
+    parallel = split_model(model, batch, strategy, cuts, loss_fn=lambda output, _: output.square().mean())
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     return [float(parallel.train_step(batch, optimizer)) for _ in range(3)]
 

@@ -1,4 +1,4 @@
-"""Models train under every plan as in one process: without caches, with their own hooks and checkpointing."""
+"""Models train under every plan, and by themselves, as their users make them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.engine import ParallelModel
 from tests.auto_jobs import measuring_briefly
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import make_plan, split_model
 from tests.runtime.untouched import (
     DECODERS,
     SAMPLES,
     VOCAB,
     alone,
+    automatic,
     batch_for,
     difference,
-    same_strategy,
     trained_plainly,
     unchanged,
     under,
@@ -77,10 +76,7 @@ def each_split(family: str) -> list[str]:
 
 def in_stages(family: str, strategy: Strategy) -> str:
     batch, model, expected = batch_for(family), untouched(family), alone(family, unchanged, ())
-    layers = discover_layers(model, batch)
-    stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
-    plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)
-    return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
+    return difference(split_model(model, batch, strategy, [-2], microbatches=2), batch, expected)
 
 
 def test_hooks_of_users_see_what_code_between_layers_sees(pool: WorkerPool) -> None:
@@ -135,7 +131,7 @@ def checkpointed(reentrant: bool, folder: str) -> list[str]:
         )
         ways = [{"plan": plan} for plan in plans]
     for way in ways:
-        with measuring_briefly():
+        with measuring_briefly(max_samples=2):
             parallel = auto_parallelize(Checkpointed(reentrant), batch, **way)
         found.append(difference(parallel, batch, trained_plainly(Checkpointed(reentrant), batch)))
     return found
@@ -174,14 +170,9 @@ def test_shapes_of_what_a_stage_receives_are_those_of_its_samples(pool: WorkerPo
 
 def reshaping() -> str:
     model, batch = Reshaping(), torch.randn(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    expected, layers = trained_plainly(Reshaping(), batch), discover_layers(model, batch)
-    stages = [[layer.name for layer in part] for part in (layers[:3], layers[3:])]
-    strategies = [
-        [Strategy(data=2), Strategy(data=2), Strategy(tensor=2)],
-        [Strategy(tensor=2)] * 2 + [Strategy(data=2)],
-    ]
-    plan = make_plan(stages, strategies, SAMPLES, 2)
-    return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
+    samples, matmuls = Strategy(data=2), Strategy(tensor=2)
+    parallel = split_model(model, batch, [samples, samples, matmuls, matmuls, matmuls, samples], [3], microbatches=2)
+    return difference(parallel, batch, trained_plainly(Reshaping(), batch))
 
 
 def test_without_gradients_the_cache_is_there(pool: WorkerPool) -> None:
@@ -191,7 +182,84 @@ def test_without_gradients_the_cache_is_there(pool: WorkerPool) -> None:
 def cached_tokens() -> list[bool]:
     """Whether outputs have a cache: without gradients, in training, in evaluation."""
     model, batch = untouched("Llama"), batch_for("Llama")
-    plan, layers = same_strategy(model, batch, Strategy(), Strategy())
-    parallel = ParallelModel(model, plan, layers, batch, device="cpu")
+    parallel = split_model(model, batch, Strategy())
     outputs = [parallel.outputs(batch), model(**batch), model.eval()(**batch)]
     return [output.past_key_values is not None for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [("T5", 1)]
+    + [pytest.param("Whisper", 1, marks=pytest.mark.study)]
+    + [pytest.param(family, 2, marks=pytest.mark.study) for family in ("T5", "Bart")],
+)
+def test_encoder_decoders_are_measured(pool: WorkerPool, tmp_path: Path, family: str, world: int) -> None:
+    assert [wrong for _, wrong in pool.run(world, automatic, family=family, folder=str(tmp_path))] == [""] * world
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [("Adapted", 2)]
+    + [pytest.param("OPT", 1, marks=pytest.mark.study)]
+    + [
+        pytest.param(family, 2, marks=pytest.mark.study) for family in ("Llama", "OPT", "Phi3", "Gemma2", "Qwen3", "T5")
+    ],
+)
+def test_where_memory_is_scarce(pool: WorkerPool, tmp_path: Path, family: str, world: int) -> None:
+    for recomputed, wrong in pool.run(world, automatic, family=family, folder=str(tmp_path), tight=True):
+        assert recomputed != ["none"]
+        assert not wrong
+
+
+class OfTorch(nn.Module):
+    """``nn.TransformerEncoder``, which looks into its layers, behind layers that work in place; frozen or not."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.before = nn.Sequential(nn.Linear(4, 16), nn.ReLU(True), nn.Linear(16, 16), nn.ReLU(True))
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(16, 1)
+        self.backbone_trains = not frozen
+        for part in (self.before, self.encoder):
+            part.requires_grad_(not frozen)
+
+    def forward(self, features: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.backbone_trains):
+            hidden = self.encoder(self.before(features))
+        return self.head(hidden).square().mean()
+
+
+class Nested(nn.Module):
+    """Its blocks are dicts of modules in a list, which no call runs as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = ({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)} for _ in range(3))
+        self.stages = nn.ModuleDict({"first": nn.ModuleList(nn.ModuleDict(one) for one in parts)})
+
+    def forward(self, features: Tensor) -> Tensor:
+        for part in self.stages["first"]:
+            features = features + part["down"](part["up"](features).relu())
+        return features.square().mean()
+
+
+IN_PLACE = [f"before.{number}" for number in range(4)]
+KINDS = {"encoder": (False, None), "in place": (False, IN_PLACE), "frozen": (True, None)}
+
+
+def automatic_of_torch(kind: str, folder: str) -> str:
+    frozen, blocks = KINDS.get(kind, (False, None))
+    batch = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1))
+    model, alone = (Nested() if kind == "nested" else OfTorch(frozen) for _ in range(2))
+    with measuring_briefly(max_samples=2):
+        parallel = auto_parallelize(model, batch, blocks=blocks, folder=Path(folder))
+    return difference(parallel, batch, trained_plainly(alone, batch))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "nested"])
+def test_what_is_made_of_torchs_modules_is_measured(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+    world = 2 if kind == "nested" else 1
+    assert pool.run(world, automatic_of_torch, kind=kind, folder=str(tmp_path)) == [""] * world

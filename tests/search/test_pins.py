@@ -1,14 +1,27 @@
+"""Pins: what is read, what is kept, and what a backend lacks."""
+
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.model.shapes import load_model
+from galvatron_lite.parallelism.backends import ANY, DEEPSPEED, GALVATRON
 from galvatron_lite.parallelism.registry import parts_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.pins import NOTHING, Pins, forbidden_names, pin_names, read_pins, schedules_named
+from galvatron_lite.search.pins import (
+    NOTHING,
+    Pins,
+    check_backend,
+    forbidden_names,
+    pin_names,
+    read_pins,
+    schedules_named,
+)
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
 from tests.analysis.cases import small
@@ -262,3 +275,33 @@ def test_a_pin_leaves_out_layers_that_share_parameters_with_one_that_does_not_of
     kinds = [make_kind(name, 1, tensor_degrees=degrees) for name, degrees in (("before", 1), ("a", 2))]
     graph = make_graph(kinds, ["before", "a", "a"], [Tie("l0", "l2", 1)])
     assert read_pins(["tp=2"], (), graph).fixed.layers == (("l1", "tensor", 2),)
+
+
+@pytest.mark.parametrize(
+    ("pin", "lacking"),
+    [
+        ("schedule=interleaved", "the interleaved-1f1b schedule"),
+        ("vpp=2", "several stages a group"),
+    ],
+)
+def test_what_the_backend_lacks_is_named_as_it_was_typed(pin: str, lacking: str) -> None:
+    with pytest.raises(
+        InputError, match=re.escape(f"--fix: '{pin}' cannot be used. Backend deepspeed cannot run")
+    ) as no:
+        check_backend([pin], [], DEEPSPEED)
+    assert lacking in str(no.value)
+    assert "--backend any offers it" in str(no.value)
+    check_backend([pin], [], ANY)
+
+
+def test_schedules_that_are_asked_for_are_held_against_the_backend_too() -> None:
+    check_backend(
+        ["cp=2", "ulysses=on", "EP=2", "zero=3", "tp=8", "filters=2", "height=2", "schedule=gpipe", "vpp=1"],
+        ["1f1b"],
+        GALVATRON,
+    )
+    with pytest.raises(InputError, match="--schedule: 'zb1p' cannot be used") as no:
+        check_backend([], ["zb1p"], DEEPSPEED)
+    assert "--backend any offers it" in str(no.value)
+    check_backend([], ["zb1p"], GALVATRON)
+    check_backend([], ["zb1p"], ANY)

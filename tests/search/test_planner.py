@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from galvatron_lite import api
-from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.shapes import load_model
 from galvatron_lite.plans.schema import Plan, Proof, Schedule
-from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import compare, find_plan
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
@@ -32,8 +30,6 @@ def planned(seed: int = 0, **options: object) -> Plan:
 
 def test_a_plan_says_what_it_costs_and_where_it_comes_from() -> None:
     plan = planned()
-    assert plan.prediction is not None
-    assert plan.provenance is not None
     assert plan.provenance.proof is Proof.PROVEN
     assert plan.provenance.budget == BUDGET
     assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
@@ -47,7 +43,6 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_runners_up_are_no_better_where_they_fit() -> None:
     for seed in range(6):
         plan = planned(seed, budget=60_000)
-        assert plan.prediction is not None
         assert 1 <= len(plan.alternatives) <= 3
         for option in plan.alternatives:
             assert option.fits == (option.peak_memory <= 60_000)
@@ -60,7 +55,6 @@ def test_pinned_values_hold() -> None:
     assert plan.microbatches == 4
     assert {run.strategy.tensor for stage in plan.stages for run in stage.runs} == {1}
     assert all("pipeline 2" in other.summary and "4 micro-batches" in other.summary for other in plan.alternatives)
-    assert plan.provenance is not None
     assert "integer programme" in plan.provenance.certificate
     assert "(proven), gap 0" in plan.provenance.certificate
 
@@ -73,7 +67,6 @@ def test_uniform_plans_are_certified_too(schedule: Schedule) -> None:
         fixed=Fixed(pipeline=2), certify=True, runners_up=0,
     )  # fmt: skip
     assert plan.virtual_stages > 1
-    assert plan.provenance is not None
     assert "(proven), gap 0" in plan.provenance.certificate
 
 
@@ -155,7 +148,6 @@ def test_ctrl_c_returns_the_best_plan_so_far() -> None:
     planned(11, budget=60_000, backend="any", progress=lambda done, total, label: told.append(label))
     plan = stopped_at(len(told) - 1)
     assert plan.prediction is not None
-    assert plan.provenance is not None
     assert plan.provenance.proof is Proof.FEASIBLE
     assert plan.provenance.interrupted
     assert 0.0 < plan.provenance.gap < 1.0
@@ -228,14 +220,18 @@ def test_where_nothing_fits_the_error_names_the_pin_to_lift() -> None:
 
 
 def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> None:
-    cluster = load_cluster("a100-40gb", 16)
-    profile = estimate_profile(load_model("llama2-7b"), cluster, precision="bf16", name="7b")
-    asked = {"devices": 16, "global_batch": 64, "runners_up": 1}
-    with pytest.raises(InfeasibleError, match="It fits on 64 devices: ") as error:
-        find_plan(profile, budget=5 * 10**9, **asked)
-    assert "24 devices" not in str(error.value)
+    """Half as many nodes more, twice and four times as many are tried; two nodes of two devices here."""
+    profile = random_profile(random.Random(2), devices=4, blocks=4)
+    (level,) = profile.cluster.levels
+    levels = (replace(level, size=2), replace(level, name="rack", size=2))
+    profile = replace(profile, cluster=replace(profile.cluster, levels=levels))
+    asked = {"devices": 4, "global_batch": 16, "runners_up": 1}
+    with pytest.raises(InfeasibleError, match="It fits on 16 devices: ") as error:
+        find_plan(profile, budget=38_000, **asked)
+    assert "6 devices" not in str(error.value).replace("16 devices", "")
+    assert "8 devices" not in str(error.value)
     with pytest.raises(InfeasibleError) as error:
-        find_plan(profile, budget=10**8, **asked)
+        find_plan(profile, budget=28_000, **asked)
     assert "It fits on" not in str(error.value)
 
 
@@ -244,7 +240,6 @@ def test_layers_may_take_minutes() -> None:
     profile = plain_profile([300.0, 200.0])
     fixed = Fixed(pipeline=2, schedule=Schedule.ONE_F_ONE_B)
     found = find_plan(profile, devices=2, global_batch=1, budget=2**29, fixed=fixed)
-    assert found.prediction is not None
     assert found.prediction.step_seconds == pytest.approx(1500.0, rel=1e-6)
 
 

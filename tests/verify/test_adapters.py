@@ -25,7 +25,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.layers import PlannedLayers
 from galvatron_lite.verify.conformance.volume import predicted_bytes, sent_bytes
 from galvatron_lite.verify.schema import Verdict
-from tests.equivalence.adapters import with_adapters
+from tests.equivalence.families import with_adapters
 
 SAMPLES = 8
 TEXT: dict[str, Any] = {

@@ -1,19 +1,32 @@
-"""Plans for few processes: legal, and of the same kind."""
+"""Shrunken plans are legal and trained for real; verification that is launched."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import galvatron_lite.runtime.engine
+from galvatron_lite.errors import LaunchError, VerificationError
+from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
+from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, check_runs
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.search.space import Narrowed, strategies_for
+from galvatron_lite.verify.launched import Verifier, without_world
+from galvatron_lite.verify.numbers.check import check_numbers
 from galvatron_lite.verify.numbers.shrink_plan import (
     Spot,
     choose_size,
@@ -24,7 +37,12 @@ from galvatron_lite.verify.numbers.shrink_plan import (
     reductions,
     small_plan,
 )
+from galvatron_lite.verify.numbers.train import training_fork
+from galvatron_lite.verify.schema import Check, Verdict
+from galvatron_lite.verify.source import ModelSource, factory_source, named_source
+from tests.equivalence.families import PlainModel
 from tests.equivalence.plans import write_plan
+from tests.pool import WorkerPool
 from tests.schedules import ZERO_BUBBLE
 
 GRAPH = load_model("mixtral-8x7b")
@@ -81,7 +99,6 @@ def test_what_is_legal_is_what_the_planner_offers() -> None:
 )
 def test_degrees(text: str, devices: int, expected: str) -> None:
     smaller = reduced(parse_strategy(text), devices)
-    assert smaller is not None
     assert (features(smaller), smaller.devices) == (features(parse_strategy(expected)), devices)
 
 
@@ -157,3 +174,166 @@ def test_zero_bubble_schedules_stay() -> None:
         size = choose_size(other, [Strategy(data=2)], 4)
         small = small_plan(other, size, spots, list(layers), dict.fromkeys(layers, Strategy(data=2)))
         assert check_runs(small).schedule is schedule
+
+
+def plan_for(source: ModelSource, text: str, *, stages: int = 1, devices: int, **fields: object) -> Plan:
+    """The same strategy for every layer, and stages of as many layers."""
+    model, batch, _ = source.on_meta()
+    names = [layer.name for layer in discover_layers(model, batch or model.example_batch(2))]  # type: ignore[operator]
+    parts = [names[index * len(names) // stages : (index + 1) * len(names) // stages] for index in range(stages)]
+    strategies = dict.fromkeys(names, parse_strategy(text))
+    strategies["before"] = strategies["after"] = parse_strategy(text.removesuffix(" recompute"))
+    return write_plan(parts, strategies, devices=devices, batch=64, **fields)  # type: ignore[arg-type]
+
+
+def checked(source: ModelSource, plan: Plan, **options: object) -> Check:
+    with training_fork(source, patience=120) as fork:
+        return check_numbers(source, plan, fork, timeout=240, **options)  # type: ignore[arg-type]
+
+
+LLAMA = named_source("llama-tiny")
+
+
+def test_a_large_plan_trains_like_one_process_when_it_is_small() -> None:
+    plan = plan_for(LLAMA, "zero3x16 recompute", stages=4, devices=64, microbatches=4)
+    check = checked(LLAMA, plan)
+    assert (check.verdict, check.name) == (Verdict.PASSED, "numbers"), check
+    assert "4 gloo processes" in check.said
+    assert "Not kept small: every stage" in check.said
+    assert check.details[0] == (
+        "plan: 64 devices, 4 stages, batch 64 in 4 micro-batches -> 4 devices, 2 stages, batch 8 in 4 micro-batches"
+    )
+
+
+class _Forgetful(torch.optim.SGD):
+    """Leaves out the first parameter."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        first = self.param_groups[0]["params"][0]
+        before = first.detach().clone()
+        super().step(closure)  # type: ignore[arg-type]
+        with torch.no_grad():
+            first.copy_(before)
+
+
+def test_a_gradient_that_is_not_averaged_is_found() -> None:
+    plan = plan_for(LLAMA, "data2", devices=2)
+    with patch("galvatron_lite.parallelism.data.apply._launch", lambda _bucket: None):
+        check = checked(LLAMA, plan)
+    assert check.verdict is Verdict.FAILED, check
+    assert "gradients of step 1" in check.said
+    assert "ranks 0, 1" in check.said
+
+
+def test_a_weight_that_is_not_updated_is_found() -> None:
+    plan = plan_for(LLAMA, "tensor2", devices=2)
+    real = galvatron_lite.runtime.engine.ParallelModel.optimizer
+
+    def forgetful(self: object, factory: object, **options: object) -> object:
+        return real(self, _Forgetful, **options)  # type: ignore[arg-type]
+
+    with patch.object(galvatron_lite.runtime.engine.ParallelModel, "optimizer", forgetful):
+        check = checked(LLAMA, plan)
+    assert check.verdict is Verdict.FAILED
+    assert "weights after step 2" in check.said
+    assert any("embed.weight" in line for line in check.details)
+    assert not any("gradients of step 1" in line for line in check.details)
+
+
+def masked() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Samples of which unlike shares of labels count."""
+    torch.manual_seed(0)
+    model = build("gpt-tiny", vocab=64, layers=4, hidden=16, heads=2, sequence=16)
+    tokens = torch.randint(0, 64, (8, 16))
+    return model, {
+        "tokens": tokens,
+        "labels": tokens.where(torch.arange(16) % (torch.arange(8)[:, None] + 1) == 0, -100),
+    }
+
+
+def test_shares_with_unlike_counts_of_labels_weigh_as_in_training() -> None:
+    source = factory_source(masked)
+    for plan in (plan_for(source, "data2", devices=2), plan_for(source, "whole", devices=1, microbatches=2)):
+        check = checked(source, plan)
+        assert check.verdict is Verdict.PASSED, check
+
+
+class Convolutions(torch.nn.Module):
+    """A network without blocks; sums over pixels are compared in float64, so its float32 batch is converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3)
+        )
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(pixels)
+        return output
+
+
+def test_a_plain_convolutional_network_is_trained() -> None:
+    source = factory_source(
+        lambda: (Convolutions(), {"pixels": torch.randn(8, 3, 8, 8)}, lambda output, _: output.square().mean())
+    )
+    check = checked(source, plan_for(source, "data2", devices=2))
+    assert check.verdict is Verdict.PASSED, check
+
+
+PLAN = write_plan([["before", "after"]], dict.fromkeys(("before", "after"), Strategy(data=2)), devices=2, batch=4)
+
+
+def good(source: ModelSource, plan: Plan) -> Sequence[Check]:
+    assert not dist.is_initialized()
+    model, *_ = source.on_meta()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return [Check("a", Verdict.PASSED, f"{plan.devices}"), Check("b", Verdict.SKIPPED, "")]
+
+
+def bad(_source: ModelSource, _plan: Plan) -> Sequence[Check]:
+    return [Check("order", Verdict.FAILED, "Rank 1 waits."), Check("b", Verdict.PASSED, "")]
+
+
+def broken(_source: ModelSource, _plan: Plan) -> Sequence[Check]:
+    raise ValueError("no such thing")
+
+
+def dies(_source: ModelSource, _plan: Plan) -> Sequence[Check]:
+    os._exit(3)
+
+
+def asked() -> list[str]:
+    """On a rank of a world that was joined before: what each verification says; and the world still works."""
+    told, model = [], PlainModel()
+    for verify in (good, bad, broken, dies):
+        verifier = Verifier(model, None, None, verify)
+        try:
+            verifier.check(PLAN)
+            told.append("on")
+        except (VerificationError, LaunchError) as error:
+            told.append(str(error))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        told.append(str(int(total)))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return told
+
+
+def test_all_ranks_go_on_or_raise_together(pool: WorkerPool) -> None:
+    first, second = pool.run(2, asked)
+    assert first == second
+    on, a, failed, b, raised, c, died, d = first
+    assert (on, a, b, c, d) == ("on", "2", "2", "2", "2")
+    assert "order: Rank 1 waits." in failed
+    assert "ValueError: no such thing" in raised
+    assert "the process that does it ended" in died
+
+
+def test_no_world_is_needed(capfd: pytest.CaptureFixture[str]) -> None:
+    Verifier(PlainModel(), None, None, good).check(PLAN)
+    assert "1 of 2 checks passed. b: skipped." in capfd.readouterr().err
+    with pytest.raises(VerificationError) as caught:
+        Verifier(PlainModel(), None, None, bad).check(PLAN)
+    assert caught.value.failed == (("order", "Rank 1 waits."),)
+    with without_world():
+        assert not dist.is_initialized()

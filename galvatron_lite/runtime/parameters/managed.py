@@ -22,7 +22,6 @@ from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import RowShare, share_of
-from galvatron_lite.parallelism.zero.cost import keeps_masters
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
 
@@ -125,7 +124,7 @@ def _owned(
     groups = meshes.groups(strategy)
     mesh = (groups.states if groups.spread is None or spread is None else groups.spread).mesh
     shares = strategy.zero_stage == 1 and mesh is not None and not partial
-    share = share_of(parameter, mesh, compute if keeps_masters(strategy) else None) if shares and mesh else None
+    share = share_of(parameter, mesh, compute if strategy.keeps_masters else None) if shares and mesh else None
     shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
     copies = meshes.stage_devices // (split * shared * (1 if spread is None else spread.degree))
     owned = ManagedParameter(names, parameter, shard, groups, copies, share, spread=spread)

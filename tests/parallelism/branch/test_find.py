@@ -36,11 +36,6 @@ def numbers(branch: Branch) -> list[int]:
     return [int(name[1:]) for name in branch.layers]
 
 
-def test_a_chain_has_no_branches() -> None:
-    assert found(graph_of(4, [(0, 1), (1, 2), (2, 3)])) == []
-    assert found(make_graph([make_kind("a", 1)], ["a"] * 3)) == []
-
-
 def test_two_networks_that_read_the_inputs_are_branches() -> None:
     graph = graph_of(4, [(0, 1), (2, 3)])
     assert found(graph) == [[[0, 1], [2, 3]]]
@@ -56,23 +51,6 @@ def test_heads_of_a_trunk_and_towers_that_are_joined() -> None:
     assert (region.entry, region.exit) == (("l1",), ("l5",))
     assert [(branch.input_bytes, branch.output_bytes) for branch in region.branches] == [(10, 10), (10, 10)]
     assert region.layers == ("l2", "l3", "l4")
-
-
-def test_two_regions_without_a_layer_between_them() -> None:
-    """Two towers, and two heads that both read what code of the model's own makes of both towers' outputs."""
-    assert found(graph_of(4, [(0, 2), (0, 3), (1, 2), (1, 3)])) == [[[0], [1]], [[2], [3]]]
-
-
-def test_what_a_path_connects_is_never_split() -> None:
-    assert found(graph_of(4, [(0, 1), (2, 3), (1, 3)])) == [[[0, 1], [2]]]  # but 1 and 2 are before 3
-    assert found(graph_of(5, [(0, 1), (2, 3), (1, 3), (3, 4), (0, 4)])) == [[[0, 1], [2]]]
-    # Neither half of this letter N is independent of the other.
-    assert found(graph_of(4, [(0, 2), (1, 2), (1, 3)])) == []
-
-
-def test_skips_and_residual_connections_are_no_branches() -> None:
-    down_and_up = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4), (1, 3)]
-    assert found(graph_of(5, down_and_up)) == []
 
 
 def test_a_branch_may_fork_inside() -> None:

@@ -76,7 +76,6 @@ def next_leg(case: Case, folder: str, name: str) -> Any:
     run = make_run(case, seed=5)
     parallel, optimizer, scheduler, data = run
     resumed = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
-    assert resumed is not None
     assert not resumed.exact
     loaded = state_of(run)
     go_on(run, 1)

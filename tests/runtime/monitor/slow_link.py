@@ -1,7 +1,7 @@
 """A link of known speed between processes: a backend that is gloo, but takes as long as the link would.
 
 The link is busy with one transfer at a time; whoever waits for a transfer waits until the link is done with it. A
-transfer begins when the last of its ranks is there: on a clock that only they have (``KnownClock``) they say when.
+transfer begins when the last of its ranks is there: they say when by their own clocks (``KnownClock``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.known_time import Clock
+from tests.known_time import KnownClock
 
 NAME = "slowgloo"
 _STAMP = 2**20
@@ -27,7 +27,7 @@ class Link:
     latency = 0.0
     per_byte = 0.0
     busy_until = 0.0
-    clock = Clock()
+    clock = KnownClock()
 
     @classmethod
     def take(cls, size: float, since: float = 0.0) -> float:
@@ -58,7 +58,7 @@ class _Arriving(dist.Work):
     Args:
         inner: brings it.
         size: its bytes.
-        sent: brings what the sender's clock showed; None: all ranks have the same clock.
+        sent: brings what the sender's clock showed.
         stamp: into this.
     """
 
@@ -69,8 +69,7 @@ class _Arriving(dist.Work):
 
     def wait(self, *_: Any) -> bool:
         self._inner.wait()
-        if self._sent is not None:
-            self._sent.wait()
+        self._sent.wait()
         if self._until is None:
             self._until = Link.take(self._size, float(self._stamp))
         Link.clock.wait(self._until)
@@ -101,14 +100,11 @@ class SlowGroup(dist.ProcessGroup):
     def _ring(self, work: Any, tensors: Any, passes: int = 1) -> _Slow:
         share = passes * (self._ranks - 1) / self._ranks
         since = self._latest()[1]
-        if Link.clock.known:
-            work.wait()
+        work.wait()
         return _Slow(work, Link.take(share * sum(tensor.nbytes for tensor in _flat(tensors)), since), tensors)
 
     def _latest(self) -> tuple[Any, float]:
-        """What the last rank's clock shows, and what brought it; None and 0 where all have the same clock."""
-        if not Link.clock.known:
-            return None, 0.0
+        """What brought what the last rank's clock shows, and that."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         now = torch.tensor([Link.clock.now()], dtype=torch.float64)
@@ -147,19 +143,18 @@ class SlowGroup(dist.ProcessGroup):
         return self._ring(self._inner.scatter(out, tensors, opts), tensors)
 
     def send(self, tensors: Any, peer: int, tag: int) -> Any:
-        if Link.clock.known:
-            stamp = torch.tensor([Link.clock.now()], dtype=torch.float64)
-            self._stamps.append((self._inner.send([stamp], peer, tag + _STAMP), stamp))
+        stamp = torch.tensor([Link.clock.now()], dtype=torch.float64)
+        self._stamps.append((self._inner.send([stamp], peer, tag + _STAMP), stamp))
         return self._inner.send(tensors, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int) -> _Arriving:
         stamp = torch.zeros(1, dtype=torch.float64)
-        sent = self._inner.recv([stamp], peer, tag + _STAMP) if Link.clock.known else None
+        sent = self._inner.recv([stamp], peer, tag + _STAMP)
         return _Arriving(self._inner.recv(tensors, peer, tag), sum(one.nbytes for one in tensors), sent, stamp)
 
     def barrier(self, opts: Any = None) -> Any:
         met, until = self._latest()
-        return self._inner.barrier(opts or dist.BarrierOptions()) if met is None else _Slow(met, until, None)
+        return _Slow(met, until, None)
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -170,12 +165,12 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> SlowGroup:
     return SlowGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
-def join(folder: Path, bandwidth: float, clock: Clock) -> None:
+def join(folder: Path, bandwidth: float, clock: KnownClock) -> None:
     """Leave the world and join one of the same ranks over a link of so many bytes a second of a clock."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
+    Link.per_byte, Link.clock = 1 / bandwidth, clock
     dist.Backend.register_backend(NAME, _make, devices=["cpu"])
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group(NAME, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    Link.per_byte, Link.clock = 1 / bandwidth, clock

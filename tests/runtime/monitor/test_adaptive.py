@@ -24,31 +24,26 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor import adaptive
-from galvatron_lite.runtime.monitor.adaptive import Monitor, link_probes, measure_links
+from galvatron_lite.runtime.monitor.adaptive import Monitor
 from galvatron_lite.runtime.monitor.attach import earlier_corrections
-from galvatron_lite.runtime.monitor.correct import link_factors
 from galvatron_lite.runtime.monitor.log import read_log, replay
-from galvatron_lite.runtime.monitor.schema import Adapt, AdaptAction, Decision, Exhausted, LinkFactor, Planner
+from galvatron_lite.runtime.monitor.schema import Adapt, AdaptAction, Decision, Exhausted, Planner
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
-from tests.known_time import Clock, KnownClock
+from tests.known_time import KnownClock
 from tests.pool import WorkerPool
 from tests.runtime.monitor import slow_link
 from tests.runtime.monitor.slow_link import Link
 from tests.runtime.monitor.workers import Workers, pair, profile_of, worked_batch
-from tests.undisturbed import undisturbed
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
 BATCH = 16
 BANDWIDTH = 1e8
 WORK = 1e-3
 """Seconds of a block's forward pass of a sample."""
-FACTOR, LESS = 24.0, 6.0
-"""How many times longer a byte takes; and how many times on the machine's clock, so that a transfer ends between two
-moments at which the machine is elsewhere."""
+FACTOR = 24.0
+"""How many times longer a byte takes."""
 WINDOW = 5
-REALLY = 3
-"""Steps under each plan by the machine's clock, of which the quickest counts."""
 SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000, planner=Planner.INLINE)
 
 
@@ -57,16 +52,12 @@ class SlowLinkRun:
     """What happened.
 
     Attributes:
-        known: seconds of steps over the slow link, under the first plan and under the last one.
-        really: the same by the machine's clock.
-        links: what is found by that.
+        seconds: of steps over the slow link, under the first plan and under the last one.
         decisions: of the monitor.
         losses: of every step.
     """
 
-    known: tuple[float, float]
-    really: tuple[float, float]
-    links: tuple[LinkFactor, ...]
+    seconds: tuple[float, float]
     decisions: list[Decision]
     losses: list[float]
 
@@ -96,65 +87,24 @@ def known_profile() -> Profile:
 
 
 def train_over_slow_link(folder: str, quick: int, slow: int) -> SlowLinkRun:
-    """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both.
-
-    Then some more over the slow link, on the machine's own clock.
-    """
+    """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both."""
     slow_link.join(Path(folder), BANDWIDTH, clock := KnownClock())
+    seconds, losses = list[float](), list[float]()
     with clock.told():
-        run = _Run(str(Path(folder) / "log.jsonl"))
-        first = run.parallel.plan
+        profile, model, example = known_profile(), Workers(pace), worked_batch(BATCH, 0)
+        plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
+        parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
+        settings = replace(SETTINGS, log=str(Path(folder) / "log.jsonl"))
+        parallel.steering = monitor = Monitor(parallel, profile, settings)
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
         for step in range(quick + slow):
             Link.per_byte = (1.0 if step < quick else FACTOR) / BANDWIDTH
-            run.train(step)
-    known = median(run.seconds[quick + 1 : quick + WINDOW]), median(run.seconds[-WINDOW:])
-    run.parallel.steering, Link.clock = None, Clock()
-    links = undisturbed(run.links)
-    after = undisturbed(run.seconds_really)
-    run.parallel.switch(first, run.optimizer)
-    really = undisturbed(run.seconds_really), after
-    return SlowLinkRun(known, really, links, list(run.monitor.decisions), run.losses)
-
-
-class _Run:
-    """A model that trains under a monitor.
-
-    Attributes:
-        probes: of the link.
-        seconds: of every step, by the link's clock.
-        losses: of them.
-    """
-
-    def __init__(self, log: str) -> None:
-        profile = known_profile()
-        self.probes = link_probes(profile)
-        plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
-        model, example = Workers(pace), worked_batch(BATCH, 0)
-        self.parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
-        self.parallel.steering = self.monitor = Monitor(self.parallel, profile, replace(SETTINGS, log=log))
-        self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.1)
-        self.seconds, self.losses = list[float](), list[float]()
-
-    def train(self, step: int) -> None:
-        """One step."""
-        dist.barrier()
-        before = Link.clock.now()
-        self.losses.append(float(self.parallel.train_step(worked_batch(BATCH, step), self.optimizer)))
-        self.seconds.append(Link.clock.now() - before)
-
-    def seconds_really(self) -> float:
-        """The quickest of some steps by the machine's clock: nothing makes one quicker."""
-        count = len(self.seconds)
-        for step in range(REALLY):
-            self.train(count + step)
-        return min(self.seconds[count:])
-
-    def links(self) -> tuple[LinkFactor, ...]:
-        """What the monitor would find by the machine's clock, of a link that is slower by ``LESS``."""
-        before, Link.per_byte = Link.per_byte, LESS / BANDWIDTH
-        found = link_factors(measure_links(self.probes, torch.device("cpu")), SETTINGS.threshold)
-        Link.per_byte = before
-        return found
+            dist.barrier()
+            before = clock.now()
+            losses.append(float(parallel.train_step(worked_batch(BATCH, step), optimizer)))
+            seconds.append(clock.now() - before)
+    steady = median(seconds[quick + 1 : quick + WINDOW]), median(seconds[-WINDOW:])
+    return SlowLinkRun(steady, list(monitor.decisions), losses)
 
 
 def train_alone(steps: int) -> list[float]:
@@ -224,10 +174,10 @@ def test_a_slow_link_is_found_and_the_new_plan_is_faster(pool: WorkerPool, tmp_p
     assert taken == [AdaptAction.PLAN, AdaptAction.SWITCH]
     planned = next(decision for decision in behind if decision.action is AdaptAction.PLAN)
     assert planned.step <= QUICK + (SETTINGS.patience + 1) * WINDOW
-    for (link,), factor in ((planned.corrections.links, FACTOR), (course.links, LESS)):
-        assert link.per_byte == pytest.approx(factor, rel=0.2)
-    for slow, after in (course.known, course.really):
-        assert after < 0.8 * slow
+    (link,) = planned.corrections.links
+    assert link.per_byte == pytest.approx(FACTOR, rel=0.2)
+    slow, after = course.seconds
+    assert after < 0.8 * slow
     assert course.losses == pytest.approx(work_alone(len(course.losses)), rel=1e-4)
     assert all(one.same for one in replay(read_log(tmp_path / "log.jsonl")))
 

@@ -31,7 +31,7 @@ from tests.pool import WorkerPool
 from tests.processor_time import least
 from tests.runs.lines import a_header, a_plan
 from tests.runtime.branches.jobs import perception, perception_plan
-from tests.runtime.cyclic.jobs import ADAM, batches_of, case_of
+from tests.runtime.cyclic.test_processes import ADAM, batches_of, case_of
 from tests.runtime.deepspeed import jobs as deepspeed_jobs
 from tests.runtime.training import Case, make_batch, make_parallel, plan_of
 
@@ -64,7 +64,6 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         parallel = make_parallel(case)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
         recorder = observe(parallel, ObserverOptions(Path(folder) / name))
-        assert recorder is not None
         losses = [step(parallel, optimizer) for _ in range(3)]
         parallel.eval()
         parallel.outputs(make_batch())
@@ -73,7 +72,6 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         found[name] = losses
         parallel.step = 3  # as a checkpoint sets it
         recorder = observe(parallel, ObserverOptions(Path(folder) / name))  # it goes on in the same folder
-        assert recorder is not None
         losses += [step(parallel, optimizer)]
         recorder.finish()
     return found
@@ -98,7 +96,6 @@ def cost_of_seeing(folder: str) -> float:
     """Processor seconds that seeing a step of eight micro-batches costs the thread that trains."""
     parallel: Any = make_parallel(Case([Strategy()] * 5))
     recorder = observe(parallel, ObserverOptions(Path(folder), live=True))
-    assert recorder is not None
     observer, loss, batch = parallel.observer, torch.zeros(()), make_batch()
 
     def seconds(steps: int) -> float:
@@ -155,7 +152,6 @@ def other_models(folder: str) -> dict[str, list[float]]:
     parallel.switch(replace(plan_of(STAGES), microbatches=2), optimizer)
     found["switch"] += _losses(parallel, optimizer, make_batch())
     for one in (_recorder(), recorder, other, last):
-        assert one is not None
         one.finish()
     return found
 

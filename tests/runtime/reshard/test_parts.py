@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -140,28 +139,6 @@ class SmallModel(nn.Module):
         return self.two(self.one(tensor))
 
 
-def test_a_structure_is_restored_in_place() -> None:
-    model = SmallModel()
-    early = model.one.register_forward_hook(lambda *_: model.calls.append(1))
-    hooks = model.one._forward_hooks
-    was = Structure(model.modules(), meta=True)
-    model.one.__class__ = type("Split", (nn.Linear,), {})
-    model.one.out_features, model.forward = 1, lambda _: None  # type: ignore[method-assign, assignment]
-    del model.two.weight
-    model.extra = torch.ones(1)
-    was.restore()
-    assert type(model.one) is nn.Linear
-    assert model.one.out_features == 2
-    assert "forward" not in vars(model)
-    assert not hasattr(model, "extra")
-    assert model.two.weight is model.one.weight
-    assert model.one.weight.is_meta
-    assert isinstance(model.one.weight, nn.Parameter)
-    assert model.one._forward_hooks is hooks
-    early.remove()
-    assert not hooks
-
-
 def test_what_the_user_changed_is_kept() -> None:
     model = SmallModel()
     gone = model.one.register_forward_hook(lambda *_: None)
@@ -205,23 +182,3 @@ def test_too_little_memory_is_refused() -> None:
     check_fits(100, 100)
     with pytest.raises(InputError, match=r"memory: .*for a moment"):
         check_fits(99, 100)
-
-
-def test_fsdp_can_be_applied_again_to_a_restored_module() -> None:
-    """Torch keeps what FSDP knows of a module by its identity, and refuses a second time otherwise."""
-    from torch.distributed import _composable_state as kept
-
-    class State(kept._State):
-        pass
-
-    model, first, second = nn.Linear(1, 1), State(), State()
-    was = Structure([model])
-    kept._insert_module_state(model, first)
-    split = Structure([model])
-    was.restore()
-    assert kept._get_module_state(model) is None
-    kept._insert_module_state(model, second)
-    split.restore()
-    assert kept._get_module_state(model) is first
-    unused: Any = second
-    assert unused is not first
