@@ -96,7 +96,7 @@ class StageSplitter:
             self._split_matmuls(placed, groups, glue_layout(self.stage))
         if mixtures and groups.tokens is not None:
             work_on_shares(self._block(placed), mixtures)
-        border = border_of(placed.layout.whole_channels, groups)
+        border = border_of(placed.layout.replicated("channels"), groups)
         for path in placed.layer.modules:
             module, at = self.model.get_submodule(path), border
             if path in self.plans.channel:

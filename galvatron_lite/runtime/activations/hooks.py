@@ -104,7 +104,7 @@ class _Entry:
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
         if hidden is None and layout.tokens > 1 and len(shape) == IDS:
-            return layout.of_tokens(shape)
+            return AxisSplit(layout.devices, (*layout.samples(shape).axes[:INNER], layout.token_axis))
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
         if self.border.channels is not None:
             alike = is_shared(tensor)

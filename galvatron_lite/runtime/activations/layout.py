@@ -145,11 +145,6 @@ class ActivationLayout(Layout):
         return self.replicated("sequence", "channels")
 
     @property
-    def whole_channels(self) -> Self:
-        """The same with all channels."""
-        return self.replicated("channels")
-
-    @property
     def token_axis(self) -> Axis:
         """Ranks along the tokens by context parallelism, whose shares tensor groups do not split."""
         return Axis(self.tokens, self.stride("tokens"), mirrored=True) if self.tokens > 1 else WHOLE
@@ -169,10 +164,6 @@ class ActivationLayout(Layout):
             raise InputError("samples", shape[0], f"A micro-batch must be divisible by {self.batch}.")
         rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
         return AxisSplit(self.devices, (rows, *[WHOLE] * (len(shape) - 1)))
-
-    def of_tokens(self, shape: Sequence[int]) -> AxisSplit:
-        """How ids of tokens (samples, tokens) lie where ranks share tokens."""
-        return AxisSplit(self.devices, (*self.samples(shape).axes[:INNER], self.token_axis))
 
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
         """How a hidden state lies: samples are shared, and tokens, channels or pixels."""

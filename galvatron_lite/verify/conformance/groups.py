@@ -8,7 +8,7 @@ from math import prod
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.axes import Purpose, RankLine
-from galvatron_lite.parallelism.lines import StageLines, lines_of
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.conformance.layers import PlannedLayers, check_of
@@ -127,7 +127,8 @@ def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: Pla
 
     lines = lines_of(strategy)
     states, sharded = lines.states, lines.states.shards.size > 1
-    if lines.spread is not None and _is_spread(one, lines):
+    shares = lines.weights.size * (states.shards.size if one.sharded else 1)
+    if lines.spread is not None and prod(one.held) * shares < prod(one.whole):  # less than slices and shards leave it
         if not sharded:
             yield around(lines.spread.gradients), False, prod(one.held)
         return
@@ -149,12 +150,6 @@ def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: Pla
 def _even(one: ParameterSplit, shards: int) -> bool:
     """Whether all ranks have a share of one size, so that theirs is known from one rank's."""
     return not one.sharded or bool(one.held and one.whole and one.whole[0] % shards == 0)
-
-
-def _is_spread(one: ParameterSplit, lines: StageLines) -> bool:
-    """Whether a parameter is spread: a rank has less of it than slices and shards leave it."""
-    shards = lines.states.shards.size if one.sharded else 1
-    return prod(one.held) * lines.weights.size * shards < prod(one.whole)
 
 
 def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
