@@ -19,7 +19,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, model_inputs, slice_batch
 from galvatron_lite.model.graph import Layer, Recompute
 from galvatron_lite.model.trace_flow import at
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss.weights import (
     LossWeight,
@@ -181,13 +181,6 @@ class Findings:
         if self.unsaid is not None and shares_batch(plan):
             raise self.unsaid
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-        if self.written and (plan.microbatches > 1 or any(one != Strategy(data=one.data) for one in strategies)):
-            remedy = (
-                "Forward passes change these parameters: further micro-batches and recomputation would do so again, "
-                "and shards, shares and stages do not hold all. Change them after optimizer.step(), or give a plan of "
-                "data parallelism alone with one micro-batch, or none, to have one found."
-            )
-            raise InputError("parameters", _few(self.written), remedy)
         if self.whole and shares_batch(plan):
             shares = f"{plan.microbatches} micro-batches" if plan.microbatches > 1 else "data parallelism"
             remedy = (
@@ -210,7 +203,16 @@ class Findings:
             raise InputError("buffers", _few(self.loose), remedy)
         shared = any(one.zero_stage > 1 or _shares_inside(one) for one in strategies)
         shared = shared or len(plan.stages) > 1 or bool(plan.branches)
-        if self.differentiates and (shared or any(one.recompute is not Recompute.NONE for one in strategies)):
+        again = any(one.recompute is not Recompute.NONE for one in strategies)
+        kept = all(one.devices == one.replicas and one.offload is Offload.NONE for one in strategies)
+        if self.written and (shared or again or not kept or plan.microbatches > 1):
+            remedy = (
+                "Forward passes change these parameters: further micro-batches and recomputation would do so again, "
+                "and shards, shares and stages do not hold all. Change them after optimizer.step(), or give a plan of "
+                "data parallelism alone with one micro-batch, or none, to have one found."
+            )
+            raise InputError("parameters", _few(self.written), remedy)
+        if self.differentiates and (shared or again):
             remedy = (
                 "Forward passes take gradients, through layers of which a rank under this plan has a share, or which "
                 "it would run or gather again at most once. Give a plan of data parallelism or ZeRO-1 with one stage "
