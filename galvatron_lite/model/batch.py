@@ -166,16 +166,20 @@ def batch_size(batch: Any) -> int:
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop`` of a batch, as views.
+    """Samples ``start`` to ``stop`` of a batch, in the memory of the batch.
 
-    Tensors whose dim 0 is the batch size are sliced; everything else passes through.
+    Tensors whose dim 0 is the batch size are sliced; everything else passes through. A model may write into its slice
+    while others, which share no version counter with it, wait for their backward.
     """
     samples = batch_size(batch)
     if not 0 <= start <= stop <= samples:
         raise InputError("samples", (start, stop), f"The batch has {samples} samples; take a range inside it.")
 
     def rows(tensor: Tensor) -> Tensor:
-        return tensor[start:stop] if tensor.dim() and tensor.shape[0] == samples else tensor
+        if not tensor.dim() or tensor.shape[0] != samples:
+            return tensor
+        part = tensor[start:stop]
+        return part if part.requires_grad else part.data
 
     return map_tensors(batch, rows)
 

@@ -156,3 +156,27 @@ def test_small_differences_are_found() -> None:
         assert_equal_tensors(reference | {"b": reference["b"] * float("nan")}, reference)
     with pytest.raises(AssertionError, match="names"):
         assert_equal_tensors({"a": reference["a"]}, reference)
+
+
+def test_a_parameter_of_the_loss_function_is_named() -> None:
+    model, batch, loss_fn = made("mapping", scaled=False)
+    scale = nn.Parameter(torch.ones(3))
+    layers = discover_layers(model, batch)
+    (line,) = try_model(model, batch, layers, loss_fn=lambda out, batch: loss_fn(out * scale, batch)).warnings()
+    assert "that the model does not hold (of shape [3])" in line
+
+
+class Graph(nn.Module):
+    """Nodes of all graphs in one tensor, and edges that number them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message = nn.Linear(4, 4)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        return nodes.index_add(0, edges[0], self.message(nodes[edges[1]])).square().mean()
+
+
+def test_rows_that_number_others_keep_the_batch_whole() -> None:
+    model, batch = Graph(), {"nodes": torch.randn(8, 4), "edges": torch.tensor([[0, 7, 6], [7, 1, 5]])}
+    assert try_model(model, batch, discover_layers(model, batch)).whole

@@ -70,6 +70,15 @@ def test_slices_put_together_are_the_batch(samples: int, data: st.DataObject) ->
     assert all(torch.equal(part["rest"][3], torch.eye(11)) for part in parts)
 
 
+def test_a_slice_may_be_written_into_before_the_backward_of_another() -> None:
+    batch, weight = torch.ones(4), torch.ones(2, requires_grad=True)
+    first, other = (slice_batch(batch, number, number + 2) for number in (0, 2))
+    loss = (first * weight).sum()
+    other.mul_(2)
+    loss.backward()
+    assert weight.grad.tolist() == [1, 1]
+
+
 def test_a_slice_is_a_view() -> None:
     batch = torch.zeros(4, 2)
     slice_batch(batch, 1, 3).fill_(1)

@@ -38,6 +38,14 @@ def test_a_model_that_does_not_take_the_batch() -> None:
         trace(Plain(), torch.zeros(2, 3, 4))
 
 
+def test_modules_that_are_not_ready_are_named() -> None:
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(TraceError, match=r"'1, made by torch\.jit'.*the module that it was made of"):
+        trace(scripted, torch.ones(2, 4))
+    with pytest.raises(TraceError, match=r"'0\.weight, whose shape is not known yet'.*Run the model once"):
+        trace(nn.Sequential(nn.LazyLinear(4)), torch.ones(2, 4))
+
+
 class Weighted(nn.Module):
     """Takes what has no samples beside what has."""
 

@@ -80,12 +80,14 @@ class Network(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if kind in ("loose buffer", "read buffer"):
             self.register_buffer("average", torch.zeros(HIDDEN))
+        if kind == "written":
+            self.teacher = nn.Parameter(self.head.weight.detach().clone(), requires_grad=False)
         self.register_buffer("classes", 1 + torch.arange(VOCAB).float() / 4, persistent=False)
 
     def forward(
         self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None, first: Tensor | None = None
     ) -> Tensor:
-        hidden = self.embed(tokens)
+        hidden = start = self.embed(tokens)
         if self.kind in ("loose buffer", "read buffer"):
             self.average.lerp_(hidden.detach().mean((0, 1)), 0.1)
         if self.kind == "read buffer":
@@ -100,6 +102,12 @@ class Network(nn.Module):
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1)
         if self.kind.startswith("masked"):
             return (each * mask.flatten()).sum() / mask.sum().clamp(min=0 if self.kind == "masked 0/0" else 1)
+        if self.kind == "written":
+            self.teacher.data.lerp_(self.head.weight.data, 0.3)
+            return each.mean() + (logits - hidden @ self.teacher.T).square().mean()
+        if self.kind == "slope":
+            (slope,) = torch.autograd.grad(each.sum(), start, create_graph=True)
+            return each.mean() + slope.square().mean()
         if self.kind == "sum":
             return each.sum()
         if self.kind == "penalty":
@@ -136,7 +144,8 @@ def make(kind: str) -> tuple[nn.Module, Any]:
     labels = tokens.roll(-1, 1)
     labels = (
         labels
-        if kind in ("classes", "buffers", "loose buffer", "read buffer", "penalty") or "masked" in kind
+        if kind in ("classes", "buffers", "loose buffer", "read buffer", "penalty", "written", "slope")
+        or "masked" in kind
         else labels.where(keeps, -1)
     )
     more = {"first": tokens[:, 1].where(keeps[:, 2], -100)} if kind == "two terms" else {}

@@ -65,6 +65,8 @@ def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any],
         ("penalty", ("zero3", "pipeline", "tensor"), "weight_decay"),
         ("tied by hand", ("zero3", "pipeline", "tensor"), "outside of their layers"),
         ("head by hand", ("zero3",), "outside of their layers"),
+        ("slope", ("zero3", "pipeline", "tensor", "recompute"), "Forward passes take gradients"),
+        ("written", ("micro-batches", "zero1", "pipeline", "recompute"), "Forward passes change these parameters"),
     ],
 )
 def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple[str, ...], said: str) -> None:
@@ -80,7 +82,7 @@ def test_no_switch_to_a_plan_that_trains_otherwise(pool: WorkerPool) -> None:
         assert "compares samples" in message
 
 
-@pytest.mark.parametrize("kind", ["contrastive", "penalty", "buffers", "masked"])
+@pytest.mark.parametrize("kind", ["contrastive", "penalty", "written", "buffers", "masked"])
 def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
     model, batch = make(kind)
     path = tmp_path / "profile.yaml"
@@ -98,7 +100,8 @@ def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_pa
         assert {one.batch_degree for one in strategies} == {1}
     else:
         assert {(one.tensor, one.context, one.recompute) for one in strategies} == {(1, 1, Recompute.NONE)}
-    assert kind != "penalty" or len(plan.stages) == 1
+    assert kind not in ("penalty", "written") or len(plan.stages) == 1
+    assert kind != "written" or plan.microbatches == 1
 
 
 @pytest.mark.parametrize("fix", [[], ["tp=1"]])
@@ -127,6 +130,8 @@ def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
         ("loose buffer", ("data", "zero3")),
         ("penalty", ("data", "zero1")),
         ("tied by hand", ("data", "zero1")),
+        ("written", ("data",)),
+        ("slope", ("data", "zero1")),
     ],
 )
 def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:

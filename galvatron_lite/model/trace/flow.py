@@ -48,6 +48,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         readers: by parameter name paths of modules whose own code reads it.
         work: by module path forward FLOPs of its own code.
         ran: paths of modules that ran.
+        written: names of parameters that were written into.
         copied: whether a module handed on a copy of what it was given.
         asked: values of tensors that code read: path of the module whose code it is, and what they are made of.
     """
@@ -65,7 +66,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made, self._names = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._same = WeakIdKeyDictionary()
         self._decided, self._running = 0, [""]
-        self.ran, self.copied = set[str](), False
+        self.ran, self.written, self.copied = set[str](), set[str](), False
         self.asked: list[tuple[str, int]] = []
         self._start(model, batch)
 
@@ -162,6 +163,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, tensor: Tensor, sources: int) -> None:
         storage = tensor.untyped_storage()
+        if (name := self._names.get(storage)) is not None:  # type: ignore[no-untyped-call]
+            self.written.add(name)
         for one in self._same.get(storage, [storage]):  # type: ignore[no-untyped-call]
             self._mark(one, sources)
 

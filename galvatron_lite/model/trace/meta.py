@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import checkpoint
@@ -35,6 +36,10 @@ def check_model(model: object) -> None:
         remedy = "Give the model before torch.compile; compile=True compiles its blocks under every plan."
     elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         remedy = "Give the model inside, model.module: the plan shares it out."
+    elif scripted := [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise TraceError("model", f"{scripted[0] or 'it'}, made by torch.jit", "Give the module that it was made of.")
+    elif lazy := [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]:
+        raise TraceError("model", f"{lazy[0]}, whose shape is not known yet", "Run the model once on a batch before.")
     else:
         return
     raise TraceError("model", getattr(model, "__name__", type(model).__name__), remedy)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, model_inputs, slice_batch
-from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.graph import Layer, Recompute
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.parallelism.lines import lines_of
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss.weights import (
     LossWeight,
@@ -43,6 +43,7 @@ from galvatron_lite.verify.trial.double import (
     masks_of,
     relative_error,
     run_pass,
+    runs_on,
     terms_of,
 )
 
@@ -61,11 +62,15 @@ class Findings:
     whole: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
     # parameters that code outside of their layers reads; such a plan has whole parameters
     outside: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
+    differentiates: bool = False  # whether a forward pass takes gradients, which are differentiated again
     # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
     # where it is neither
     buffers: tuple[tuple[str, str], ...] = ()
     # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
     loose: tuple[str, ...] = ()
+    # shapes of parameters that get gradients and that the model does not hold, as those of a loss function
+    unheld: tuple[str, ...] = ()
     # entries of the batch that neither the model nor the loss function takes
     unread: tuple[str, ...] = ()
     skipped: str = ""  # why nothing was found out; empty where it was
@@ -75,8 +80,12 @@ class Findings:
         """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``."""
         if self.unsaid is not None:
             raise self.unsaid
-        fix = ("dp=1", "microbatches=1") if self.whole else ()
-        forbid = (*(OUTSIDE_NEEDS if self.outside else ()), *(SAMPLES_NEED if self.buffers else ()))
+        fix = ("dp=1", "microbatches=1") if self.whole else ("microbatches=1",) * bool(self.written)
+        forbid = (
+            *(OUTSIDE_NEEDS if self.outside or self.written or self.differentiates else ()),
+            *(SAMPLES_NEED if self.buffers else ()),
+        )
+        forbid += ("recompute",) * bool(self.written or self.differentiates)
         forbid += ("pipeline",) * bool(self.loose and not self.outside)
         return {name: words for name, words in (("fix", fix), ("forbid", forbid)) if words}
 
@@ -88,6 +97,12 @@ class Findings:
                          "micro-batch) train like one process")  # fmt: skip
         if self.outside:
             notes.append(f"code outside of their layers reads {_few(self.outside)}: every device holds all parameters")
+        if self.differentiates:
+            notes.append("forward passes take gradients: every device holds all parameters, and none recomputes")
+        if self.written:
+            notes.append(
+                f"forward passes change {_few(self.written)}: every device holds all and runs its samples once"
+            )
         return notes
 
     def without_plan(self, devices: int, uncaptured: str = "", pins: str = "") -> InputError:
@@ -113,6 +128,10 @@ class Findings:
             )
         if self.outside:
             reasons.append(f"code outside of their layers reads {_few(self.outside)}")
+        if self.differentiates:
+            reasons.append("forward passes take gradients, which nothing that is split can differentiate again")
+        if self.written:
+            reasons.append(f"forward passes change {_few(self.written)}")
         if uncaptured:
             reasons.append(
                 f"values of tensors decide what {uncaptured} runs, so that ranks share nothing but the batch"
@@ -138,6 +157,12 @@ class Findings:
         if lone := [name for name, rule in self.buffers if not rule]:
             lines.append(f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: "
                          "each rank and micro-batch updates its own by its share.")  # fmt: skip
+        if self.unheld:
+            lines.append(
+                f"Parameters that the model does not hold (of shape {_few(self.unheld)}) get gradients: nothing trains "
+                "them here, and each rank has the gradient of its own samples. Make what holds them a submodule of the "
+                "model (model.criterion = criterion), or let them get none (requires_grad_(False))."
+            )
         if self.unread:
             names = _few(self.unread)
             lines.append(
@@ -178,7 +203,24 @@ class Findings:
             )
             raise InputError("buffers", _few(self.loose), remedy)
         shared = any(one.parameter_shards > 1 or _shares_inside(one) for one in strategies)
-        if self.outside and (shared or len(plan.stages) > 1 or plan.branches):
+        shared = shared or len(plan.stages) > 1 or bool(plan.branches)
+        again = any(one.recompute is not Recompute.NONE for one in strategies)
+        kept = all(one.devices == one.replicas and one.offload is Offload.NONE for one in strategies)
+        if self.written and (shared or again or not kept or plan.microbatches > 1):
+            remedy = (
+                "Forward passes change these parameters: further micro-batches and recomputation would do so again, "
+                "and shards, shares and stages do not hold all. Change them after optimizer.step(), or give a plan of "
+                "data parallelism alone with one micro-batch, or none, to have one found."
+            )
+            raise InputError("parameters", _few(self.written), remedy)
+        if self.differentiates and (shared or again):
+            remedy = (
+                "Forward passes take gradients, through layers of which a rank under this plan has a share, or which "
+                "it would run or gather again at most once. Give a plan of data parallelism or ZeRO-1 with one stage "
+                "and without recomputation, or none, to have one found."
+            )
+            raise InputError("model", "that calls torch.autograd.grad", remedy)
+        if self.outside and shared:
             remedy = (
                 "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
                 "none. Give a plan of data parallelism or ZeRO-1 with one stage, or none, to have one found; or move "
@@ -216,26 +258,43 @@ def try_model(
     """Find out what of a model depends on how a batch is shared."""
     try:
         double = make_double(model, batch, layers, init_fn)
+    except (SkippedError, InputError) as error:
+        return Findings(skipped=str(error))
+    try:
         observer = CallObserver(double, model)
         whole = run_pass(double, double.batch, loss_fn, observer=observer)
         noted = NotedBatch(double.batch) if loss_fn is not None and isinstance(double.batch, Mapping) else None
         noting = loss_fn if loss_fn is None or noted is None else lambda output, _: loss_fn(output, noted)
         again = run_pass(double, double.batch, noting, seed=1)
     except (SkippedError, InputError) as error:
-        return Findings(skipped=str(error))
+        # rows of one tensor may number those of another, as edges do nodes: no share of such a batch runs
+        return Findings(skipped=str(error), whole=runs_on(double, batch, loss_fn))
     if again.loss != whole.loss:
-        return Findings(skipped="its loss is random, dropout apart")
+        return Findings(
+            skipped="the same batch gives another loss again, dropout apart: it is random, or the model keeps "
+            "something from pass to pass, which further micro-batches and recomputation change more often"
+        )
     if not whole.is_finite:
         return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({whole.loss})")
     terms = terms_of(observer.seen, double.batch)
     counts = counts_of(terms)
-    trials = list(_trials(double, counts, whole, loss_fn))
+    try:
+        trials = list(_trials(double, counts, whole, loss_fn))
+    except SkippedError as error:  # in a share of the batch
+        return Findings(skipped=str(error), whole=True)
     buffers = _buffers(model, double, trials[0])
     held = [path for layer in layers for path in layer.modules]
     loose = tuple(name for name, _ in buffers if not any(at(name, path) for path in held))
     taken = model_inputs(double.model, double.batch)
     unread = () if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys()))
-    findings = Findings(outside=tuple(observer.seen.outside), buffers=buffers, loose=loose, unread=unread)
+    findings = Findings(
+        outside=tuple(observer.seen.outside), buffers=buffers, loose=loose, unread=unread,
+        unheld=tuple(observer.seen.unheld.values()), written=tuple(sorted(double.written.union(whole.written))),
+        differentiates=observer.seen.differentiates,
+    )  # fmt: skip
+    shares = trials[0].shares
+    if any(not _close(one, share.written.get(name, 0.0)) for share in shares for name, one in whole.written.items()):
+        return replace(findings, whole=True)  # each rank would change them by its own samples
     found = TargetCounts(counts) if counts else None
     by_term = TermCounts(terms) if counts else None
     for candidate in (weight,) if weight is not None or reduction == "sum" else (found, by_term, None):

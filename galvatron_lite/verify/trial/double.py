@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from galvatron_lite.errors import GalvatronError
+from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.balancing import LOGITS
 from galvatron_lite.model.batch import ITEMS, LossFn, call_model, loss_of, map_tensors, places, resize_batch, tensors_of
-from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trace.meta import BATCH_NORMS, meta_copy
@@ -48,6 +48,7 @@ class Double:
     model: nn.Module  # in float32, or in float64 as it was
     batch: Any  # of ``SAMPLES`` samples, no two alike
     layers: tuple[Layer, ...]  # of the copy
+    written: frozenset[str]  # names of parameters that a forward pass writes into, also what they were
 
 
 def make_double(
@@ -95,14 +96,15 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
             setattr(config, f"output_{LOGITS}", False)
     try:
         try:
-            found = discover_layers(double, small)
+            watched = watch_model(double, small)
+            found, written = watched.layers, frozenset(watched.flow.written)
         except ValuesReadError:
-            found = discover_layers(double)
+            found, written = discover_layers(double), frozenset()
         if any(one.is_meta for one in (*double.parameters(), *double.buffers())):
             materializer = Materializer(double, found, torch.device("cpu"), 0, init_fn)
             for layer in found:
                 materializer.place(layer)
-        return Double(_widened(double.to("cpu")), small, found)
+        return Double(_widened(double.to("cpu")), small, found, written)
     except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
         blocks = f" with {KEPT} blocks of each kind" if gone else ""
         raise SkippedError(f"a copy{blocks} does not run ({error})") from error
@@ -192,6 +194,7 @@ class PassResult:
     loss: float  # the value
     gradients: Mapping[str, Tensor]  # of the parameters that have one, by name
     buffers: Mapping[str, Tensor]  # after the pass, by name
+    written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
 
     @property
     def is_finite(self) -> bool:
@@ -208,14 +211,15 @@ def run_pass(
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
 ) -> PassResult:
-    """Run the copy on some samples; buffers and random state are left as they were."""
+    """Run the copy on some samples; parameters, buffers, samples and random state stay as they were."""
     model = double.model
-    before = {name: one.detach().clone() for name, one in model.named_buffers()}
+    before = {name: one.detach().clone() for name, one in (*model.named_buffers(), *model.named_parameters())}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
         watching = nullcontext() if observer is None else observer.watching()
         with torch.random.fork_rng(devices=[]), watching, terms.inside():
             torch.manual_seed(seed)
+            batch = map_tensors(batch, torch.clone)  # the model may write into it
             loss = loss_of(call_model(model, batch), batch, loss_fn)
         loss = loss if scale is None else scale(loss)
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -223,11 +227,23 @@ def run_pass(
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
     gradients = {name: one for name, one in zip(parameters, found, strict=True) if one is not None}
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
+    written = dict[str, Tensor]()
     with torch.no_grad():
-        for name, one in model.named_buffers():
+        for name, one in (*model.named_buffers(), *model.named_parameters()):
             if name in before and not torch.equal(one, before[name]):
+                if isinstance(one, nn.Parameter):
+                    written[name] = one.detach().clone()
                 one.copy_(before[name])
-    return PassResult(float(loss.detach()), gradients, buffers)
+    return PassResult(float(loss.detach()), gradients, buffers, written)
+
+
+def runs_on(double: Double, batch: Any, loss_fn: LossFn | None) -> bool:
+    """Whether the copy runs, forward and backward, on all samples of the user's batch at once."""
+    try:
+        run_pass(double, map_tensors(map_tensors(batch, _on_cpu), _as_float), loss_fn)
+    except (SkippedError, InputError):
+        return False
+    return True
 
 
 class NotedBatch(dict[str, Any]):
@@ -265,7 +281,9 @@ class ObservedPass:
 
     # arguments of each mean cross-entropy: its targets, the target that is ignored, weights of classes
     means: list[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
+    differentiates: bool = False  # whether the model takes gradients while it runs
     outside: list[str] = field(default_factory=list)  # names of parameters that code outside of their layers reads
+    unheld: dict[int, str] = field(default_factory=dict)  # shapes of parameters with gradients that no module holds
 
 
 class CallObserver(TorchFunctionMode):
@@ -312,6 +330,7 @@ class CallObserver(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
+        self.seen.differentiates |= function is torch.autograd.grad
         mean = mean_of_targets(function, args, kwargs)
         if mean is not None:
             weight = mean.get("weight")
@@ -336,6 +355,8 @@ class CallObserver(TorchFunctionMode):
                 held, direct, holders = self._holders[id(one)]
                 if holders and not any(at(path, holder) for path in self._running for holder in holders):
                     self._found.setdefault(held, direct)
+            elif one.requires_grad and torch.is_grad_enabled():
+                self.seen.unheld[id(one)] = str(list(one.shape))
 
 
 def terms_of(seen: ObservedPass, batch: Any) -> tuple[TargetCount | None, ...]:
