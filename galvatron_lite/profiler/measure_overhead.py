@@ -28,8 +28,7 @@ from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.runner import Receiver, Sender
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, ProcessAxisGroup
-from galvatron_lite.parallelism.spatial.cost import exchanges
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.spatial.cost import exchanges, strategy_on
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
@@ -183,8 +182,7 @@ def _exchange_seconds(
     if grid is None or world % _PAIR:
         return 0.0
     image = hidden_state(call.args, call.kwargs)
-    strategy = Strategy(depth=grid[0], height=grid[1], width=grid[2])
-    moved = exchanges(kind, strategy, image.shape[0] * image.element_size())
+    moved = exchanges(kind, strategy_on(grid), image.shape[0] * image.element_size())
     if not moved:
         return 0.0
     group = make_group(GroupShape(_PAIR, 1, world // _PAIR))
