@@ -70,7 +70,7 @@ class _Axis:
         return bool(self.split) and self.split[0] in DEGREES and not self.trades
 
     @property
-    def own(self) -> set[str]:
+    def differing(self) -> set[str]:
         """The fields in which neighbours differ."""
         return {field.field for field in self.part} | (set(_BATCH) if self.name in ADDED else set())
 
@@ -129,11 +129,11 @@ def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_Neig
 
 def _differs_only_in(axis: _Axis, chosen: Strategy, other: Strategy) -> bool:
     changed = {name for name in (*_NAMES, *ADDED) if getattr(chosen, name) != getattr(other, name)}
-    if not changed & axis.own:
+    if not changed & axis.differing:
         return False
     if axis.trades:
-        return changed <= axis.own | set(_BATCH) and chosen.batch_degree == other.batch_degree
-    allowed = axis.own | ({*_BATCH, *_STATES} if axis.gives else set())
+        return changed <= axis.differing | set(_BATCH) and chosen.batch_degree == other.batch_degree
+    allowed = axis.differing | ({*_BATCH, *_STATES} if axis.gives else set())
     if axis.gives and not (axis.used(chosen) and axis.used(other)):
         allowed |= axis.between
     return changed <= allowed and (not axis.gives or _batch_alike(chosen, other))

@@ -257,26 +257,26 @@ def calibrate_command(
         _print_calibration(made, output)
 
 
-def _print_calibration(made: CalibrationResult, folder: Path) -> None:
+def _print_calibration(result: CalibrationResult, folder: Path) -> None:
     console = wide_console()
-    for reason, count in made.skipped.items():
+    for reason, count in result.skipped.items():
         console.print(f"{count} rows not used: {reason}")
-    console.print(f"{made.runs} runs of {made.settings} settings", style="bold")
+    console.print(f"{result.runs} runs of {result.settings} settings", style="bold")
     table = plain_table("constants", "error on runs left out")
-    for kind, error in made.left_out.items():
-        table.add_row(kind + (" (taken)" if kind == made.kind else ""), f"{error:.1%}")
+    for kind, error in result.left_out.items():
+        table.add_row(kind + (" (taken)" if kind == result.kind else ""), f"{error:.1%}")
     console.print(table)
-    if made.constants:
+    if result.constants:
         table = plain_table("constant", "before", "now", "one deviation", "runs tell")
-        for one in made.constants:
+        for one in result.constants:
             table.add_row(
                 one.name, f"{one.before:.3g}", f"{one.value:.3g}", f"{one.low:.3g} to {one.high:.3g}", f"{one.told:.0%}"
             )
         console.print(table)
         console.print("runs tell: how much of the uncertainty of a constant the runs took away.", style="dim")
-        console.print(f"On these runs themselves the error falls from {made.before:.1%} to {made.after:.1%}.")
+        console.print(f"On these runs themselves the error falls from {result.before:.1%} to {result.after:.1%}.")
     else:
         console.print(_UNCHANGED)
-    if made.constants and len(made.models) == 1:
+    if result.constants and len(result.models) == 1:
         console.print("All runs are of one model: for plans of others, keep the constants as they were.")
     console.print(f"Written to {folder}.")

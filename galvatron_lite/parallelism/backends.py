@@ -67,7 +67,7 @@ class Backend:
         """The pipeline schedules it runs."""
         return tuple(filter(self.pipeline, schedules()))
 
-    def asked(self, schedule: Schedule) -> tuple[tuple[str, object], ...]:
+    def required(self, schedule: Schedule) -> tuple[tuple[str, object], ...]:
         """Fields of ``Strategy``, and the value that each must have in a pipeline under a schedule."""
         return self.split_backward if schedule.splits_backward else ()
 

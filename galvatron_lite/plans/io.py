@@ -211,7 +211,7 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
 
 
 def _check_asked(plan: Plan, backend: Backend) -> None:
-    asked = backend.asked(plan.schedule) if len(plan.stages) > 1 else ()
+    asked = backend.required(plan.schedule) if len(plan.stages) > 1 else ()
     for number, stage in enumerate(plan.stages):
         for run in stage.runs:
             for name, value in asked:

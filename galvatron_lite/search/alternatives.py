@@ -208,9 +208,9 @@ def finalists(
     return tuple(options)
 
 
-def _beside(schedules: Sequence[Schedule], own: Schedule) -> list[tuple[Schedule, ...]]:
+def _beside(schedules: Sequence[Schedule], schedule: Schedule) -> list[tuple[Schedule, ...]]:
     """Other schedules to compare one with that splits backward: those that do so too, each by itself, and the rest."""
-    split: list[tuple[Schedule, ...]] = [(one,) for one in schedules if one.splits_backward and one is not own]
+    split: list[tuple[Schedule, ...]] = [(one,) for one in schedules if one.splits_backward and one is not schedule]
     rest = tuple(one for one in schedules if not one.splits_backward)
     return [*split, rest] if rest else split
 

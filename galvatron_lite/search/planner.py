@@ -83,7 +83,7 @@ def find_plan(
     progress: Progress | None = None,
     session: Session | None = None,
     stoppable: bool = True,
-    known: Sequence[Plan] = (),
+    candidates: Sequence[Plan] = (),
     effort: int = MOST_WORK,
     mode: Mode = Mode.TRAINING,
     delay: Delay | None = None,
@@ -107,8 +107,8 @@ def find_plan(
         session: of the profile; makes a question that is like an earlier one quicker, and changes no answer.
         stoppable: whether Ctrl-C (KeyboardInterrupt) in the search returns the best plan so far, not proven; it is
             raised where there is none yet.
-        known: plans that the user has; the answer is none that takes longer than one of them that fits and keeps the
-            pins, even where a search ends early or the plan is not in the declared space.
+        candidates: plans that the user has; the answer is none that takes longer than one of them that fits and keeps
+            the pins, even where a search ends early or the plan is not in the declared space.
         effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
             gap says how far from the best the plan may be.
         mode: what the plan is for; of forward passes alone its step is one pass of the whole batch.
@@ -137,7 +137,7 @@ def find_plan(
     asked = PlanTask(
         kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
     )
-    searched = partial(_ordinary, runners_up, progress, stoppable, known, effort)
+    searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort)
     looked = partial(with_alike, searched, asked, runners_up)
     ways = (branch_plans, delayed_plans) if runner.beside else ()
     plan = with_one_device(with_ways(looked, asked, runners_up, ways), asked)

@@ -391,7 +391,7 @@ class Problem:
         if built is None:
             return None, np.inf
         path, least = good_way(built.net, self._last_price(stage, inside))
-        plan = None if path is None else self._told(path, built)
+        plan = None if path is None else self._planned(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
 
     def least(self, stage: int, inside: range, *, met: bool) -> float:
@@ -447,9 +447,9 @@ class Problem:
         if not front.paths:
             return None, front.dropped + fixed
         best = front.paths[0]
-        return self._told(best, built), min(front.dropped, best.time[0]) + fixed
+        return self._planned(best, built), min(front.dropped, best.time[0]) + fixed
 
-    def _told(self, path: Path, built: StageChain) -> StagePlan:
+    def _planned(self, path: Path, built: StageChain) -> StagePlan:
         """The way of a path of one criterion."""
         forward = backward = built.net.moved(path.choices)
         saved = step = 0
@@ -472,7 +472,7 @@ class Problem:
 
 def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> StrategyTable:
     found = table.lay_out_model(
-        lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
+        lambda layout: (wire is None or layout == wire) and (glue is None or glue_of(layout) == glue)
     )  # fmt: skip
     return found if tied is None else found.only(tied)
 

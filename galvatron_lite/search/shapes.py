@@ -93,14 +93,14 @@ class Request:
 
     def under(self, schedule: Schedule) -> Fixed:
         """What is pinned under a schedule: also what the backend asks of strategies then."""
-        asked = self.space.backend.asked(schedule)
+        asked = self.space.backend.required(schedule)
         return (
             replace(self.fixed, strategy=tuple(dict.fromkeys((*self.fixed.strategy, *asked)))) if asked else self.fixed
         )
 
     def offers(self, schedule: Schedule, stages: int) -> bool:
         """Whether the backend has a strategy for every kind of layer under a schedule, with what is pinned."""
-        if not self.space.backend.asked(schedule):
+        if not self.space.backend.required(schedule):
             return True
         devices = self.devices // stages
         plain, under = strategy_with(Layout(batch=devices)), self.under(schedule)
@@ -160,7 +160,7 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
         return every
     edges = [place for place, layer in enumerate(problem.graph.layers) if layer.role is not Role.BLOCK]
     for place in edges:
-        every[place] = every[place].lay_out_model(lambda own: glue_of(own) == glue)
+        every[place] = every[place].lay_out_model(lambda layout: glue_of(layout) == glue)
     return every
 
 
@@ -191,7 +191,7 @@ def with_ties(problem: Problem) -> Iterator[Problem]:
         first, *others = tied_tables(problem, group)
         useful = first.undominated(problem.form, others)
         if glue is not None and any(problem.graph.layers[place].role is not Role.BLOCK for place in group):
-            useful = useful.lay_out_model(lambda own: glue_of(own) == glue)
+            useful = useful.lay_out_model(lambda layout: glue_of(layout) == glue)
         options.append([tuple((place, strategy) for place in group) for strategy in useful.strategies])
     for groups in product(*options):
         tied = tuple(pair for group in groups for pair in group)

@@ -47,9 +47,9 @@ def remembered(make: Callable[Concatenate[Any, Args], T]) -> Callable[Concatenat
     """A method that is worked out once by what it is called with, in its object's ``_memo``."""
 
     @wraps(make)
-    def once(self: Any, *asked: Args.args, **named: Args.kwargs) -> T:
+    def once(self: Any, *args: Args.args, **named: Args.kwargs) -> T:
         memo: Memo = self._memo
-        return memo.once((make.__name__, asked, *named.items()), lambda: make(self, *asked, **named))
+        return memo.once((make.__name__, args, *named.items()), lambda: make(self, *args, **named))
 
     return cast("Callable[Concatenate[Any, Args], T]", once)
 

@@ -295,12 +295,12 @@ def _constants(
 
 
 def _with_origins(
-    made: Calibration, owners: set[str], source: str, runs: Sequence[MeasuredStep], error: float
+    calibration: Calibration, owners: set[str], source: str, runs: Sequence[MeasuredStep], error: float
 ) -> Calibration:
     """The calibration with what its entries rest on now."""
-    date, origins = datetime.now(UTC).date().isoformat(), dict(made.origins)
+    date, origins = datetime.now(UTC).date().isoformat(), dict(calibration.origins)
     for owner in owners:
         rows, before = sum(owner in run.owners for run in runs), origins.get(owner, ConstantsOrigin(""))
         text = f"{before.source}; corrected by {source}" if before.source else f"Corrected by {source}"
         origins[owner] = replace(before, source=text, date=date, rows=rows, residual=round(error, 4))
-    return replace(made, origins=origins, provenance=(*made.provenance, f"{date}: corrected by {source}"))
+    return replace(calibration, origins=origins, provenance=(*calibration.provenance, f"{date}: corrected by {source}"))

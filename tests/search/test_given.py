@@ -40,7 +40,7 @@ def bare(plan: Plan) -> Plan:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_search_without_effort_ends_with_a_plan_as_good_as_the_given_one(seed: int) -> None:
     best = planned(seed)
-    again = planned(seed, known=[bare(best)], effort=0)
+    again = planned(seed, candidates=[bare(best)], effort=0)
     assert seconds(again) <= seconds(best)
     assert seconds(evaluate(random_profile(random.Random(seed)), bare(again))) == seconds(again)
 
@@ -59,12 +59,12 @@ def test_a_quick_search_does_not_claim_more_than_it_knows(seed: int) -> None:
 def test_a_poor_plan_changes_nothing(seed: int) -> None:
     best = planned(seed, runners_up=0)
     poor = bare(planned(seed, fixed=Fixed(microbatches=2), runners_up=0))
-    assert bare(planned(seed, known=[poor], runners_up=0)) == bare(best)
+    assert bare(planned(seed, candidates=[poor], runners_up=0)) == bare(best)
 
 
 def test_what_is_best_stays_so_and_is_proven() -> None:
     best = planned(0, runners_up=0)
-    again = planned(0, known=[bare(best)], runners_up=0)
+    again = planned(0, candidates=[bare(best)], runners_up=0)
     assert bare(again) == bare(best)
     assert again.provenance.proof is Proof.PROVEN
 
@@ -72,23 +72,23 @@ def test_what_is_best_stays_so_and_is_proven() -> None:
 def test_plans_that_do_not_fit_or_break_pins_do_not_count() -> None:
     best = planned(1)
     within = best.prediction.peak_memory - 1
-    assert bare(planned(1, known=[bare(best)], budget=within)) == bare(planned(1, budget=within))
+    assert bare(planned(1, candidates=[bare(best)], budget=within)) == bare(planned(1, budget=within))
     pins = Fixed(microbatches=1 if best.microbatches > 1 else 2)
-    assert bare(planned(1, known=[bare(best)], fixed=pins)) == bare(planned(1, fixed=pins))
+    assert bare(planned(1, candidates=[bare(best)], fixed=pins)) == bare(planned(1, fixed=pins))
     other = Fixed(pipeline=1 if best.pipeline > 1 else 2)
-    assert planned(1, known=[bare(best)], fixed=other).pipeline == other.pipeline
+    assert planned(1, candidates=[bare(best)], fixed=other).pipeline == other.pipeline
 
 
 @pytest.mark.parametrize(("field", "value"), [("global_batch", 16), ("devices", 2)])
 def test_plans_for_another_question_are_refused(field: str, value: int) -> None:
     with pytest.raises(InputError, match=field):
-        planned(0, known=[replace(bare(planned(0)), **{field: value})])
+        planned(0, candidates=[replace(bare(planned(0)), **{field: value})])
 
 
 def test_it_is_said_that_a_given_plan_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     best = planned(2, runners_up=0)
     monkeypatch.setattr(planner, "search", lambda *_, start, **__: start)
-    again = planned(2, known=[bare(best)], certify=True, runners_up=0)
+    again = planned(2, candidates=[bare(best)], certify=True, runners_up=0)
     assert bare(again) == bare(best)
     assert "given" in again.provenance.certificate
 

@@ -296,9 +296,9 @@ class Tape:
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
         return split_of(value for value in values if value.key not in self.borrowed)
 
-    def _forward_working(self, moments: Sequence[Sequence[Value]], saved: TensorSplit, whole: int) -> TensorSplit:
+    def _forward_working(self, moments: Sequence[Sequence[Value]], saved: TensorSplit, tokens: int) -> TensorSplit:
         """Bytes beyond ``saved`` that suffice at the moment of the most bytes, and at that of the most not split."""
-        most, widest = (whole_tokens(excess(self._kept(values), saved), whole) for values in moments)
+        most, widest = (whole_tokens(excess(self._kept(values), saved), tokens) for values in moments)
         apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
         return TensorSplit(max(most.total - sum(apart), 0), *apart)
 

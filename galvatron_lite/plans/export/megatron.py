@@ -39,7 +39,7 @@ def layout(stages: Sequence[StageBlocks]) -> str:
 def _stages(value: Any) -> dict[str, Any]:
     text = re.sub(r"[,\s'\"]", "", str(value))
     repeated = re.compile(r"(?:\(([^()]*)\)|([Et|Lm]))\*(\d+)")
-    while (longer := repeated.sub(lambda found: (found[1] or found[2]) * int(found[3]), text)) != text:
+    while (longer := repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), text)) != text:
         text = longer
     if not re.fullmatch(r"E?[t|]*L?", text):
         raise ValueError("Give the embedding as E, blocks as t, the loss as L and | between stages.")

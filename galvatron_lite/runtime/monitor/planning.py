@@ -62,7 +62,7 @@ def answer(query: PlanQuery) -> Replanned:
             stoppable=False,
             tolerance=0.0 if plan.provenance is None else plan.provenance.tolerance,
             margin=0.0 if plan.provenance is None else plan.provenance.margin,
-            known=(plain(plan),),
+            candidates=(plain(plan),),
         )
         return Replanned(check_runs(found))
     except GalvatronError as error:

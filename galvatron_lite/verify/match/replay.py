@@ -259,12 +259,12 @@ class Replay:
         for one in found:
             self._happen(one)
 
-    def _same_message(self, found: Sequence[StartedMessage]) -> bool:
+    def _same_message(self, messages: Sequence[StartedMessage]) -> bool:
         """Whether all are one message of one role, which fits itself; parts of an all-to-all may still differ."""
-        first = found[0]
+        first = messages[0]
         script = self.actors[first.rank].part.script
         return script.messages[first.number].kind is not MessageType.ALL_TO_ALL and all(
-            one.number == first.number and self.actors[one.rank].part.script is script for one in found
+            one.number == first.number and self.actors[one.rank].part.script is script for one in messages
         )
 
     def _mismatch(self, found: Sequence[StartedMessage], direction: Way | None) -> MessageMismatch | None:
