@@ -197,6 +197,12 @@ def shares_pixels(kind: LayerKind, strategy: Either) -> Flag:
     return (strategy.spatial == 1) | pixels_of(kind, strategy).legal
 
 
+def strategy_on(grid: Grid) -> Strategy:
+    """What shares pixels among a grid of devices, and nothing else."""
+    depth, height, width = grid
+    return Strategy(depth=depth, height=height, width=width)
+
+
 def exchanges(kind: LayerKind, strategy: Either, share: Real, local_norms: bool = False) -> tuple[Communication, ...]:
     """Exchanges with the neighbours along each side, and sums over all pixels; each keeps the device waiting.
 
