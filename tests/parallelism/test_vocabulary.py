@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.infer import infer_edge
 from galvatron_lite.parallelism.vocabulary.logits import FIGURES, full_logits, is_shared, shared_logits
-from tests.parallelism.running import gather_full
+from tests.parallelism.sharded_compare import gather_full
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 2, 6, 4, 37

@@ -418,9 +418,10 @@ class Brute:
         """Seconds of the gradient sent back and of the output sent on, and bytes of the buffers for both."""
         sizes, seconds = [0, 0], [0.0, 0.0]
         if wire is not None:
-            shared = wire.sequence > 1
-            tensor = wire.sequence * wire.copies
-            sender = Strategy(data=wire.batch, context=wire.tokens, tensor=tensor, sequence_parallel=shared)
+            # as large as under a strategy that shares tokens where this one shares pixels, or channels
+            shared, tokens = wire.sequence * wire.channels > 1, wire.tokens * wire.planes * wire.rows * wire.columns
+            tensor = wire.sequence * wire.channels * wire.copies
+            sender = Strategy(data=wire.batch, context=tokens, tensor=tensor, sequence_parallel=shared)
             for side, cut in enumerate((inside.start, inside.stop)):
                 if 0 < cut < len(self.profile.graph.layers):
                     output = self.profile.graph.crossing(cut)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.verify.schema import Verdict
+from scripts.verify_sampled import verify
 from tests.equivalence.test_plans import sampled
-from tests.verify.sweep import verify
 
 
 @pytest.mark.parametrize(("family", "seed"), [("plain", 0), ("plain", 2), ("plain", 4), ("zoo-llama", 1)])
