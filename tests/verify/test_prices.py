@@ -60,4 +60,4 @@ def test_zero_1_holds_two_four_and_a_share_of_twelve_bytes_an_item(tmp_path: Pat
     for held in (run.peak, memory):
         sizes = held.parameters / items, held.gradients / items, held.optimizer / items
         assert sizes == pytest.approx((2, 4, 12 / 4), rel=0.01)
-    assert volume([run], priced, profile).verdict is Verdict.PASSED
+    assert volume([run], named, profile).verdict is Verdict.PASSED

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from math import prod
 
 from galvatron_lite.cluster.cluster import Cluster
@@ -19,7 +20,6 @@ from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.registry import work_on
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.assignment import Stages, place_layers
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
 from galvatron_lite.verify.match.meeting import folded
@@ -46,18 +46,18 @@ class PlannedLayers:
         return {layer.name: layer for layer in self.graph.layers}
 
     @cached_property
-    def _placed(self) -> Stages:
-        return place_layers(self.plan, self.graph.layers)
-
-    @cached_property
     def stages(self) -> list[list[str]]:
-        """Names of each stage's layers."""
-        return [[placed.layer.name for placed in stage] for stage in self._placed]
+        """Names of each stage's layers, taken in order: a profile of a model by name may call them otherwise."""
+        sizes = [sum(run.count for run in stage.runs) for stage in self.plan.stages]
+        names = iter(self.layers)
+        return [list(islice(names, size)) for size in sizes]
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
         """By the layer's name."""
-        return {placed.layer.name: placed.strategy for stage in self._placed for placed in stage}
+        runs = [run for stage in self.plan.stages for run in stage.runs]
+        chosen = [run.strategy for run in runs for _ in range(run.count)]
+        return dict(zip(self.layers, chosen, strict=False))
 
     def stages_of(self, group: int) -> list[int]:
         """Numbers of the stages that a group of devices runs."""
