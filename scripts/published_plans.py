@@ -163,10 +163,10 @@ def compare(case: Sequence[Published], calibration: Calibration, chosen: argpars
     fixed = Fixed() if chosen.whole else Fixed(forbidden=left_out(case))
     started = time.process_time()
 
-    def search(known: Sequence[Plan]) -> Plan:
+    def search(candidates: Sequence[Plan]) -> Plan:
         return find_plan(
             session.profile, devices=theirs.devices, global_batch=theirs.global_batch, budget=budget, fixed=fixed,
-            backend="any", session=session, known=known, effort=int(chosen.effort),
+            backend="any", session=session, candidates=candidates, effort=int(chosen.effort),
         )  # fmt: skip
 
     alone = search(())

@@ -65,9 +65,9 @@ def test_a_published_plan_is_where_a_search_begins_that_ends_with_a_slower_one(
     case = next(iter(plans.spread(plans.cases_of(["korthikanti2022"], calibration), 1)))
     find_plan = plans.find_plan
 
-    def poor(*arguments: Any, known: Any, **options: Any) -> Any:
+    def poor(*arguments: Any, candidates: Any, **options: Any) -> Any:
         one = {"fixed": plans.Fixed(pipeline=1, forbidden=("tensor",)), "budget": 2**50}
-        return find_plan(*arguments, known=known, **(options if known else options | one))
+        return find_plan(*arguments, candidates=candidates, **(options if candidates else options | one))
 
     honest = plans.compare(case, calibration, plans.options([]))
     assert not honest.given
