@@ -274,3 +274,19 @@ def test_twice_the_memory_is_held() -> None:
         for schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P)
     ]
     assert held == [8, 15]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(pipelines(), st.integers(1, 8), SCHEDULES)
+def test_simulation_keeps_every_dependency(stages: list[StageTimes], microbatches: int, schedule: Schedule) -> None:
+    events = {(e.stage, e.forward, e.microbatch): e for e in simulate(stages, microbatches, schedule)}
+    assert len(events) == 2 * microbatches * len(stages)
+    for (stage, forward, microbatch), event in events.items():
+        source = (stage - 1, True, microbatch) if forward else (stage + 1, False, microbatch)
+        if source in events:
+            assert event.start >= events[source].end
+        if not forward:
+            assert event.start >= events[stage, True, microbatch].end
+    for stage in range(len(stages)):
+        own = sorted((e for e in events.values() if e.stage == stage), key=lambda e: e.start)
+        assert all(after.start >= before.end for before, after in pairwise(own))

@@ -171,3 +171,11 @@ def test_a_summary_adds_up_to_its_totals() -> None:
 def test_a_summary_needs_its_totals(field: str, given: ImageTotals) -> None:
     with pytest.raises(InputError, match=field):
         summary_graph(given, "fp16")
+
+
+def test_regnet_widths_are_the_papers() -> None:
+    # Radosavovic et al. 2020, figure 16: RegNetX-3.2GF has widths 96, 192, 432, 1008 and depths 2, 6, 15, 2.
+    kinds = graph_of("regnetx_032")
+    widths = [kinds.kind_of(layer).dims.out_channels for layer in kinds.layers[1:-1]]
+    assert sorted(set(widths)) == [96, 192, 432, 1008]
+    assert [widths.count(width) for width in (96, 192, 432, 1008)] == [2, 6, 15, 2]

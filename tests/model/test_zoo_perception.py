@@ -145,3 +145,14 @@ def test_the_two_networks_are_branches(name: str) -> None:
     (region,) = find_regions(graph)
     assert [branch.roots for branch in region.branches] == [("segmentation",), ("reconstruction",)]
     assert region.exit == ("after",)
+
+
+@pytest.mark.parametrize("name", ["perception", "perception-published"])
+def test_counts_of_the_planned_graphs_are_the_published_ones(name: str) -> None:
+    """Forward, of one sample; by the networks that layers belong to."""
+    graph = load_model(name)
+    for root, (parameters, flops) in (("segmentation", SEGMENTATION), ("reconstruction", RECONSTRUCTION)):
+        kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name.startswith(root)]
+        assert sum(kind.parameters.total for kind in kinds) == pytest.approx(parameters, abs=0.005e6)
+        assert sum(kind.flops for kind in kinds) == pytest.approx(flops, abs=0.05e9)
+    assert graph.kinds["after"].flops == graph.kinds["before"].flops == 0

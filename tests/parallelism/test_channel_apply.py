@@ -216,3 +216,20 @@ def test_a_plan_for_another_number_of_devices_is_refused() -> None:
     plan = infer_channels(layer, (torch.zeros(2, 8, 6, 6),), {}, "filters", 2)
     with pytest.raises(InputError, match="plan for 4 devices"):
         shard_channels(layer, plan, ShapeOnlyAxisGroup(4))
+
+
+def test_shares_that_are_written_to_have_it_by_every_name() -> None:
+    layer, picture = seeded(Aliased()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    expected = alone(layer, picture)
+    for by in ("filters", "channels"):
+        for found in shared(layer, picture, by=by, degree=2):
+            assert_equal(found, expected)
+
+
+def test_norms_behind_what_takes_no_gradient_get_theirs() -> None:
+    layer, picture = seeded(Denoiser()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    for by in ("filters", "channels"):
+        for gradient in (True, False):
+            expected = alone(layer, picture, gradient=gradient)
+            for found in shared(layer, picture, by=by, degree=2, gradient=gradient):
+                assert_equal(found, expected)

@@ -310,3 +310,16 @@ def test_gradients_of_stacked_experts_are_left_too(compute: torch.dtype | None) 
                 task()
     for name, one in model.named_parameters():
         torch.testing.assert_close(one.grad, alone.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["zoo-gpt", "bert", "mixtral"])
+def test_stages_hold_every_parameter_once(family: str) -> None:
+    whole, _, layers = build_family(family, 2)
+    expected = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+    names = [layer.name for layer in layers]
+    held: list[str] = []
+    for own in (names[:2], names[2:3], names[3:]):
+        model, _, _ = build_family(family, 2)
+        StageModel(model, layers, own)
+        held += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert sorted(held) == sorted(expected)

@@ -275,3 +275,19 @@ def held_between(actions: Sequence[Action], last: Pass) -> int:
         held += (action.what is Pass.FORWARD) - (action.what is last)
         most = max(most, held)
     return most
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(courses())
+def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
+    course, order = given
+    if course.schedule not in ZERO_BUBBLE:
+        return
+    limit = course.groups * (1 if course.schedule is Schedule.ZERO_BUBBLE_1P else 2)
+    share = 1.0 if order is None else order.share
+    for own in actions_of(course, order):
+        held: Counter[Pass] = Counter()
+        for action in own:
+            held[action.what] += 1
+            whole, pending = held[Pass.FORWARD] - held[Pass.BACKWARD], held[Pass.BACKWARD] - held[Pass.WEIGHT]
+            assert whole + share * pending <= limit + 1e-6

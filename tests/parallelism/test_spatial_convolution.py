@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby, product
 from typing import Any
 
@@ -14,11 +15,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, sum_over
 from galvatron_lite.parallelism.sharded.tensor import (
+    ShardedTensor,
     ShardSpec,
+    ShardSpecs,
     from_local,
     image_specs,
     specs_of,
@@ -360,3 +364,30 @@ def test_what_cannot_be_shared_is_refused(shape: tuple[int, ...], kernel: int, d
             functional.conv2d(cut, torch.zeros(2, 2, kernel, kernel), padding=(kernel // 2 if kernel > 3 else 0, 0))
 
     run_threads(degree, work)
+
+
+def shares_of(layer: Callable[..., Tensor], cuts: ShardSpecs, share: Tensor, *parameters: Tensor) -> Tensor:
+    """A layer between plain shares."""
+    return to_local(layer(from_local(share.view_as(share), cuts, STRICT), *parameters))
+
+
+def test_recomputation_ends_at_the_same_layer_on_all_ranks() -> None:
+    """It ends once all that is kept has been made; a rank that went on would wait for borders."""
+    picture, weight = double(2, 3, 12, 8), double(3, 3, 3, 3)
+
+    def layer(given: Tensor, kernel: Tensor) -> Tensor:
+        made = functional.conv2d(given, kernel, padding=1)
+        return functional.avg_pool2d(made, (3, 1), 1, (1, 0), count_include_pad=False)
+
+    def again(given: Tensor, kernel: Tensor) -> Tensor:
+        # at its bounds pictures are plain, as the runtime has them
+        if not isinstance(given, ShardedTensor):
+            return layer(given, kernel)
+        cuts = specs_of(given)
+        run = partial(shares_of, layer, cuts)
+        made: Tensor = checkpoint(run, to_local(given), kernel, use_reentrant=False)
+        return from_local(made.view_as(made), cuts, STRICT)
+
+    wanted = on_whole(layer, picture, [weight], 0)
+    for found in shared(again, picture, [weight], (3, 1), 0):
+        assert_equal(found, wanted)

@@ -301,3 +301,49 @@ def test_a_schedule_by_function_is_kept(tmp_path: Path) -> None:
     run = training(scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Rate()))
     whole = run.run(saves={2: tmp_path / "one"})
     check_same(run.run(start=tmp_path / "one"), whole)
+
+
+class Full:
+    """A disk with room for so many more bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, sink: folders.FileSink, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self.room -= count
+        if self.room < 0:
+            sink._error = sink._error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "stage-1.pt")
+        return count
+
+
+@pytest.mark.parametrize("room", [0, 1000, 12000])
+def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    place, run = tmp_path / "one", training()
+    whole = run.run()
+    run.run(saves={1: place}, end=2)
+    before = {file.name: file.read_bytes() for file in place.iterdir()}
+    disk = Full(room)
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.FileSink, "write", lambda sink, data: disk.write(sink, data))
+        after = run.run(saves={2: place})
+    assert disk.room < 0
+    check_same(after, whole)
+    for one in after:
+        assert [str(error) for error in one.refusals] == [str(after[0].refusals[0])]
+    assert "No space left on device" in str(after[0].refusals[0])
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [place], "nothing is left of the attempt"
+    check_same(run.run(start=place), whole)
+
+
+@pytest.mark.parametrize("step", [0, 1, STEPS - 1])
+def test_any_step_can_be_saved(tmp_path: Path, step: int) -> None:
+    """Before the first one, too; and a resumed run writes checkpoints as well."""
+    training = blocks("data")
+    whole = training.run()
+    training.run(saves={step: tmp_path / "one"})
+    check_same(training.run(start=tmp_path / "one", saves={STEPS - 1: tmp_path / "two"}), whole)
+    check_same(training.run(start=tmp_path / "two"), whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -182,3 +183,23 @@ def test_too_little_memory_is_refused() -> None:
     check_fits(100, 100)
     with pytest.raises(InputError, match=r"memory: .*for a moment"):
         check_fits(99, 100)
+
+
+def test_fsdp_can_be_applied_again_to_a_restored_module() -> None:
+    """Torch keeps what FSDP knows of a module by its identity, and refuses a second time otherwise."""
+    from torch.distributed import _composable_state as kept
+
+    class State(kept._State):
+        pass
+
+    model, first, second = nn.Linear(1, 1), State(), State()
+    was = Structure([model])
+    kept._insert_module_state(model, first)
+    split = Structure([model])
+    was.restore()
+    assert kept._get_module_state(model) is None
+    kept._insert_module_state(model, second)
+    split.restore()
+    assert kept._get_module_state(model) is first
+    unused: Any = second
+    assert unused is not first
