@@ -105,6 +105,7 @@ def _once(overhead: HostOverhead) -> HostOverhead:
         gathered_per_byte=overhead.gathered_per_byte * _HALF,
         microbatch=overhead.microbatch * _HALF,
         spatial=overhead.spatial * _HALF,
+        spatial_per_byte=overhead.spatial_per_byte * _HALF,
         spatial_exchange=overhead.spatial_exchange * _HALF,
         branch=overhead.branch * _HALF,
     )

@@ -275,7 +275,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
         add(key, _listed, bench.measure_sliced_edge, setting)
     add("optimizer", measure_optimizer, device, rule)
     add("overlap", measure_overlap, device, rule)
-    add("overhead", bench.measure_overhead, label="overhead of the runtime")
+    add("overhead", bench.measure_overhead, max(scope.samples), label="overhead of the runtime")
     add("waiting", bench.measure_waiting, max(scope.samples), label="waiting at collectives")
     group = cache(make_group)
     for shape in group_shapes(scope.world):

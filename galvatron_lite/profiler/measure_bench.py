@@ -282,12 +282,17 @@ class LayerBench:
         given = EdgeInput(self._sharded(settings[0].tensor), calls, batch, self.loss_fn, self.graph.precision)
         return measure_edges(given, settings, self.device, self.rule)
 
-    def measure_overhead(self) -> HostOverhead:
-        """The runtime's overhead around the most frequent kind of block, at one sample, and of calls of branches."""
+    def measure_overhead(self, most: int = 1) -> HostOverhead:
+        """The runtime's overhead around the most frequent kind of block, at one sample, and of calls of branches.
+
+        ``most``: samples at which what grows with pixels is measured besides.
+        """
         kind, found = self._frequent_kind(), HostOverhead()
         if kind is not None:
-            call, block = self._calls_at(1)[kind], self._blocks[kind]  # calls first: they prepare the blocks
-            found = measure_overhead(block, call, self.graph.kinds[kind], self.batch, self.device, self.rule)
+            calls = {samples: self._calls_at(samples)[kind] for samples in (most, 1)}
+            found = measure_overhead(
+                self._blocks[kind], calls, self.graph.kinds[kind], self.batch, self.device, self.rule
+            )
         if self.branch_seconds is not None and launched() and find_regions(self.graph):
             found = replace(found, branch=self.branch_seconds(self.device, self.rule))
         return found

@@ -12,7 +12,7 @@ less the same shards alone, less the collectives measured by themselves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
-from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.runner import Receiver, Sender
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, ProcessAxisGroup
@@ -34,7 +34,14 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnl
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
-from galvatron_lite.profiler.measure_layers import cut_pictures, differentiable, measured_grids, on_share, seeded
+from galvatron_lite.profiler.measure_layers import (
+    cut_pictures,
+    differentiable,
+    measured_grids,
+    on_share,
+    seeded,
+    share_on,
+)
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of, run_on
@@ -48,7 +55,6 @@ from galvatron_lite.profiler.timing import (
     single_part,
     time_call,
     time_difference,
-    time_laps,
 )
 
 CHAIN_LAYERS = 3
@@ -70,17 +76,6 @@ class BlockChain(nn.Module):
 
 def _leave(_: Tensor) -> None:
     return None
-
-
-def chain_seconds(
-    chain: nn.Module,
-    call: SegmentCall,
-    device: torch.device,
-    rule: TimingRule,
-    watch: Callable[[Tensor], None] = _leave,
-) -> float:
-    """Seconds of forward and backward of one block of a chain; see ``chain_run``."""
-    return time_laps(chain_run(chain, call, watch), device, rule).laps[1] / CHAIN_LAYERS
 
 
 def chain_run(chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
@@ -107,17 +102,21 @@ _SMALL = 4096
 
 def measure_overhead(
     block: nn.Module,
-    call: SegmentCall,
+    calls: Mapping[int, SegmentCall],
     kind: LayerKind,
     batch: Any,
     device: torch.device,
     rule: TimingRule = DEFAULT_RULE,
 ) -> HostOverhead:
-    """Measure the overhead of every kind of machinery that this world can use."""
+    """Measure the overhead of every kind of machinery that this world can use.
+
+    ``calls``: of the block by their samples; what does not depend on samples is measured at the fewest.
+    """
+    call = calls[min(calls)]
     step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
-    plain = chain_seconds(BlockChain(block), call, device, rule)
-    data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
-    overhead = HostOverhead(data=data, step=step, spatial=_spatial_seconds(block, call, kind, device, rule))
+    data = _data_seconds(block, call, device, rule)
+    spatial = line_through([_spatial_point(block, kind, *item, device, rule) for item in calls.items()])
+    overhead = HostOverhead(data=data, step=step, spatial=spatial.fixed, spatial_per_byte=spatial.per_byte)
     if not launched():
         return overhead
     return replace(
@@ -149,28 +148,34 @@ def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rul
 
 
 def _data_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
-    """With gradients collected in buckets, but not sent."""
-    chain = BlockChain(block)
-    reducer = GradientReducer([Reduced(parameter, None) for parameter in chain.parameters()])
-    return chain_seconds(chain, call, device, rule, reducer.watch)
+    """By how much longer a block takes with gradients collected in buckets, but not sent."""
+    plain, watched = BlockChain(block), BlockChain(block)
+    reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
+    terms = (
+        Term(1.0 / CHAIN_LAYERS, chain_run(watched, call, reducer.watch)),
+        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
+    )
+    return max(time_difference(terms, device, rule).seconds, 0.0)
 
 
-def _spatial_seconds(
-    block: nn.Module, call: SegmentCall, kind: LayerKind, device: torch.device, rule: TimingRule
-) -> float:
-    """How much longer a block takes on a share of its pixels than on a picture of that size."""
+def _spatial_point(
+    block: nn.Module, kind: LayerKind, samples: int, call: SegmentCall, device: torch.device, rule: TimingRule
+) -> tuple[float, float]:
+    """Bytes that a block keeps of a share of its pixels, and by how much longer it takes than on a picture of that
+    size."""
     grid = next(iter(measured_grids(kind)), None)
     if grid is None:
-        return 0.0
+        return 0.0, 0.0
+    size = kind.kept[Recompute.NONE].total * samples * share_on(kind, grid)
     args, kwargs = (cut_pictures(given, kind, grid) for given in (call.args, call.kwargs))
     own, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
     terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, own)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, own))
     try:
-        return max(time_difference(terms, device, rule).seconds, 0.0)
+        return size, max(time_difference(terms, device, rule).seconds, 0.0)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
-        return 0.0
+        return size, 0.0
 
 
 def _exchange_seconds(
@@ -267,7 +272,7 @@ def largest_degree(plan: TensorPlan) -> int:
     return max(legal) if plan.collectives else 1
 
 
-def line_through(points: Sequence[tuple[int, float]]) -> BlockingCost:
+def line_through(points: Sequence[tuple[float, float]]) -> BlockingCost:
     """The line through the points of the smallest and the largest tensor, neither figure below zero."""
     (small, few), (large, many) = min(points), max(points)
     per_byte = max((many - few) / (large - small), 0.0) if large > small else 0.0

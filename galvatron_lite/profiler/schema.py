@@ -153,6 +153,8 @@ class HostOverhead(Strict):
     microbatch: CallSeconds = 0.0  # once a micro-batch and stage, outside all layers
     # finding out what every function means for shares of pixels, of one layer, both passes together
     spatial: CallSeconds = 0.0
+    # what that grows by with each byte the layer keeps for backward: copies of borders, statistics in a pass apart
+    spatial_per_byte: Seconds = 0.0
     # one exchange of ranks that share pixels beside the transfer: waiting for the others, waking up
     spatial_exchange: CallSeconds = 0.0
     # one call of a branch with devices of its own, on every rank, forward and backward together beside the transfer:

@@ -125,7 +125,12 @@ def transfer_profile(
     name = profile.optimizer.name if profile.optimizer.name in OPTIMIZERS else "adamw"
     one, other = (optimizer_cost([item], name, stack.states, item.stack) for item in (here, there))
     update = moved(profile.optimizer.seconds_per_item, one.seconds_per_item, other.seconds_per_item)
-    gathered = profile.overhead.gathered_per_byte * here.bandwidth / there.bandwidth
+    overhead, slower = profile.overhead, here.bandwidth / there.bandwidth
+    overhead = replace(
+        overhead,
+        gathered_per_byte=overhead.gathered_per_byte * slower,
+        spatial_per_byte=overhead.spatial_per_byte * slower,
+    )
     device, target = profile.cluster.device.name, cluster.device.name
     source = f"{profile.origin.kind.value} on {device} ({profile.origin.source}), carried to {target} by data sheets"
     return replace(
@@ -139,7 +144,7 @@ def transfer_profile(
         collectives=(),
         fits=(),
         optimizer=replace(profile.optimizer, seconds_per_item=update),
-        overhead=replace(profile.overhead, gathered_per_byte=gathered),
+        overhead=overhead,
         throughput=None,
     )  # fmt: skip
 

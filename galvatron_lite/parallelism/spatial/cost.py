@@ -135,18 +135,19 @@ class SpatialDimension(Dimension):
         """
         if never(strategy.spatial > 1):
             return work
-        share = work.samples / strategy.batch_degree * context.activation_item_bytes
+        samples = work.samples / strategy.batch_degree
+        share = samples * context.activation_item_bytes
         lasting = sum(border.items for border in pixels_of(kind, strategy).borders) * share
         moved = exchanges(kind, strategy, share, context.pictures.own_statistics)
         waiting = sum(one.count for one in moved) * context.host.get("spatial_exchange", 0.0)
+        held = kind.kept[Recompute.NONE].total * samples / strategy.spatial
+        working = context.host.get(self.name, 0.0) + context.host.get("spatial_per_byte", 0.0) * held
         return replace(
             work,
             samples=work.samples / strategy.spatial,
             communications=(*work.communications, *moved),
             edge_bytes=up(where(is_option(strategy.recompute, Recompute.FULL), 0.0, lasting)),
-            microbatch_overhead=work.microbatch_overhead
-            + where(strategy.spatial > 1, context.host.get(self.name, 0.0), 0.0)
-            + waiting,
+            microbatch_overhead=work.microbatch_overhead + where(strategy.spatial > 1, working, 0.0) + waiting,
         )
 
 
