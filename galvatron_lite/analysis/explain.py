@@ -144,7 +144,12 @@ def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequ
     when = f", at its worst in {full.moment}" if full.moment else ""
     told = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
     if price is None:
-        every = [one for run in runs for one in run.neighbours if one.added_step_seconds < 0 and not one.fits]
+        every = [
+            neighbour
+            for run in runs
+            for neighbour in run.neighbours
+            if neighbour.added_step_seconds < 0 and not neighbour.fits
+        ]
         quicker = min(every, key=lambda one: one.added_step_seconds, default=None)
         worth = "" if quicker is None else f"; {quicker.strategy} would be quicker there and does not fit"
         return Bound(Constraint.MEMORY, told + worth, None, quicker is not None)
@@ -214,8 +219,8 @@ def _balance(priced: PricedStages) -> Iterator[Bound]:
     if priced.shape.stages == 1:
         return
     work = [
-        priced.shape.microbatches * sum(cost.times.total for cost in own) + sum(cost.step for cost in own)
-        for own in priced.groups
+        priced.shape.microbatches * sum(cost.times.total for cost in group) + sum(cost.step for cost in group)
+        for group in priced.groups
     ]
     longer = max(work) - sum(work) / len(work)
     text = (

@@ -43,8 +43,8 @@ def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequenc
     if len(stages) > 1:
         cuts = [inside.start for inside in stages[1:]]
         return len({layout_of(strategies[place]) for cut in cuts for place in (cut - 1, cut)}) <= 1
-    edges = [one for layer, one in zip(graph.layers, strategies, strict=True) if layer.role is not Role.BLOCK]
-    return not is_glued(graph) or len({glue_of(layout_of(one)) for one in edges}) <= 1
+    edges = [strategy for layer, strategy in zip(graph.layers, strategies, strict=True) if layer.role is not Role.BLOCK]
+    return not is_glued(graph) or len({glue_of(layout_of(edge)) for edge in edges}) <= 1
 
 
 _BATCH = ("data", "zero")
@@ -249,7 +249,7 @@ def _rank(other: Neighbour) -> tuple[bool, float]:
 def _neighbour(
     priced: PricedStages, alike: _Alike, places: frozenset[int], step: _NeighbourStep, fits: Fits
 ) -> Neighbour | None:
-    changed = [step.strategy if place in places else own for place, own in enumerate(priced.strategies)]
+    changed = [step.strategy if place in places else strategy for place, strategy in enumerate(priced.strategies)]
     graph = priced.pricer.profile.graph
     if _keeps_rules(graph, priced.ranges, priced.strategies) and not _keeps_rules(graph, priced.ranges, changed):
         return None
@@ -335,7 +335,7 @@ def _others(request: Request, plan: Plan, reserved: Container[str]) -> Iterator[
 
 
 def _beside(values: tuple[int, ...], here: int) -> tuple[int, ...]:
-    return (*[one for one in values if one < here][-1:], *[one for one in values if one > here][:1])
+    return (*[value for value in values if value < here][-1:], *[value for value in values if value > here][:1])
 
 
 def _most_used(plan: Plan) -> Strategy:

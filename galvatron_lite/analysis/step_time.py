@@ -254,7 +254,7 @@ def _sliced(kind: LayerKind, strategy: Strategy) -> LayerKind:
 
 def _shares(seconds: Mapping[str, float]) -> Shares:
     whole = sum(seconds.values())
-    return {name: own / whole for name, own in seconds.items() if own} if whole else {OTHER: 1.0}
+    return {name: second / whole for name, second in seconds.items() if second} if whole else {OTHER: 1.0}
 
 
 REDISTRIBUTION, SHARED, OFFLOAD = "redistribution", "shared parameters", "host memory"

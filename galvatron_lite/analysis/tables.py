@@ -125,13 +125,13 @@ def _choices(explanation: Explanation, most: int | None) -> Iterator[tuple[str, 
         layers = run.first if run.layers == 1 else f"{run.first} … {run.last} ({run.layers})"
         where = "" if len(explanation.memory) == 1 else _stages(run)
         yield f"{layers}: {run.strategy}", format_seconds(run.step_seconds), "", where
-        for other in run.neighbours:
-            size = f"{'+' if other.added_bytes > 0 else ''}{format_bytes(other.added_bytes)}"
+        for neighbour in run.neighbours:
+            size = f"{'+' if neighbour.added_bytes > 0 else ''}{format_bytes(neighbour.added_bytes)}"
             yield (
-                f"  {'without ' if other.off else ''}{other.dimension}: {other.strategy}",
-                signed_seconds(other.added_step_seconds),
-                size if other.added_bytes else "0",
-                "" if other.fits else "does not fit",
+                f"  {'without ' if neighbour.off else ''}{neighbour.dimension}: {neighbour.strategy}",
+                signed_seconds(neighbour.added_step_seconds),
+                size if neighbour.added_bytes else "0",
+                "" if neighbour.fits else "does not fit",
             )
 
 
@@ -184,7 +184,10 @@ def _figures(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     yield ("samples/s", *(format_count(plan.samples_per_second) for plan in plans))
     if any(_differs(plan) for plan in plans):
         of_files = (plan.said_step_seconds for plan in plans)
-        yield ("step, as its file says", *(_UNKNOWN if one is None else format_seconds(one) for one in of_files))
+        yield (
+            "step, as its file says",
+            *(_UNKNOWN if of_file is None else format_seconds(of_file) for of_file in of_files),
+        )
     for part in plans[0].time:
         if any(plan.time[part] > 0 for plan in plans):
             yield (f"  {part}", *(format_seconds(plan.time[part]) for plan in plans))

@@ -61,7 +61,7 @@ def uncaptured_plan(
         )
     edge = Strategy(zero=devices, zero_stage=1) if shared else Strategy(data=devices)
     block = Strategy(edge.data, edge.zero, edge.zero_stage, recompute=recompute)
-    runs = (LayerRun(one.name, one.name, 1, block if one.role is Role.BLOCK else edge) for one in layers)
+    runs = (LayerRun(layer.name, layer.name, 1, block if layer.role is Role.BLOCK else edge) for layer in layers)
     count = pins.get("microbatches", 1)
     return Plan(
         PLAN_VERSION, model, devices, batch, count, DEFAULT_SCHEDULE, precision, (Stage(tuple(runs)),)

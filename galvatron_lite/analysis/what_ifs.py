@@ -269,7 +269,7 @@ def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan
 
 
 def _memory_steps(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ...]:
-    return tuple(MemoryStep(max(peak_of(one), budget.least), seconds_of(one), summary(one)) for one in plans)
+    return tuple(MemoryStep(max(peak_of(plan), budget.least), seconds_of(plan), summary(plan)) for plan in plans)
 
 
 def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:

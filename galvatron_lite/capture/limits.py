@@ -102,7 +102,7 @@ def _picture_dims(
     """
     convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
     vectors = all(tuple(p.shape) == tuple(entering[:1]) for module in modules for p in module.parameters())
-    light = not any(one.kind in _MIXING for one in operators) and vectors
+    light = not any(operator.kind in _MIXING for operator in operators) and vectors
     inner = [operator.shape[1] for operator in operators if operator.kind is OperatorClass.MATMUL]
     flattens = len(entering) > 2 and inner[:1] == [prod(entering)]  # the first matmul takes all pixels as one row
     taken = [operator.shape[0] for operator in convolutions[:1]] + _pooled_channels(operators)
@@ -156,7 +156,7 @@ class _Writes(TorchFunctionMode):
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.names: list[str] = []
-        self._activations = {id(one): one for one in inputs}
+        self._activations = {id(input_): input_ for input_ in inputs}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = Call(function, name_of(function), args, kwargs or {}, RING_RULES)
@@ -257,7 +257,7 @@ def _heard_of(seen: Observation, ends: Sequence[Tensor]) -> str:
 
 def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tensors: Sequence[Tensor]) -> str:
     """A parameter that no layer's modules hold and of which code between layers made one of the tensors."""
-    inside = {id(one) for path in held for one in model.get_submodule(path).parameters()}
+    inside = {id(parameter) for path in held for parameter in model.get_submodule(path).parameters()}
     loose = {id(one): name for name, one in model.named_parameters() if id(one) not in inside}
     if not loose:
         return ""

@@ -123,7 +123,7 @@ def _graph_of(
         if error.field == "model" and size is None:
             besides = "Or give a .yaml file, a transformers config.json or FILE.py:FACTORY."
             raise unknown("--model", name, (*model_names(), *_small()), besides) from error
-        if size is None or name.replace("-", "") in {known.replace("-", "") for known in model_names()}:
+        if size is None or name.replace("-", "") in {model_name.replace("-", "") for model_name in model_names()}:
             raise
         return _traced(size, sequence, precision, trainable)
 

@@ -34,7 +34,11 @@ def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
     """Owners of a model's parameters; those that no layer's modules hold belong to the first layer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = {
-        layer.name: {names[id(one)]: one for path in layer.modules for one in model.get_submodule(path).parameters()}
+        layer.name: {
+            names[id(parameter)]: parameter
+            for path in layer.modules
+            for parameter in model.get_submodule(path).parameters()
+        }
         for layer in layers
     }
     held = {name for parameters in everything.values() for name in parameters}
@@ -68,7 +72,7 @@ def _ties(everything: dict[str, dict[str, nn.Parameter]], first: dict[str, str])
 
 def items_of(parameters: Iterable[nn.Parameter], *, frozen: bool = False) -> int:
     """Items of parameters, or of those among them that get no gradient."""
-    return sum(one.numel() for one in parameters if not (frozen and one.requires_grad))
+    return sum(parameter.numel() for parameter in parameters if not (frozen and parameter.requires_grad))
 
 
 _Key = tuple[int, int]
@@ -175,9 +179,11 @@ class _Sight:
             return
         if _storage(tensor) not in self.made:
             sources = set(self._sources(tensor))
-            if sources and (self.place[self.current] or any(self.place[self.sent[one].producer] for one in sources)):
-                for one in sources:
-                    self._note(one, reader, False)
+            if sources and (
+                self.place[self.current] or any(self.place[self.sent[source].producer] for source in sources)
+            ):
+                for source in sources:
+                    self._note(source, reader, False)
                 return
             self.made[_storage(tensor)] = key
             after = self.current in self.needs[reader].earlier
@@ -291,7 +297,11 @@ def read_elsewhere(flow: DataFlow, model: nn.Module, layers: Sequence[Layer]) ->
     found: dict[tuple[str, str], int] = {}
     for parameter, holders in holders_of(model, groups).items():
         for path in flow.readers[parameter]:
-            near = [name for name, modules in groups.items() if any(at(path, one) or at(one, path) for one in modules)]
+            near = [
+                name
+                for name, modules in groups.items()
+                if any(at(path, module) or at(module, path) for module in modules)
+            ]
             users = near if 0 < len(near) < len(groups) else [layers[-1].name]
             for pair in () if _inside(path, holders, groups) else product(holders, users):
                 found[pair] = found.get(pair, 0) + items[parameter]

@@ -272,7 +272,7 @@ def _boundaries(groups: Sequence[ListeningGroup], shared: bool) -> tuple[TensorB
     counts: dict[int, Counter[str]] = defaultdict(Counter)
     for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
         counts[slope(small, large)][count] += 1
-    return tuple(TensorBoundary(size, shared, **found) for size, found in counts.items())
+    return tuple(TensorBoundary(size, shared, **count) for size, count in counts.items())
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:

@@ -177,7 +177,7 @@ def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:
     for call in seen.calls:
         block = twin.get_submodule(call.path)
         frozen = any(not parameter.requires_grad for parameter in block.parameters())
-        shapes = tuple((tuple(one.shape), one.dtype, frozen and one.requires_grad) for one in call.inputs)
+        shapes = tuple((tuple(input_.shape), input_.dtype, frozen and input_.requires_grad) for input_ in call.inputs)
         shared = tuple(name for name, p in block.named_parameters() if len(holders[id(p)]) > 1)
         keys.setdefault(call.path, (signature(block), shapes, shared))
     return keys
@@ -222,7 +222,11 @@ def _read(tensors: Sequence[Passed], layer: Layer, lending: Collection[str]) -> 
 
 def _keeping(kind: LayerKind, size: int, choices: Iterable[Recompute]) -> LayerKind:
     """The kind that keeps so many bytes more under some choices."""
-    more = {one: replace(kind.kept[one], whole=kind.kept[one].whole + size) for one in choices if one in kind.kept}
+    more = {
+        choice: replace(kind.kept[choice], whole=kind.kept[choice].whole + size)
+        for choice in choices
+        if choice in kind.kept
+    }
     return replace(kind, kept=kind.kept | more)
 
 
@@ -419,7 +423,7 @@ class _Capture:
             routing=mixture.routing,
             expert_reason=mixture.reason,
         )
-        usual = {one for one in boundaries(kind) if kind.sequence_parallel or not one.shared}
+        usual = {boundary for boundary in boundaries(kind) if kind.sequence_parallel or not boundary.shared}
         told = figure.boundaries if kind.frozen.total or layer.role is not Role.BLOCK else ()
         return replace(kind, boundaries=told) if told and set(told) != usual else kind
 
@@ -452,7 +456,7 @@ class _Capture:
         prefix = f"{layer.name}." if layer.role is Role.BLOCK else ""
         parts = {f"{prefix}{name}" for name in sharded}
         parameters = self.owners.parameters[layer.name]
-        split = items_of((one for name, one in parameters.items() if name in parts), frozen=frozen)
+        split = items_of((parameter for name, parameter in parameters.items() if name in parts), frozen=frozen)
         return TensorSplit(tensor=split, whole=items_of(parameters.values(), frozen=frozen) - split)
 
     def _output_bytes(self, path: str, operators: Sequence[Operator]) -> int:

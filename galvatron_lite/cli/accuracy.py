@@ -119,8 +119,8 @@ def validate_command(
         print_scores(scores, means, by)
         for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
             typer.echo(line)
-        for one in worst_runs(judged, worst):
-            typer.echo("\n".join(("", *worst_lines(one))))
+        for worst_run in worst_runs(judged, worst):
+            typer.echo("\n".join(("", *worst_lines(worst_run))))
     if not any(one.scored for one in judged):
         raise InputError("runs", str(runs), "None of its rows is scored; see why above.")
     if plot is not None:
@@ -210,16 +210,16 @@ def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
         raise InputError("runs", f"{len(runs)} rows", f"No family has runs of {SMALL} devices or fewer and of {LARGE}.")
     if as_json:
         names = ("name", "small", "large", "most", "kind", "error", "seen_error", "prior_error", "errors")
-        print_json({"scores": [{name: getattr(one, name) for name in names} for one in scores]})
+        print_json({"scores": [{name: getattr(score, name) for name in names} for score in scores]})
         return
     titles = (f"runs to {SMALL} GPUs", "learnt", f"runs from {LARGE}", "largest", "error %", "same model %", "priors %")
     table = plain_table("family", *titles)
-    for one in scores:
-        shares = (one.error, one.seen_error, one.prior_error)
+    for score in scores:
+        shares = (score.error, score.seen_error, score.prior_error)
         figures = (_number(None if share is None else 100 * share, "") for share in shares)
-        table.add_row(one.name, str(one.small), one.kind, str(one.large), f"{one.most:,}", *figures)
+        table.add_row(score.name, str(score.small), score.kind, str(score.large), f"{score.most:,}", *figures)
     wide_console().print(table)
-    mean = sum(one.error for one in scores[:-1]) / (len(scores) - 1)
+    mean = sum(score.error for score in scores[:-1]) / (len(scores) - 1)
     typer.echo(f"error: mean of |predicted / measured - 1| of the large runs; mean over families {mean:.1%}")
 
 
@@ -248,8 +248,8 @@ def calibrate_command(
                 "kind": made.kind, "runs": made.runs, "settings": made.settings, "before": made.before,
                 "after": made.after, "left_out": made.left_out, "skipped": made.skipped, "folder": str(output),
                 "constants": [
-                    {name: getattr(one, name) for name in ("name", "before", "value", "low", "high", "told")}
-                    for one in made.constants
+                    {name: getattr(constant, name) for name in ("name", "before", "value", "low", "high", "told")}
+                    for constant in made.constants
                 ],
             }
         )  # fmt: skip
@@ -268,9 +268,13 @@ def _print_calibration(result: CalibrationResult, folder: Path) -> None:
     console.print(table)
     if result.constants:
         table = plain_table("constant", "before", "now", "one deviation", "runs tell")
-        for one in result.constants:
+        for constant in result.constants:
             table.add_row(
-                one.name, f"{one.before:.3g}", f"{one.value:.3g}", f"{one.low:.3g} to {one.high:.3g}", f"{one.told:.0%}"
+                constant.name,
+                f"{constant.before:.3g}",
+                f"{constant.value:.3g}",
+                f"{constant.low:.3g} to {constant.high:.3g}",
+                f"{constant.told:.0%}",
             )
         console.print(table)
         console.print("runs tell: how much of the uncertainty of a constant the runs took away.", style="dim")

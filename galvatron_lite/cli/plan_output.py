@@ -107,8 +107,8 @@ def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterato
     error = accuracy.partition(" (")[0]
     yield "costs", source.removeprefix(f"{plan.model}: ") + f"; {error}" * bool(error)
     if plan.prediction is not None:
-        for other in sorted(plan.alternatives, key=lambda one: (not one.fits, one.step_seconds))[:runners_up]:
-            yield "runner-up", _runner_up(other, plan.prediction)
+        for alternative in sorted(plan.alternatives, key=lambda one: (not one.fits, one.step_seconds))[:runners_up]:
+            yield "runner-up", _runner_up(alternative, plan.prediction)
 
 
 def _memory_line(plan: Plan, provenance: Provenance) -> str:
@@ -230,13 +230,13 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
     if not plan.alternatives or plan.prediction is None:
         return
     table = plain_table("runner-up (not proven)", "step", "beside the plan", "memory", "fits")
-    for other in plan.alternatives:
-        change = other.step_seconds / plan.prediction.step_seconds - 1
+    for alternative in plan.alternatives:
+        change = alternative.step_seconds / plan.prediction.step_seconds - 1
         table.add_row(
-            other.summary,
-            format_seconds(other.step_seconds) + _range(other),
+            alternative.summary,
+            format_seconds(alternative.step_seconds) + _range(alternative),
             f"{change:+.0%}",
-            format_bytes(other.peak_memory),
-            "yes" if other.fits else "no",
+            format_bytes(alternative.peak_memory),
+            "yes" if alternative.fits else "no",
         )
     console.print(table)

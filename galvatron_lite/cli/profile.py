@@ -103,8 +103,8 @@ def profile_transfer_command(
     here, there = machines(known, cluster, precision)
     table = plain_table("class", "part here", "seconds there / here")
     ratios = class_ratios(known, here, there)
-    for one in ratios:
-        table.add_row(one.kind.value, f"{one.here / sum(each.here for each in ratios):.0%}", f"{one.ratio:.2f}")
+    for ratio in ratios:
+        table.add_row(ratio.kind.value, f"{ratio.here / sum(each.here for each in ratios):.0%}", f"{ratio.ratio:.2f}")
     wide_console().print(table)
 
 

@@ -101,11 +101,11 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     if not findings:
         yield "No cause costs or saves as much as a fiftieth of a step."
     given: dict[str, int] = {}
-    for number, one in enumerate((one for one in findings if one.seconds > 0), start=1):
+    for number, one in enumerate((finding for finding in findings if finding.seconds > 0), start=1):
         yield f"{number:>2}. {_line(one)}"
         yield f"    {one.advice}" if one.advice not in given else f"    As for {given[one.advice]}."
         given.setdefault(one.advice, number)
-    quicker = [one for one in findings if one.seconds <= 0]
+    quicker = [finding for finding in findings if finding.seconds <= 0]
     if quicker:
         yield "Quicker than predicted (nothing to mend; --update corrects the profile):"
     yield from (f"    {_line(one)}" for one in quicker)

@@ -28,7 +28,7 @@ def check_sizes(types: Sequence[Sequence[Level]], field: str) -> None:
         FileFormatError: names the sizes.
     """
     sizes = [[level.size for level in levels] for levels in types]
-    if any(own != sizes[0] for own in sizes):
+    if any(size != sizes[0] for size in sizes):
         raise FileFormatError(
             f"{field}, groups.levels", sizes, "Give all types equally many levels with the same numbers of members."
         )
@@ -210,7 +210,7 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
     data["levels"] = [to_data(level) for level in levels]
     links = [{} if alone else {"levels": [to_data(level) for level in group["levels"]]} for group in kept]
     runs = [{"device": group["device"], "count": group["count"]} for group in kept]
-    data["groups"] = [run | own for run, own in zip(runs, links, strict=True)]
+    data["groups"] = [run | link for run, link in zip(runs, links, strict=True)]
     return data
 
 

@@ -136,7 +136,7 @@ class Cluster(Strict):
         types, place, found = self.types, 0, set[int]()
         for group in self.groups:
             if place < ranks.stop and place + group.count > ranks.start:
-                found.add(next(number for number, known in enumerate(types) if group.like(known)))
+                found.add(next(number for number, type_ in enumerate(types) if group.like(type_)))
             place += group.count
         return found.pop() if len(found) == 1 else None
 

@@ -60,7 +60,7 @@ def collective_rows(records: Sequence[CollectiveRecord], profile: Profile) -> tu
     for record in records:
         groups.setdefault((record.collective, record.ranks), {}).setdefault(record.rank, []).append(record)
     for (kind, ranks), members in groups.items():
-        taken = {rank: _a_step(own, "seconds") for rank, own in members.items()}
+        taken = {rank: _a_step(member, "seconds") for rank, member in members.items()}
         last = min(taken, key=taken.__getitem__)
         calls, size = (_a_step(members[last], name) for name in ("calls", "bytes"))
         count, collective = len(ranks), Collective(kind)
@@ -77,7 +77,7 @@ def collective_rows(records: Sequence[CollectiveRecord], profile: Profile) -> tu
 
 def _a_step(records: Sequence[CollectiveRecord], name: str) -> float:
     """Mean of a figure in a step."""
-    return float(sum(getattr(one, name) for one in records) / sum(one.steps for one in records))
+    return float(sum(getattr(record, name) for record in records) / sum(record.steps for record in records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _of_run(run: RecordedRun) -> DiagnosisInput:
     if traces:
         times, more = _traced(traces)
         between = {one.rank: one.between for one in logged}
-        times = tuple(replace(one, between=between.get(one.rank, 0.0)) for one in times)
+        times = tuple(replace(time_, between=between.get(time_.rank, 0.0)) for time_ in times)
         return DiagnosisInput(str(run.folder), run, run.plan, times, (*notes, *more))
     if not logged:
         remedy = "It ended before anything was measured: train some steps more."
@@ -160,7 +160,7 @@ def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ..
     found = {one.rank: one for one in (times_of(read_trace(path)) for path in paths)}
     times = tuple(found[rank] for rank in sorted(found))
     notes = []
-    if not all(one.layered and one.parted for one in times):
+    if not all(time_.layered and time_.parted for time_ in times):
         notes.append(
             "A trace without galvatron's ranges: layers and parts of a step are not told apart. Have it made by "
             "auto_parallelize(..., log=FOLDER, profile_steps=range(10, 13))."
@@ -186,23 +186,23 @@ def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Pro
 
 def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
     """Compare a run with the prediction of its plan."""
-    steps = max(one.steps for one in source.times)
+    steps = max(time_.steps for time_ in source.times)
     if not explained_in_parts(source.plan):
         prediction = evaluate(profile, source.plan).prediction
         assert prediction is not None
-        seconds, predicted = median(one.seconds for one in source.times), prediction.step_seconds
+        seconds, predicted = median(time_.seconds for time_ in source.times), prediction.step_seconds
         note = "Of plans with cyclic data parallelism or branches only whole steps are compared."
         notes = (*source.notes, note)
         return Diagnosis(source.name, steps, seconds, predicted, False, (), seconds - predicted, notes=notes)
     expected = expect(profile, source.plan)
-    for one in source.times:
-        if one.rank >= expected.plan.devices:
+    for time_ in source.times:
+        if time_.rank >= expected.plan.devices:
             remedy = f"The plan is for {expected.plan.devices} ranks: give traces of its run."
-            raise InputError("rank", one.rank, remedy)
+            raise InputError("rank", time_.rank, remedy)
     causes = findings(source.times, expected, _backend(source, profile))
-    parted = all(one.layered and one.parted for one in source.times)  # else host time is not told apart
+    parted = all(time_.layered and time_.parted for time_ in source.times)  # else host time is not told apart
     causes = [cause for cause in causes if parted or cause.cause is not Cause.HOST]
-    seconds, traced = max(one.seconds for one in source.times), any(one.traced for one in source.times)
+    seconds, traced = max(time_.seconds for time_ in source.times), any(time_.traced for time_ in source.times)
     return Diagnosis(
         source.name, steps, seconds, expected.seconds, traced, tuple(causes),
         seconds - expected.seconds - _explained(causes), _memory(source.run, expected.plan), source.notes,
@@ -213,20 +213,20 @@ def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
 
 def _backend(source: DiagnosisInput, profile: Profile) -> str:
     """The backend of collectives: gloo on CPUs, by the devices of the run, or of the profile."""
-    devices = [] if source.run is None else [one.name for one in source.run.header.devices]
+    devices = [] if source.run is None else [device.name for device in source.run.header.devices]
     on_cpus = "cpu" in devices if devices else profile.cluster.device.name.startswith("CPU ")
     return GLOO if on_cpus else NCCL
 
 
 def _untraced(run: RecordedRun | None) -> float | None:
     """Median seconds of a run's steps without the profiler; the first one warms up."""
-    seconds = [] if run is None else [one.seconds for one in run.plan_steps[1:] if not one.profiled]
+    seconds = [] if run is None else [plan_step.seconds for plan_step in run.plan_steps[1:] if not plan_step.profiled]
     return median(seconds) if seconds else None
 
 
 def _explained(causes: Sequence[Finding]) -> float:
     """Seconds that causes add up to: stages work side by side, so those of the stage with most of them count."""
-    within = [one for one in causes if one.cause is not Cause.BETWEEN]
+    within = [cause for cause in causes if cause.cause is not Cause.BETWEEN]
     stages = {one.stage for one in within if one.stage >= 0}
     most = max((sum(one.seconds for one in within if one.stage == stage) for stage in stages), default=0.0)
     return most + sum(one.seconds for one in within if one.stage < 0)
@@ -253,8 +253,8 @@ _NEAR = 0.02  # relative difference below which nothing is corrected
 def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[str, ...]]:
     """The profile as it was measured, and the corrections in words."""
     expected = expect(profile, source.plan)
-    slow = {one.ranks[0]: one for one in findings(source.times, expected) if one.cause is Cause.RANK}
-    usual = [one for one in source.times if one.rank not in slow] or list(source.times)
+    slow = {finding.ranks[0]: finding for finding in findings(source.times, expected) if finding.cause is Cause.RANK}
+    usual = [time_ for time_ in source.times if time_.rank not in slow] or list(source.times)
     pairs = [(one, expected.group_of(one.rank)) for one in usual]
     changes: list[str] = []
     new = _with_layers(profile, pairs, changes)
@@ -271,7 +271,7 @@ def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[st
         raise InputError("--update", source.name, "Nothing differs from the profile by more than 2 %: it is right.")
     origin = Origin(
         OriginKind.MEASURED, f"{profile.origin.source}; corrected by run {source.name}",
-        datetime.now(UTC).date().isoformat(), max(one.steps for one in source.times),
+        datetime.now(UTC).date().isoformat(), max(time_.steps for time_ in source.times),
     )  # fmt: skip
     return replace(new, origin=origin), tuple(changes)
 
@@ -311,13 +311,13 @@ def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
             for point in points
         )  # fmt: skip
 
-    types = tuple(replace(one, layers=scaled(one.layers)) for one in profile.types)
+    types = tuple(replace(type_, layers=scaled(type_.layers)) for type_ in profile.types)
     return replace(profile, layers=scaled(profile.layers), types=types)
 
 
 def _factors(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each, where it differs from 1."""
-    factors = {kind: round(median(own), 4) for kind, own in ratios.items() if own}
+    factors = {kind: round(median(ratio), 4) for kind, ratio in ratios.items() if ratio}
     return {kind: factor for kind, factor in factors.items() if abs(factor - 1.0) > _NEAR}
 
 
@@ -335,17 +335,17 @@ def _with_optimizer(profile: Profile, pairs: Pairs, changes: list[str]) -> Profi
             cost, seconds_per_item=cost.seconds_per_item * factor, seconds_per_tensor=cost.seconds_per_tensor * factor
         )
 
-    types = tuple(replace(one, optimizer=scaled(one.optimizer)) for one in profile.types)
+    types = tuple(replace(type_, optimizer=scaled(type_.optimizer)) for type_ in profile.types)
     return replace(profile, optimizer=scaled(profile.optimizer), types=types)
 
 
 def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], changes: list[str]) -> Profile:
     """Bring the predicted communication of levels to the measured one, the innermost first."""
     for where in (Where.LAYERS, Where.GRADIENTS):
-        if where is Where.LAYERS and not all(one.traced for one in times):
+        if where is Where.LAYERS and not all(time_.traced for time_ in times):
             continue
         level = _level(profile, plan, where)
-        seconds = min((one.exposed(where) for one in times if one.parted), default=0.0)
+        seconds = min((time_.exposed(where) for time_ in times if time_.parted), default=0.0)
         now = _communicated(profile, plan, where)
         if not level or not now or not seconds or abs(seconds / now - 1.0) <= _NEAR:
             continue
@@ -358,9 +358,13 @@ def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], change
 def _level(profile: Profile, plan: Plan, where: Where) -> str:
     """The outermost level that the groups of such communication go over; empty: none."""
     strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-    reach = max(one.devices if where is Where.GRADIENTS else one.tensor * one.slices for one in strategies)
-    if where is Where.LAYERS and any(one.zero_stage > 1 or one.context > 1 or one.expert > 1 for one in strategies):
-        reach = max(one.devices for one in strategies)
+    reach = max(
+        strategy.devices if where is Where.GRADIENTS else strategy.tensor * strategy.slices for strategy in strategies
+    )
+    if where is Where.LAYERS and any(
+        strategy.zero_stage > 1 or strategy.context > 1 or strategy.expert > 1 for strategy in strategies
+    ):
+        reach = max(strategy.devices for strategy in strategies)
     crossed = [
         level.name
         for place, level in enumerate(profile.cluster.levels)

@@ -120,11 +120,11 @@ def read_trace(path: Path) -> Trace:
         raise FileFormatError("trace", str(path), f"It is no trace of a profiler: JSON is wanted ({error}).") from error
     about = {"traceEvents": about} if isinstance(about, list) else about
     values = about.pop("traceEvents", []) if isinstance(about, dict) else None
-    if not isinstance(values, list) or any(not isinstance(one, (TimedEvent, dict, type(None))) for one in values):
+    if not isinstance(values, list) or any(not isinstance(value, (TimedEvent, dict, type(None))) for value in values):
         raise FileFormatError(
             f"{path}, traceEvents", str(values)[:30], "A list of events is wanted; each is an object."
         )
-    events = [one for one in values if isinstance(one, TimedEvent)]
+    events = [value for value in values if isinstance(value, TimedEvent)]
     if len(events) > MOST_EVENTS:
         raise FileFormatError("trace", str(path), f"It has over {MOST_EVENTS} events. {_FEWER}")
     return Trace(path, tuple(sorted(events, key=lambda one: (one.start, -one.end))), about)

@@ -121,7 +121,7 @@ class GroupExpected:
     @property
     def inside(self) -> float:
         """Seconds of communication inside layers."""
-        return sum(one.forward_communication + one.backward_communication for one in self.layers)
+        return sum(layer.forward_communication + layer.backward_communication for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +149,15 @@ def expect(profile: Profile, plan: Plan) -> Expected:
 
 def _group(priced: PricedStages, number: int) -> GroupExpected:
     plan, overhead, stages = priced.plan, priced.pricer.profile.overhead, priced.stages_of(number)
-    layers = tuple(one for stage in stages for one in _layers(priced, stage))
+    layers = tuple(layer for stage in stages for layer in _layers(priced, stage))
     each = [cost for stage in stages for cost in priced.stages[stage].layers]
     gradients, optimizer = sum(cost.step_exposed for cost in each), sum(cost.update for cost in each)
     other = sum(priced.stages[stage].moving for stage in stages) * plan.microbatches
     other += sum(plan.microbatches * cost.host + cost.step_host for cost in each)
     other += len(stages) * plan.microbatches * overhead.microbatch + overhead.step
     work = other + gradients + optimizer
-    for one in layers:
-        work += one.forward + one.backward + one.forward_communication + one.backward_communication
+    for layer in layers:
+        work += layer.forward + layer.backward + layer.forward_communication + layer.backward_communication
     ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
     waiting = max(priced.prediction.step_seconds - work, 0.0) if plan.pipeline > 1 else 0.0
     return GroupExpected(ranks, layers, gradients, optimizer, other, waiting)
@@ -175,4 +175,4 @@ def _layers(priced: PricedStages, stage: int) -> Iterator[LayersExpected]:
             sum(one.forward_exposed for one in own), sum(one.backward_exposed for one in own),
         )  # fmt: skip
         names, kinds = tuple(layer.name for layer in layers), tuple(layer.kind for layer in layers)
-        yield LayersExpected(run, stage, names, kinds, *(priced.plan.microbatches * one for one in sums))
+        yield LayersExpected(run, stage, names, kinds, *(priced.plan.microbatches * sum_ for sum_ in sums))

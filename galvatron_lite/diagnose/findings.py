@@ -68,11 +68,11 @@ class Finding:
 
 def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL) -> list[Finding]:
     """All causes that cost or save at least a fiftieth of a step, the most expensive first."""
-    between = min((one.between for one in times), default=0.0)
+    between = min((time_.between for time_ in times), default=0.0)
     found = [_finding(Cause.BETWEEN, "data, printing, saving", between, 0.0)]
     least = _SHARE * expected.seconds
     for group in expected.groups:
-        own = [one for one in times if one.rank in group.ranks]
+        own = [time_ for time_ in times if time_.rank in group.ranks]
         if own:
             stage = group.layers[0].stage if len(expected.plan.stages) > 1 else -1
             found += _slow_ranks(own, group, least)
@@ -115,12 +115,14 @@ def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) 
     """Ranks that are slower than those that do the same."""
     if len(times) < 2:
         return
-    table = {one.rank: {(run.run.first, way): now for run, way, now, _ in runs_measured(one, group)} for one in times}
-    for one in times:
-        if not one.traced:
-            table[one.rank]["", "backward"] = sum(one.backward.values())
-            table[one.rank]["", "forward"] = one.forward.get("", 0.0)
-        table[one.rank]["", "other"] = one.other
+    table = {
+        time_.rank: {(run.run.first, way): now for run, way, now, _ in runs_measured(time_, group)} for time_ in times
+    }
+    for time_ in times:
+        if not time_.traced:
+            table[time_.rank]["", "backward"] = sum(time_.backward.values())
+            table[time_.rank]["", "forward"] = time_.forward.get("", 0.0)
+        table[time_.rank]["", "other"] = time_.other
     common = {key: median_low(row.get(key, 0.0) for row in table.values()) for key in next(iter(table.values()))}
     base = sum(common.values())
     for rank, row in table.items():
@@ -146,8 +148,8 @@ def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> lis
     """Runs of layers that differ from their prediction on all ranks."""
     rows: dict[tuple[LayersExpected, str], list[float]] = {}
     predicted: dict[tuple[LayersExpected, str], float] = {}
-    for one in times:
-        for run, way, now, then in runs_measured(one, group):
+    for time_ in times:
+        for run, way, now, then in runs_measured(time_, group):
             rows.setdefault((run, way), []).append(now)
             predicted[run, way] = then
     found = []
@@ -155,8 +157,8 @@ def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> lis
         number = run.stage if stage >= 0 else -1
         where = f"{way} of {_words(run)}"
         found.append(_finding(Cause.LAYERS, where, median_low(seconds), predicted[run, way], number))
-    if any(not one.traced for one in times):
-        now = median_low(sum(one.backward.values()) for one in times)
+    if any(not time_.traced for time_ in times):
+        now = median_low(sum(time_.backward.values()) for time_ in times)
         then = sum(run.backward + run.backward_communication for run in group.layers)
         found.append(_finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE))
     return _joined(found)
@@ -165,19 +167,19 @@ def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> lis
 def _joined(causes: Sequence[Finding]) -> list[Finding]:
     """Forward and backward of a run of layers as one cause where both are slower, or both quicker."""
     left = list(causes)
-    for one in causes:
-        if not one.where.startswith("forward of "):
+    for cause in causes:
+        if not cause.where.startswith("forward of "):
             continue
-        name = one.where.removeprefix("forward of ")
-        other = next((two for two in causes if two.where == f"backward of {name}" and two.stage == one.stage), None)
-        if other is None or (one.seconds > 0) != (other.seconds > 0):
+        name = cause.where.removeprefix("forward of ")
+        other = next((two for two in causes if two.where == f"backward of {name}" and two.stage == cause.stage), None)
+        if other is None or (cause.seconds > 0) != (other.seconds > 0):
             continue
-        left = [two for two in left if two is not one and two is not other]
-        most = "forward" if abs(one.seconds) > abs(other.seconds) else "backward"
-        share = max(one.seconds / (one.seconds + other.seconds), other.seconds / (one.seconds + other.seconds))
+        left = [two for two in left if two is not cause and two is not other]
+        most = "forward" if abs(cause.seconds) > abs(other.seconds) else "backward"
+        share = max(cause.seconds / (cause.seconds + other.seconds), other.seconds / (cause.seconds + other.seconds))
         where = f"{name} ({share:.0%} of it in {most})"
-        measured, predicted = one.measured + other.measured, one.predicted + other.predicted
-        left.append(_finding(Cause.LAYERS, where, measured, predicted, one.stage))
+        measured, predicted = cause.measured + other.measured, cause.predicted + other.predicted
+        left.append(_finding(Cause.LAYERS, where, measured, predicted, cause.stage))
     return left
 
 
@@ -185,7 +187,7 @@ def _collectives(times: Sequence[RankTimes], group: GroupExpected, stage: int, b
     """Exposed communication of the rank that waits least, as the others also wait for the slowest."""
     predicted = {Where.LAYERS: group.inside, Where.GRADIENTS: group.gradients, Where.CHECK: 0.0, Where.OPTIMIZER: 0.0}
     for where, then in predicted.items():
-        if where is Where.LAYERS and not all(one.traced for one in times):
+        if where is Where.LAYERS and not all(time_.traced for time_ in times):
             continue
         least = min(times, key=lambda one: one.exposed(where))
         seconds = least.exposed(where)
@@ -219,13 +221,13 @@ def _bubble(times: Sequence[RankTimes], expected: Expected) -> Iterator[Finding]
     """Waiting for other stages, where the busiest one waits longer than predicted: others only wait for it."""
     waits = []
     for group in expected.groups:
-        own = [one.waiting for one in times if one.rank in group.ranks and one.parted]
+        own = [time_.waiting for time_ in times if time_.rank in group.ranks and time_.parted]
         if own:
             waits.append((median(own), group))
     if len(expected.groups) > 1 and len(waits) == len(expected.groups):
         seconds, group = min(waits, key=lambda one: one[0])
         where = f"waiting for other stages on {rank_words(group.ranks[0], group.ranks[-1])}"
-        yield _finding(Cause.BUBBLE, where, seconds, min(one.waiting for one in expected.groups))
+        yield _finding(Cause.BUBBLE, where, seconds, min(group.waiting for group in expected.groups))
 
 
 def _words(run: LayersExpected) -> str:

@@ -76,7 +76,7 @@ class _Ranges:
         self._ranges: dict[str, list[TimedEvent]] = {}
         for event in ranges:
             self._ranges.setdefault(event.thread, []).append(event)
-        self._starts = {thread: [event.start for event in own] for thread, own in self._ranges.items()}
+        self._starts = {thread: [event.start for event in range_] for thread, range_ in self._ranges.items()}
 
     def around(self, operation: TimedEvent) -> TimedEvent | None:
         """The range that an operation lies in."""
@@ -89,24 +89,28 @@ class _Reading:
     def __init__(self, trace: Trace, steps: Sequence[TimedEvent]) -> None:
         self._trace, self._steps = trace, steps
         within = Cover((step.start, step.end) for step in steps)
-        events = [one for one in trace.events if within.inside(one.start, one.end) > 0 or one.start == one.end]
-        self.kernels = [one for one in events if one.category in ("kernel", "gpu_memcpy", "gpu_memset")]
-        ranges = [one for one in events if one.category == "user_annotation"]
-        self._operations = [one for one in events if one.category == "cpu_op"]
-        self._parts = [one for one in ranges if one.name.startswith(PART)]
-        self._layers = [one for one in ranges if one.name.startswith(LAYER)]
+        events = [
+            event for event in trace.events if within.inside(event.start, event.end) > 0 or event.start == event.end
+        ]
+        self.kernels = [event for event in events if event.category in ("kernel", "gpu_memcpy", "gpu_memset")]
+        ranges = [event for event in events if event.category == "user_annotation"]
+        self._operations = [event for event in events if event.category == "cpu_op"]
+        self._parts = [range_ for range_ in ranges if range_.name.startswith(PART)]
+        self._layers = [range_ for range_ in ranges if range_.name.startswith(LAYER)]
         messages = [one for one in (*ranges, *self._operations) if one.name.startswith(_MESSAGES) and kind_of(one.name)]
         if self.kernels:
-            self._messages = [one for one in self.kernels if "nccl" in one.name.lower()]
+            self._messages = [kernel for kernel in self.kernels if "nccl" in kernel.name.lower()]
         else:
             # messages between stages are started beforehand, and count where they are waited for
             staged = bool(self._of(StepPart.WAITING))
-            self._messages = [one for one in messages if not staged or kind_of(one.name) != "send_recv"]
-        self._starts = [one.start for one in self._parts]
+            self._messages = [message for message in messages if not staged or kind_of(message.name) != "send_recv"]
+        self._starts = [part.start for part in self._parts]
 
     def on_host(self) -> RankTimes:
-        messages = Cover((one.start, one.end) for one in self._messages)
-        computes = Cover((one.start, one.end) for one in self._operations if one.name.startswith("aten::"))
+        messages = Cover((message.start, message.end) for message in self._messages)
+        computes = Cover(
+            (operation.start, operation.end) for operation in self._operations if operation.name.startswith("aten::")
+        )
         exposed = messages.minus(computes)
         forward, backward = dict[str, float](), dict[str, float]()
         for layer in self._outermost(self._layers):
@@ -119,14 +123,14 @@ class _Reading:
         for part, where in ((StepPart.GRADIENTS, Where.GRADIENTS), (StepPart.CHECK, Where.CHECK)):
             self._take_all(communication, part, where, computes)
         updates = self._of(StepPart.OPTIMIZER)
-        optimizer = sum(one.end - one.start - exposed.inside(one.start, one.end) for one in updates)
+        optimizer = sum(update.end - update.start - exposed.inside(update.start, update.end) for update in updates)
         waiting = sum(one.end - one.start for one in self._of(StepPart.WAITING))
         return self._record(forward, backward, communication, optimizer, waiting)
 
     def on_device(self) -> RankTimes:
-        quiet = Cover((one.start, one.end) for one in self.kernels if "nccl" not in one.name.lower())
-        exposed = Cover((one.start, one.end) for one in self._messages).minus(quiet)
-        launched = {one.external: one for one in self._operations if one.external >= 0}
+        quiet = Cover((kernel.start, kernel.end) for kernel in self.kernels if "nccl" not in kernel.name.lower())
+        exposed = Cover((message.start, message.end) for message in self._messages).minus(quiet)
+        launched = {operation.external: operation for operation in self._operations if operation.external >= 0}
         layers, nodes, layer_of = _Ranges(self._layers), _Ranges(self._nodes()), self._layer_of_nodes()
         forward, backward, optimizer = dict[str, float](), dict[str, float](), 0.0
         for kernel in self.kernels:
@@ -165,8 +169,8 @@ class _Reading:
             rank_of(self._trace), total / count, count, means[0], means[1],
             {key: seconds / count for key, seconds in communication.items()}, optimizer / count, waiting / count,
             max(total - known, 0.0) / count, traced=True,
-            groups={kind_of(one.name): one.group for one in self._messages if one.group}, layered=bool(self._layers),
-            parted=bool(self._parts),
+            groups={kind_of(message.name): message.group for message in self._messages if message.group},
+            layered=bool(self._layers), parted=bool(self._parts),
         )  # fmt: skip
 
     def _communication(
@@ -175,15 +179,15 @@ class _Reading:
         """Communication that nothing hides; where several kinds run at once the earliest counts."""
         found: dict[tuple[Where, str], float] = {}
         counted = 0.0
-        for one in sorted(self._messages, key=lambda event: event.start):
-            start = max(one.start, counted)
-            if start >= one.end:
+        for message in sorted(self._messages, key=lambda event: event.start):
+            start = max(message.start, counted)
+            if start >= message.end:
                 continue
-            counted = one.end
-            cause = one if launched is None else launched.get(one.external, one)
-            for part, begin, end in self._cut(start, one.end, None if launched is None else cause.start):
+            counted = message.end
+            cause = message if launched is None else launched.get(message.external, message)
+            for part, begin, end in self._cut(start, message.end, None if launched is None else cause.start):
                 if part is not StepPart.WAITING and (seconds := exposed.inside(begin, end)):
-                    key = _PLACES[part], kind_of(one.name)
+                    key = _PLACES[part], kind_of(message.name)
                     found[key] = found.get(key, 0.0) + seconds
         return found
 
@@ -214,33 +218,33 @@ class _Reading:
         return _part(self._parts[place])
 
     def _of(self, wanted: StepPart) -> list[TimedEvent]:
-        return [one for one in self._parts if _part(one) is wanted]
+        return [part for part in self._parts if _part(part) is wanted]
 
     def _outermost(self, ranges: Sequence[TimedEvent]) -> list[TimedEvent]:
         """Those that lie in no other one of their thread."""
         until: dict[str, float] = {}
         found = []
-        for one in ranges:
-            if one.start >= until.get(one.thread, float("-inf")):
-                found.append(one)
-                until[one.thread] = one.end
+        for range_ in ranges:
+            if range_.start >= until.get(range_.thread, float("-inf")):
+                found.append(range_)
+                until[range_.thread] = range_.end
         return found
 
     def _layer_of_nodes(self) -> dict[int, str]:
         """The layer that made a node of the autograd graph, by its sequence number: the last operation that has it."""
         layers = _Ranges(self._layers)
         found: dict[int, str] = {}
-        for one in self._operations:
-            if one.sequence >= 0 and not one.name.startswith(_NODE):
-                layer = layers.around(one)
+        for operation in self._operations:
+            if operation.sequence >= 0 and not operation.name.startswith(_NODE):
+                layer = layers.around(operation)
                 if layer is not None:
-                    found[one.sequence] = layer.name.removeprefix(LAYER)
+                    found[operation.sequence] = layer.name.removeprefix(LAYER)
         return found
 
     def _backward_stretches(self) -> list[tuple[str, float, float]]:
         """Time of the backward parts, from each node that is known to the next, by layer; empty before the first."""
         layer_of = self._layer_of_nodes()
-        nodes = [(one.start, layer_of[one.sequence]) for one in self._nodes() if one.sequence in layer_of]
+        nodes = [(node.start, layer_of[node.sequence]) for node in self._nodes() if node.sequence in layer_of]
         starts = [start for start, _ in nodes]
         found = []
         for part in self._of(StepPart.BACKWARD):
@@ -253,7 +257,7 @@ class _Reading:
         return found
 
     def _nodes(self) -> list[TimedEvent]:
-        return [one for one in self._operations if one.name.startswith(_NODE)]
+        return [operation for operation in self._operations if operation.name.startswith(_NODE)]
 
 
 def _part(event: TimedEvent) -> StepPart:

@@ -69,13 +69,13 @@ def _parameters_of(forward: Callable[..., Any]) -> tuple[frozenset[str] | None, 
     """Names that a function takes by keyword, and how many arguments by position; None: any."""
     kind = inspect.Parameter
     parameters = inspect.signature(forward).parameters.values()
-    kinds = {one.kind for one in parameters}
+    kinds = {parameter.kind for parameter in parameters}
     named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
     placed = (kind.POSITIONAL_OR_KEYWORD, kind.POSITIONAL_ONLY)
-    names = frozenset(one.name for one in parameters if one.kind in named)
+    names = frozenset(parameter.name for parameter in parameters if parameter.kind in named)
     return (
         None if kind.VAR_KEYWORD in kinds else names,
-        None if kind.VAR_POSITIONAL in kinds else sum(one.kind in placed for one in parameters),
+        None if kind.VAR_POSITIONAL in kinds else sum(parameter.kind in placed for parameter in parameters),
     )
 
 

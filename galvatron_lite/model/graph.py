@@ -223,7 +223,9 @@ class LayerKind(Strict):
     @property
     def returns(self) -> bool:
         """Whether it has a backward pass: something in it trains, or in layers before it."""
-        return not self.frozen.total or any(one.backward_flops or one.backward_moved for one in self.operators)
+        return not self.frozen.total or any(
+            operator.backward_flops or operator.backward_moved for operator in self.operators
+        )
 
     @property
     def flops(self) -> int:

@@ -148,7 +148,7 @@ def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining
             frozen = (frozen | {"head"}) if tables[tied[layer.name]] else frozen - {"head"}
         adapted = {name for name in _linear(layer, kind) if trainable.adapts(f"{layer.name}.{name}")}
         yield LayerTraining(frozenset(frozen), frozenset(adapted), trainable.rank, returns)
-        weighted = {name for one in kind.operators if one.weight_bytes for name in one.name.split("+")}
+        weighted = {name for operator in kind.operators if operator.weight_bytes for name in operator.name.split("+")}
         looked_up = {"embedding"} & set(_names(kind))
         returns = returns or bool(adapted) or bool((weighted | looked_up) - frozen)
 
@@ -160,5 +160,7 @@ def _names(kind: LayerKind) -> list[str]:
 
 def _linear(layer: Layer, kind: LayerKind) -> list[str]:
     """Linear layers of a block, those of experts left out."""
-    matmuls = (one for one in kind.operators if one.kind is OperatorClass.MATMUL and one.weight_bytes)
-    return [one.name for one in matmuls if one.count == 1] if layer.role is Role.BLOCK else []
+    matmuls = (
+        operator for operator in kind.operators if operator.kind is OperatorClass.MATMUL and operator.weight_bytes
+    )
+    return [matmul.name for matmul in matmuls if matmul.count == 1] if layer.role is Role.BLOCK else []

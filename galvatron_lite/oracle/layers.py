@@ -313,7 +313,7 @@ _ELEMENTWISE = ("relu", "act", "gelu", "swish", "silu", "sigmoid")
 def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, batch: int) -> Network:
     """The table of a model."""
     for kind in graph.kinds.values():
-        if kind.dims.sequence > 1 or any(one.kind is OperatorClass.ATTENTION for one in kind.operators):
+        if kind.dims.sequence > 1 or any(operator.kind is OperatorClass.ATTENTION for operator in kind.operators):
             remedy = "The closed forms are of convolutional networks; leave --formulas paradl out."
             raise InputError("model", graph.name, remedy)
     layers = []

@@ -202,7 +202,7 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
         for line in forecast.lines
     ]
-    bottlenecks = [_rounded(asdict(one) | {"sort": one.sort.value}) for one in findings(forecast)]
+    bottlenecks = [_rounded(asdict(finding) | {"sort": finding.sort.value}) for finding in findings(forecast)]
     return {name: getattr(forecast, name) for name in names} | {
         "notes": list(forecast.notes), "strategies": lines, "bottlenecks": bottlenecks,
     }  # fmt: skip
@@ -240,6 +240,6 @@ def checks_data(checks: tuple[RowCheck, ...]) -> dict[str, Any]:
         "rows": _rounded(rows),
         "scores": [_rounded(asdict(score)) for score in by],
         "mean": {formulas: _rounded(mean_accuracy(checks, formulas)) for formulas in FORMULAS},
-        "rankings": [asdict(one) for one in rankings(checks)],
+        "rankings": [asdict(ranking) for ranking in rankings(checks)],
         "software": software_notes(),
     }

@@ -367,10 +367,12 @@ def _widest_split(machine: ClusterCosts, kind: Method) -> int:
 
     def most(layer: LayerKind) -> int:
         ways = 1
-        while ways < MOST and any(degree_of(kind, one) == 2 * ways for one in options(layer, kind, 2 * ways, 1)):
+        while ways < MOST and any(degree_of(kind, option) == 2 * ways for option in options(layer, kind, 2 * ways, 1)):
             ways *= 2
         return ways
 
     layers = machine.graph.kinds.values()
-    convolutions = [kind for kind in layers if any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators)]
+    convolutions = [
+        kind for kind in layers if any(operator.kind is OperatorClass.CONVOLUTION for operator in kind.operators)
+    ]
     return min((ways for ways in map(most, convolutions) if ways > 1), default=1)

@@ -82,7 +82,14 @@ class Backend:
         """``values``, and of dimensions that are none of the fields of ``Strategy``."""
         if self.name in (GALVATRON.name, ANY.name) or not added_dimensions():
             return self.values
-        return {**{one.name: (1,) for one in added_dimensions() if self.name not in one.software}, **self.values}
+        return {
+            **{
+                added_dimension.name: (1,)
+                for added_dimension in added_dimensions()
+                if self.name not in added_dimension.software
+            },
+            **self.values,
+        }
 
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
@@ -294,5 +301,5 @@ def check_mode(mode: Mode, backend: Backend, field: str = "--mode") -> None:
         InputError: see above.
     """
     if mode not in backend.modes:
-        known = ", ".join(own.value for own in backend.modes)
+        known = ", ".join(mode.value for mode in backend.modes)
         raise InputError(field, mode.value, f"Backend {backend.name} is for {known}.")

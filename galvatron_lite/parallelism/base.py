@@ -48,7 +48,7 @@ class Communication:
 
 def sent(*communications: Communication) -> tuple[Communication, ...]:
     """Those that any strategy needs."""
-    return tuple(one for one in communications if not never(one.count))
+    return tuple(communication for communication in communications if not never(communication.count))
 
 
 @dataclass(frozen=True, slots=True)

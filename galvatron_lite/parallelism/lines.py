@@ -66,7 +66,9 @@ def lines_of(strategy: Strategy) -> StageLines:
     take context ranks in too).
     """
     strides, order = strides_of(strategy), degree_names()
-    axes = sorted((axis for one in dimensions() for axis in one.axes), key=lambda axis: order.index(axis.degree))
+    axes = sorted(
+        (axis for dimension in dimensions() for axis in dimension.axes), key=lambda axis: order.index(axis.degree)
+    )
 
     def line(purpose: Purpose, chosen: Iterable[MeshAxis]) -> RankLine:
         sizes = {axis.degree: getattr(strategy, axis.degree) for axis in chosen}
@@ -82,7 +84,7 @@ def lines_of(strategy: Strategy) -> StageLines:
         line(Purpose.STATES, (axis for axis in sharing if axis.replicates)),
         line(Purpose.GRADIENTS, others),
     )
-    spread = (one.spread(strategy) for one in dimensions())
+    spread = (dimension.spread(strategy) for dimension in dimensions())
     return StageLines(
         along(Purpose.ACTIVATIONS, Part.SAMPLES),
         along(Purpose.ACTIVATIONS, *SLICES),

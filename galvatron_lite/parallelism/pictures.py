@@ -48,8 +48,9 @@ class Window:
 def is_picture(kind: LayerKind) -> bool:
     """Whether a layer works on pictures with convolutions, pooling and what works pixel by pixel."""
     mixes = any(
-        one.kind is OperatorClass.ATTENTION or (one.kind is OperatorClass.MATMUL and not one.weight_bytes)
-        for one in kind.operators
+        operator.kind is OperatorClass.ATTENTION
+        or (operator.kind is OperatorClass.MATMUL and not operator.weight_bytes)
+        for operator in kind.operators
     )
     return kind.dims.in_channels > 0 and kind.dims.sequence <= 1 and not mixes
 
@@ -62,7 +63,7 @@ def extents_of(kind: LayerKind) -> Extents:
 @lru_cache(maxsize=4096)
 def windows_of(operators: tuple[Operator, ...]) -> tuple[Window, ...]:
     """The windows that pass over pictures of more than one pixel."""
-    every = (_window(one) for one in operators if sides_of(one))
+    every = (_window(operator) for operator in operators if sides_of(operator))
     return tuple(window for window in every if any(side.extent > 1 for side in window.sides))
 
 

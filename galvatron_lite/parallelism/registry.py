@@ -72,8 +72,8 @@ def work_on(kind: LayerKind, strategy: Either, microbatch: Whole, context: Dimen
     items, trained = float(kind.parameters.total), float(kind.trainable)
     frozen = items - trained
     work = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=frozen)
-    for one in dimensions():
-        work = one.apply(work, kind, strategy, context)
+    for dimension in dimensions():
+        work = dimension.apply(work, kind, strategy, context)
     return work
 
 

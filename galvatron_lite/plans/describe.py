@@ -72,7 +72,7 @@ def stage_groups(plan: Plan) -> list[range]:
     groups: list[range] = []
     for numbers in (list(alike) for _, alike in same):
         whole = len(numbers) >= _ALIKE
-        groups += [range(numbers[0], numbers[-1] + 1)] if whole else [range(one, one + 1) for one in numbers]
+        groups += [range(numbers[0], numbers[-1] + 1)] if whole else [range(number, number + 1) for number in numbers]
     return groups
 
 
@@ -93,11 +93,11 @@ def branch_rows(plan: Plan) -> list[StageRow]:
     """Every run of layers of every branch with devices of its own; the first of each says where it is, what it takes
     and what it holds."""
     rows = []
-    for one in plan.branches:
-        figures = f", {format_seconds(one.seconds)}, {format_bytes(one.memory.total)}" if one.seconds else ""
-        labels = [f"{one.name}: {device_range(one)}{figures}"] + [""] * (len(one.runs) - 1)
+    for branch in plan.branches:
+        figures = f", {format_seconds(branch.seconds)}, {format_bytes(branch.memory.total)}" if branch.seconds else ""
+        labels = [f"{branch.name}: {device_range(branch)}{figures}"] + [""] * (len(branch.runs) - 1)
         rows += [
-            StageRow(label, _layers([run]), str(run.strategy)) for label, run in zip(labels, one.runs, strict=True)
+            StageRow(label, _layers([run]), str(run.strategy)) for label, run in zip(labels, branch.runs, strict=True)
         ]
     return rows
 
@@ -229,7 +229,7 @@ _SAME_SIZE = 0.02
 
 def has_batch_norms(kind: LayerKind) -> bool:
     """Whether a kind of layer takes statistics of all samples that it is given: captured, or of known shapes."""
-    last = [one.name.rpartition(".")[2] for one in kind.operators if one.statistics]
+    last = [operator.name.rpartition(".")[2] for operator in kind.operators if operator.statistics]
     return any("batch_norm" in name or name.startswith("norm") for name in last)
 
 
@@ -288,7 +288,7 @@ def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
         for kind, strategy in (_in_parts if plan.branches else _layer_names)(graph, plan)
         if has_batch_norms(kind)
     ]
-    replicas = max((one.batch_degree for one in norms), default=1)
+    replicas = max((norm.batch_degree for norm in norms), default=1)
     if not norms or replicas * plan.microbatches == 1:
         return ()
     samples = plan.microbatch // replicas
@@ -311,7 +311,7 @@ def _layer_names(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Str
 
 def _in_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
     """The same of a plan with branches: the trunk's layers, then those of each branch."""
-    runs = [plan.stages[0].runs, *(one.runs for one in plan.branches)]
+    runs = [plan.stages[0].runs, *(branch.runs for branch in plan.branches)]
     for own, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
         strategies = [run.strategy for run in own for _ in range(run.count)]
         for layer, strategy in zip(layers, strategies, strict=True):

@@ -143,15 +143,15 @@ def _check_branches(plan: Plan, field: str) -> None:
     if len(plan.stages) != 1 or plan.cyclic is not None:
         remedy = "Beside branches there is one stage, that of the layers outside them."
         raise InputError(f"{field}, stages", len(plan.stages), remedy)
-    for number, one in enumerate(plan.branches):
+    for number, branch in enumerate(plan.branches):
         name = f"{field}, branches.{number}"
-        if one.devices < 1 or one.first < 0 or one.first + one.devices > plan.devices:
-            value = f"first {one.first}, devices {one.devices}"
+        if branch.devices < 1 or branch.first < 0 or branch.first + branch.devices > plan.devices:
+            value = f"first {branch.first}, devices {branch.devices}"
             raise InputError(name, value, f"The plan has {plan.devices} devices, numbered from 0.")
-        if not one.runs:
+        if not branch.runs:
             raise InputError(f"{name}, runs", "none", "A branch has at least one layer.")
-        for index, run in enumerate(one.runs):
-            _check_run(plan, run, f"{name}.runs.{index}", one.devices, one.name)
+        for index, run in enumerate(branch.runs):
+            _check_run(plan, run, f"{name}.runs.{index}", branch.devices, branch.name)
 
 
 def _factors(strategy: Strategy) -> str:
@@ -199,7 +199,7 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
     backend = BACKENDS[plan.backend] if backend is None else backend
     _check_kind(plan, backend)
     parts = [(f"stages.{number}", stage.runs) for number, stage in enumerate(plan.stages)]
-    parts += [(f"branches.{number}", one.runs) for number, one in enumerate(plan.branches)]
+    parts += [(f"branches.{number}", branch.runs) for number, branch in enumerate(plan.branches)]
     for part, runs in parts:
         for run in runs:
             if not backend.runs(run.strategy):

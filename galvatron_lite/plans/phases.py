@@ -108,7 +108,7 @@ def same_split(one: Plan, other: Plan) -> bool:
 
 def _split(plan: Plan) -> tuple[object, ...]:
     stages = tuple(stage.runs for stage in plan.stages)
-    branches = tuple((one.name, one.roots, one.first, one.devices, one.runs) for one in plan.branches)
+    branches = tuple((branch.name, branch.roots, branch.first, branch.devices, branch.runs) for branch in plan.branches)
     cyclic = None if plan.cyclic is None else (plan.cyclic, plan.microbatches)
     return (
         plan.devices,

@@ -156,7 +156,7 @@ def _branches(branches: Any, graph: ModelGraph, field: str) -> tuple[list[dict[s
     """Branches by name, each with its devices and runs; and the names of the layers outside them."""
     known = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
     placed, taken = list[dict[str, Any]](), set[str]()
-    if not isinstance(branches, list) or not all(isinstance(one, Mapping) for one in branches):
+    if not isinstance(branches, list) or not all(isinstance(branch, Mapping) for branch in branches):
         remedy = "Give a list of branches: name, first, devices, runs."
         raise InputError(f"{field}, branches", kind_of(branches), remedy)
     for number, one in enumerate(branches):

@@ -142,7 +142,9 @@ def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
         counted()
     loss.backward()  # type: ignore[no-untyped-call]
     if len(laps) == 2:  # no gradient reaches the blocks: where they are frozen, all of backward was behind them
-        if any(one.requires_grad for stub in edges.skeleton.stubs.values() for one in stub.block.parameters()):
+        if any(
+            parameter.requires_grad for stub in edges.skeleton.stubs.values() for parameter in stub.block.parameters()
+        ):
             raise TraceError("blocks", "the loss", "The loss must depend on what the blocks return; name other blocks.")
         lap()
 

@@ -52,7 +52,7 @@ def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
     if not splits_pixels(kind):
         return ()
     grids = (sensible_grids(kind, ways) for ways in WAYS)
-    return tuple(found[0] for found in grids if found)
+    return tuple(grid[0] for grid in grids if grid)
 
 
 def share_on(kind: LayerKind, grid: Grid) -> float:
@@ -339,7 +339,7 @@ def _kept_output(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> in
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs = differentiable(run_on(run, call, leaf.clone()))
-    return storage_bytes(one for one in outputs if one.untyped_storage().data_ptr() in kept)
+    return storage_bytes(output for output in outputs if output.untyped_storage().data_ptr() in kept)
 
 
 def seeded(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -366,7 +366,7 @@ def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.devic
     def once(lap: Lap) -> None:
         inputs = [entering(leaf) for _ in modules]
         lap()
-        outputs = [differentiable(run_on(module, call, own)) for module, own in zip(modules, inputs, strict=True)]
+        outputs = [differentiable(run_on(module, call, input_)) for module, input_ in zip(modules, inputs, strict=True)]
         lap()
         flat = [tensor for output in outputs for tensor in output]
         if flat:

@@ -175,7 +175,7 @@ def check_trainable(model: nn.Module, profile: Profile) -> None:
     Raises:
         InputError: the share of parameters that train is not the model's.
     """
-    items = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    items = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained, total = sum(size for size, trains in items if trains), sum(size for size, _ in items)
     graph = profile.graph
     if abs(trained / max(total, 1) - graph.trainable / max(graph.parameters, 1)) > _OTHER:

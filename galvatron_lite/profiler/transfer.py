@@ -195,7 +195,9 @@ def class_factors(profile: Profile, machine: Machine, stack: Stack) -> StackCons
     def predict(places: Vector) -> Vector:
         moved = with_factors(machine, moved_constants(prior, places))
         times = (_times(profile, moved, stack, point) for point in points)
-        return np.log([max(one.forward_with_host + one.backward_with_host(Recompute.NONE), 1e-9) for one in times])
+        return np.log(
+            [max(time_.forward_with_host + time_.backward_with_host(Recompute.NONE), 1e-9) for time_ in times]
+        )
 
     if not points:
         return prior
@@ -342,7 +344,9 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
         cluster=replace(cluster, levels=tuple(levels)),
         fits=tuple(fit for fit in profile.fits if kept and _top(profile.cluster, fit) == 0),
         collectives=tuple(
-            one for one in profile.collectives if kept and (one.group - 1) * one.stride < profile.cluster.levels[0].size
+            collective
+            for collective in profile.collectives
+            if kept and (collective.group - 1) * collective.stride < profile.cluster.levels[0].size
         ),
         straggling=straggling,
         communication_origin=replace(profile.communication_origin, kind=OriginKind.ESTIMATED, source="; ".join(said)),

@@ -166,7 +166,9 @@ class _Prices:
 
     def __init__(self, base: Calibration, parameters: Sequence[Parameter], runs: Sequence[MeasuredStep]) -> None:
         self.base, self.parameters, self.runs = base, parameters, runs
-        self._uses = [[place for place, one in enumerate(parameters) if one.owner in run.owners] for run in runs]
+        self._uses = [
+            [place for place, parameter in enumerate(parameters) if parameter.owner in run.owners] for run in runs
+        ]
         self._known: dict[tuple[int, bytes], float] = {}
         self._graphs = Predictor(base).graphs
 
@@ -249,7 +251,7 @@ def calibrate(
 
 def _answers(parameters: Sequence[Parameter], base: Calibration) -> Iterator[tuple[str, Vector, Vector]]:
     """What may be learnt: one factor on all kernels of the software, or every constant."""
-    common = [[1.0 if one.kind == "stacks" and one.field in _KERNELS else 0.0] for one in parameters]
+    common = [[1.0 if parameter.kind == "stacks" and parameter.field in _KERNELS else 0.0] for parameter in parameters]
     yield "common factor", np.array(common), np.array([_COMMON_WIDTH])
     widths = [base.origins[p.owner].deviations.get(p.field, p.scale.deviation) if p.owner in base.origins
               else p.scale.deviation for p in parameters]  # fmt: skip

@@ -224,7 +224,9 @@ def by_work(graph: ModelGraph, stages: int) -> list[int]:
     works = []
     for layer in graph.layers:
         weighted = (
-            one for one in graph.kind_of(layer).operators if one.kind is OperatorClass.MATMUL and one.weight_bytes
+            operator
+            for operator in graph.kind_of(layer).operators
+            if operator.kind is OperatorClass.MATMUL and operator.weight_bytes
         )
         works.append(sum(one.flops for one in weighted))
     total, done, stage, counts = sum(works), 0, 0, [0] * stages

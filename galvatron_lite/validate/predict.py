@@ -223,7 +223,7 @@ class Predictor:
         """Prices of a model's estimated layers, with the points that pricing ``plan`` looks up."""
         wanted = wanted_points(graph, plan)
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-        expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))
+        expert, context = (max(getattr(strategy, name) for strategy in strategies) for name in ("expert", "context"))
         software = (stack.name, stack.kernels, stack.states, stack.optimizer, precision)
         key = (id(graph), id(cluster), *software, wanted, expert, context)
         if key not in self._pricers:

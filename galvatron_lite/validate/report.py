@@ -121,7 +121,7 @@ def as_data(
     """Scores as plain data: ``families``, the ``means`` by name and, where asked for, the ``worst`` runs."""
     data: dict[str, object] = {"families": {name: _rounded(asdict(family)) for name, family in scores.items()}}
     data |= {name: _rounded(mean) for name, mean in means.items()}
-    return data | ({"worst": [worst_data(one) for one in worst_runs(judged, worst)]} if worst else {})
+    return data | ({"worst": [worst_data(worst_run) for worst_run in worst_runs(judged, worst)]} if worst else {})
 
 
 def _rounded(figures: Mapping[str, object]) -> dict[str, object]:

@@ -126,12 +126,12 @@ def pairs_of(
     several = {key: _settings(types, predictor) for key, types in groups.items() if len(set(types.values())) > 1}
     software = defaultdict[tuple[object, ...], list[Setting]](list)
     for key, members in several.items():
-        for one in members:
-            software[*key[:2], one.understood.cluster.device.name].append(one)
+        for member in members:
+            software[*key[:2], member.understood.cluster.device.name].append(member)
     learnt = {name: _learnt(members, predictor) for name, members in software.items()}
     pairs: list[Pair] = []
     for number, (key, members) in enumerate(several.items(), 1):
-        sides = [one.with_constants(learnt[*key[:2], one.understood.cluster.device.name]) for one in members]
+        sides = [member.with_constants(learnt[*key[:2], member.understood.cluster.device.name]) for member in members]
         pairs += _pairs(str(key[0]), sides, predictor)
         if progress is not None:
             progress(number, len(several), str(key[0]))
@@ -151,7 +151,7 @@ def _settings(runs: Iterable[PublishedRun], predictor: Predictor) -> list[Settin
         if seconds and prediction.mfu * prediction.step_seconds <= seconds:
             key = (understood.cluster.device.name, batch.size, run.micro_batch)
             known[key].append(Setting(understood, seconds, batch.size))
-    return [replace(members[0], seconds=median(one.seconds for one in members)) for members in known.values()]
+    return [replace(members[0], seconds=median(member.seconds for member in members)) for members in known.values()]
 
 
 def _learnt(settings: Sequence[Setting], predictor: Predictor) -> StackConstants:
@@ -160,9 +160,9 @@ def _learnt(settings: Sequence[Setting], predictor: Predictor) -> StackConstants
 
     def predict(places: Vector) -> Vector:
         constants = moved_constants(prior, places)
-        return np.log([one.with_constants(constants).estimated(predictor) for one in settings])
+        return np.log([setting.with_constants(constants).estimated(predictor) for setting in settings])
 
-    measured = [one.seconds for one in settings]
+    measured = [setting.seconds for setting in settings]
     return moved_constants(prior, learn(predict, measured, np.zeros(len(WIDTHS)), WIDTHS, _NOISE).values)
 
 

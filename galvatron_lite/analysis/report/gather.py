@@ -67,7 +67,7 @@ def _bare(plan: Plan) -> Plan:
     """What a plan does, without what it was predicted to cost and made from."""
     from galvatron_lite.plans.schema import MemoryBreakdown
 
-    stages = tuple(replace(one, memory=MemoryBreakdown(), microbatch_seconds=0.0, device="") for one in plan.stages)
+    stages = tuple(replace(stage, memory=MemoryBreakdown(), microbatch_seconds=0.0, device="") for stage in plan.stages)
     return replace(plan, stages=stages, prediction=None, provenance=None, alternatives=(), left_out=(), order=None)
 
 

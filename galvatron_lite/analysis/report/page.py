@@ -83,7 +83,7 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
         "time": tuple(_time_of(plan)),
         "step": format_seconds(plan.prediction.step_seconds) if plan.prediction else "",
         "packed": None if step is None else packed(step, budgets, [_ranks_of(group, plan) for group in step.groups]),
-        "splits_backward": step is not None and any(one.what is Pass.WEIGHT for one in step.groups[0].passes),
+        "splits_backward": step is not None and any(pass_.what is Pass.WEIGHT for pass_ in step.groups[0].passes),
         "overlapping": step is not None and step.overlapping,
         "groups": () if step is None else tuple(_group_rows(step, plan)),
         "courses": () if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
@@ -217,7 +217,7 @@ def _memory_rows(shown: PlanView) -> list[_TableRow]:
     plan, step = shown.plan, shown.timeline
     rows = []
     for number, stage in enumerate(plan.stages):
-        group = None if step is None else next(one for one in step.groups if number in one.stages)
+        group = None if step is None else next(group for group in step.groups if number in group.stages)
         if group is not None and group.stages[0] != number:
             continue
         budget = shown.budget_of(number)
@@ -249,9 +249,9 @@ def _marks_of(shown: PlanView) -> list[PlanMark]:
     for point in () if shown.front is None else shown.front.points:
         if point.plan is not None and (point.peak, point.seconds) != (said.peak_memory, said.step_seconds):
             found.append(PlanMark(point.peak, point.seconds, "front", summary(point.plan)))
-    for other in plan.alternatives:
-        kind = "other" if other.fits else "overfull"
-        found.append(PlanMark(other.peak_memory, other.step_seconds, kind, other.summary))
+    for alternative in plan.alternatives:
+        kind = "other" if alternative.fits else "overfull"
+        found.append(PlanMark(alternative.peak_memory, alternative.step_seconds, kind, alternative.summary))
     return found
 
 
@@ -276,9 +276,9 @@ def _front_words(shown: PlanView) -> str:
 def _runner_rows(plan: Plan) -> list[_TableRow]:
     if plan.prediction is None:
         return []
-    said = plan.prediction.step_seconds
+    chosen = plan.prediction.step_seconds
     return [
-        _TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / said - 1.0),
+        _TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / chosen - 1.0),
              format_bytes(other.peak_memory), "yes" if other.fits else "no"))
         for other in plan.alternatives
     ]  # fmt: skip

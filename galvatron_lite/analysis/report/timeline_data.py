@@ -57,10 +57,10 @@ def packed(step: Timeline, budgets: Sequence[int], devices: Sequence[str]) -> di
 def _about(group: GroupTimeline, budget: int, devices: str, tick: float) -> dict[str, Any]:
     """What is said once of a group; seconds of the passes of a stage in ticks: compute and what a send occupies."""
     times = {stage: [[0, 0] for _ in KINDS] for stage in group.stages}
-    for one in group.passes:
-        times[one.stage][KINDS.index(one.what)] = [
-            round((one.end - one.start) / tick),
-            round((one.free - one.end) / tick),
+    for pass_ in group.passes:
+        times[pass_.stage][KINDS.index(pass_.what)] = [
+            round((pass_.end - pass_.start) / tick),
+            round((pass_.free - pass_.end) / tick),
         ]
     return {
         "stages": list(group.stages),
@@ -76,9 +76,9 @@ def _about(group: GroupTimeline, budget: int, devices: str, tick: float) -> dict
 def _planes(group: GroupTimeline, tick: float, levels: dict[MemoryBreakdown, int]) -> bytes:
     """A group's planes, one after another: kind + 3 x chunk, step of the micro-batch, gap in ticks, memory levels."""
     chunks = {stage: chunk for chunk, stage in enumerate(group.stages)}
-    kinds = [KINDS.index(one.what) + len(KINDS) * chunks[one.stage] for one in group.passes]
+    kinds = [KINDS.index(pass_.what) + len(KINDS) * chunks[pass_.stage] for pass_ in group.passes]
     steps = list(_steps(group.passes, kinds))
-    gaps = [round((one.start - before) / tick) for one, before in zip(group.passes, _frees(group), strict=True)]
+    gaps = [round((pass_.start - before) / tick) for pass_, before in zip(group.passes, _frees(group), strict=True)]
     during, after = (
         [levels.setdefault(memory, len(levels)) for memory in memories] for memories in (group.during, group.after)
     )
@@ -88,15 +88,15 @@ def _planes(group: GroupTimeline, tick: float, levels: dict[MemoryBreakdown, int
 
 def _frees(group: GroupTimeline) -> Iterator[float]:
     yield 0.0
-    yield from (one.free for one in group.passes[:-1])
+    yield from (pass_.free for pass_ in group.passes[:-1])
 
 
 def _steps(passes: Sequence[TimedPass], kinds: Sequence[int]) -> Iterator[int]:
     """The micro-batch of each pass less that of the last pass of its kind and chunk; of the first, as it is."""
     last: dict[int, int] = {}
-    for one, kind in zip(passes, kinds, strict=True):
-        yield one.microbatch - last.get(kind, 0)
-        last[kind] = one.microbatch
+    for pass_, kind in zip(passes, kinds, strict=True):
+        yield pass_.microbatch - last.get(kind, 0)
+        last[kind] = pass_.microbatch
 
 
 COMPUTE, COMMUNICATION = 1, 2  # thread numbers
@@ -141,10 +141,10 @@ def _names(process: int, label: str, group: GroupTimeline) -> Iterator[Event]:
 
 
 def _passes(process: int, group: GroupTimeline) -> Iterator[Event]:
-    for one in group.passes:
-        name = f"{one.what.value} {one.microbatch}"
-        args = {"stage": one.stage, "microbatch": one.microbatch}
-        yield _complete(process, COMPUTE, name, one.what.value, one.start, one.end, args)
+    for pass_ in group.passes:
+        name = f"{pass_.what.value} {pass_.microbatch}"
+        args = {"stage": pass_.stage, "microbatch": pass_.microbatch}
+        yield _complete(process, COMPUTE, name, pass_.what.value, pass_.start, pass_.end, args)
     for closing in group.closing:
         thread = COMMUNICATION if closing.name == "communication" else COMPUTE
         name = "gradients" if closing.name == "communication" else closing.name
@@ -153,23 +153,23 @@ def _passes(process: int, group: GroupTimeline) -> Iterator[Event]:
 
 def _sends(first: int, step: Timeline) -> Iterator[Event]:
     """What is sent, on the sender's thread of communication, and an arrow to the pass that needs it."""
-    for number, one in enumerate(step.sends(), start=1):
-        args = {"microbatch": one.microbatch, "from stage": one.stage, "to stage": one.target}
-        process, target = first + one.source_group, first + one.target_group
-        gradient = "" if one.what.value == "forward" else "gradient "
-        name = f"send {gradient}{one.microbatch} to stage {one.target}"
-        yield _complete(process, COMMUNICATION, name, "send", one.start, one.end, args)
+    for number, send in enumerate(step.sends(), start=1):
+        args = {"microbatch": send.microbatch, "from stage": send.stage, "to stage": send.target}
+        process, target = first + send.source_group, first + send.target_group
+        gradient = "" if send.what.value == "forward" else "gradient "
+        name = f"send {gradient}{send.microbatch} to stage {send.target}"
+        yield _complete(process, COMMUNICATION, name, "send", send.start, send.end, args)
         flow = {"cat": "send", "name": "send", "id": first * 10**7 + number}
-        yield {"ph": "s", "pid": process, "tid": COMMUNICATION, "ts": one.start * _MICRO, **flow}
-        yield {"ph": "f", "bp": "e", "pid": target, "tid": COMPUTE, "ts": one.end * _MICRO, **flow}
+        yield {"ph": "s", "pid": process, "tid": COMMUNICATION, "ts": send.start * _MICRO, **flow}
+        yield {"ph": "f", "bp": "e", "pid": target, "tid": COMPUTE, "ts": send.end * _MICRO, **flow}
 
 
 def _memory(process: int, group: GroupTimeline) -> Iterator[Event]:
     """A counter of bytes on one device: where each pass is at its worst, and what is left behind it."""
     yield _counter(process, 0.0, group.resting)
-    for one, during, after in zip(group.passes, group.during, group.after, strict=True):
-        yield _counter(process, one.start, during)
-        yield _counter(process, one.end, after)
+    for pass_, during, after in zip(group.passes, group.during, group.after, strict=True):
+        yield _counter(process, pass_.start, during)
+        yield _counter(process, pass_.end, after)
     for closing in group.closing:
         yield _counter(process, closing.start, closing.memory)
 
@@ -244,8 +244,8 @@ Level = tuple[float, MemoryBreakdown]  # from when on, and what there is
 
 def _levels(group: GroupTimeline) -> list[Level]:
     found = [(0.0, group.resting)]
-    for one, during, after in zip(group.passes, group.during, group.after, strict=True):
-        found += [(one.start, during), (one.end, after)]
+    for pass_, during, after in zip(group.passes, group.during, group.after, strict=True):
+        found += [(pass_.start, during), (pass_.end, after)]
     found += [(closing.start, closing.memory) for closing in group.closing]
     return found
 

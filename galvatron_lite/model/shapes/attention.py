@@ -74,7 +74,7 @@ def _flash(
     sums = tape.value(queries * heads.queries, q.part, FP32, grad=False)
     flops = 2 * queries * keys * heads.queries * (heads.size + heads.values)
     biases = () if bias is None else (bias,)
-    touched = q.bytes + k.bytes + v.bytes + out.bytes + sum(one.bytes for one in biases)
+    touched = q.bytes + k.bytes + v.bytes + out.bytes + sum(bias.bytes for bias in biases)
     operator = Operator(
         name, OperatorClass.ATTENTION, (heads.queries, heads.keys, queries, keys, heads.size), 1, flops, flops * 5 // 2,
         touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,

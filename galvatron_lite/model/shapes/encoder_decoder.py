@@ -53,12 +53,14 @@ def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels
     )
     block = pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels)
     # every patch sees every other, so that plain attention has no mask
-    block = replace(block, operators=tuple(one for one in block.operators if one.name != "attention.mask"))
+    block = replace(
+        block, operators=tuple(operator for operator in block.operators if operator.name != "attention.mask")
+    )
     kinds = [_patches(shape, tokens, item_bytes), block, _classifier(shape, stack, tokens, item_bytes)]
     layers = blocks("layers", "block", shape.layers)
     if kernels.autocast and item_bytes < FP32:
         # weights' half-precision copies, which autocast keeps from forward to backward whatever the batch
-        kinds = [replace(one, buffer_bytes=one.buffer_bytes + item_bytes * one.parameters.total) for one in kinds]
+        kinds = [replace(kind, buffer_bytes=kind.buffer_bytes + item_bytes * kind.parameters.total) for kind in kinds]
     return assemble(shape.name, kinds, layers, sequence=tokens, precision=precision)
 
 

@@ -173,8 +173,8 @@ class Tape:
             self.frozen_experts += self.expert_items - experts
             for part, items in counted.items():
                 self.frozen[part] += items
-        inputs = tuple(replace(one, grad=one.grad and one.key not in self._constant) for one in call.inputs)
-        flows, operator = any(one.grad for one in inputs), replace(operator, frozen=frozen)
+        inputs = tuple(replace(input_, grad=input_.grad and input_.key not in self._constant) for input_ in call.inputs)
+        flows, operator = any(input_.grad for input_ in inputs), replace(operator, frozen=frozen)
         if not flows and (frozen or not weighted):
             self._constant.add(call.output.key)
             silent = replace(call, inputs=inputs, saved=(), output=replace(call.output, grad=False))
@@ -207,7 +207,7 @@ class Tape:
             counts[size].update(begins=1, returns=int(returns), regathers=int(again))
         for size, resumes in self._left:
             counts[size].update(ends=1, resumes=int(resumes))
-        shared = [TensorBoundary(size, True, **one) for size, one in counts.items()]
+        shared = [TensorBoundary(size, True, **count) for size, count in counts.items()]
         return *(replace(one, shared=False, begins=0, resumes=0, regathers=0) for one in shared), *shared
 
     def narrow_copy(self, value: Value) -> tuple[Value, bool]:
@@ -269,7 +269,10 @@ class Tape:
             frozen_experts=self.frozen_experts,
             operators=operators
             if sequence_parallel
-            else tuple(replace(one, sharding=_UNSHARED.get(one.sharding, one.sharding)) for one in operators),
+            else tuple(
+                replace(operator, sharding=_UNSHARED.get(operator.sharding, operator.sharding))
+                for operator in operators
+            ),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),
             forward_working=self._forward_working(forward, saved, sum(value.bytes for value in outputs)),

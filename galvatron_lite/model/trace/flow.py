@@ -253,7 +253,7 @@ def holders_of(model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, set[str]] = {}
     for group, paths in groups.items():
-        for parameter in (one for path in paths for one in model.get_submodule(path).parameters()):
+        for parameter in (parameter for path in paths for parameter in model.get_submodule(path).parameters()):
             found.setdefault(names[id(parameter)], set()).add(group)
     return found
 

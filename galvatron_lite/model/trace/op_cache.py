@@ -107,7 +107,7 @@ class OpCache:
                     return False
             elif isinstance(value, Tensor) and (traits := self.traits_of(value)) is not None:
                 tensors.append(value)
-                key.append(next(number for number, one in enumerate(tensors) if one is value))
+                key.append(next(number for number, tensor in enumerate(tensors) if tensor is value))
                 key.append(traits)
             else:
                 return False
@@ -121,9 +121,11 @@ class OpCache:
             return None if made is None else CachedOutputs((made,), None)
         if type(outputs) not in (list, tuple):
             return None
-        every = [self._spec_of(one, tensors) for one in outputs]
+        every = [self._spec_of(output, tensors) for output in outputs]
         fresh = [
-            id(one.untyped_storage()) for one, made in zip(outputs, every, strict=True) if made and made.source < 0
+            id(output.untyped_storage())
+            for output, made in zip(outputs, every, strict=True)
+            if made and made.source < 0
         ]
         if any(one is None for one in every) or len(set(fresh)) < len(fresh):
             return None
@@ -133,10 +135,10 @@ class OpCache:
         traits = self.traits_of(output) if isinstance(output, Tensor) else None
         if traits is None:
             return None
-        for number, one in enumerate(tensors):
-            if one is output:
+        for number, tensor in enumerate(tensors):
+            if tensor is output:
                 return OutputSpec(number, True, traits)
-        storages = [id(one.untyped_storage()) for one in tensors]
+        storages = [id(tensor.untyped_storage()) for tensor in tensors]
         own = id(output.untyped_storage())
         if own in storages:
             return OutputSpec(storages.index(own), False, traits)
@@ -158,7 +160,7 @@ def _is_plain(func: Any) -> bool:
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return False
     changes = torch.Tag.inplace_view in func.tags or func.overloadpacket in _CHANGING
-    changes = changes or any(one.is_out for one in func._schema.arguments)
+    changes = changes or any(argument.is_out for argument in func._schema.arguments)
     return func.namespace in ("aten", "fsdp", "galvatron_lite") and not changes
 
 

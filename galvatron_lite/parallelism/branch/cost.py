@@ -251,7 +251,7 @@ def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 
             for subset in _subsets(left):
                 teams = team(subset, len(place))
                 rest = best(left ^ subset, place.stop, max(needed - 1, 0)) if teams else ()
-                found += [_with(BranchGroup(first, len(place), own), tail) for own in teams for tail in rest]
+                found += [_with(BranchGroup(first, len(place), team), tail) for team in teams for tail in rest]
         return _pareto([*found, *best(left, first + 1, needed)])
 
     ends = best((1 << len(jobs)) - 1, 0, least)
@@ -289,9 +289,9 @@ def _figures(team: Sequence[tuple[int, Option]]) -> Phases:
 def _pareto(candidates: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value], ...]:
     """Those that no other equals or beats in everything; of equal ones the first."""
     kept: list[tuple[Phases, Value]] = []
-    for one in sorted(candidates, key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(other[0], one[0], strict=True)) for other in kept):
-            kept.append(one)
+    for candidate in sorted(candidates, key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other[0], candidate[0], strict=True)) for other in kept):
+            kept.append(candidate)
     return tuple(kept)
 
 

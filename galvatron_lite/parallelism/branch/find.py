@@ -73,7 +73,7 @@ class _Finder:
         own = {layer for branch in branches for layer in branch.layers}
         place = {layer.name: number for number, layer in enumerate(self.graph.layers)}
         batch = {layer.name for layer in self.graph.layers if layer.role is Role.BEFORE}
-        read = (one for one in self.graph.tensors if not own.isdisjoint(one.readers))
+        read = (tensor for tensor in self.graph.tensors if not own.isdisjoint(tensor.readers))
         entry = {one.producer for one in read if one.size or one.producer not in batch} - own
         sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in own)
         leaving = {reader for readers in sent for reader in readers} - own

@@ -107,7 +107,7 @@ def _complete(handler: Handler, inner: Rules, witness: Witness) -> Handler:
         first = next(sharded_tensors((call.args, call.kwargs)))
         dims, (spec, *_) = len(global_shape(first)), first.specs
         images = [one for one in full if is_image(one, dims)]
-        if call.name != "__setitem__" and any(one.shape[spec.dim] > 1 for one in images):
+        if call.name != "__setitem__" and any(image.shape[spec.dim] > 1 for image in images):
             return _written(call, _call_full(call))  # a full image with all channels is among the arguments
 
         def entered(tensor: Tensor) -> Tensor:

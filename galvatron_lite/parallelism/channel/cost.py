@@ -177,10 +177,10 @@ def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
     entering = [items_of(one)[0] for one, part in parts if part in OUTPUT and takes_gradient(one)]
     shares = [items_of(one)[1] for one, part in parts if part is OperatorPart.SCATTERED]
     norms = pixel_norms(kind, by)
-    dealt = [one / degree for one in joined_items(kind)] if by == "channels" else []
+    dealt = [joined_item / degree for joined_item in joined_items(kind)] if by == "channels" else []
     return (
         (Collective.ALL_REDUCE, Moment.FORWARD, sums),
-        (Collective.ALL_GATHER, Moment.FORWARD, [*gathers, *(degree * one for one in norms)]),
+        (Collective.ALL_GATHER, Moment.FORWARD, [*gathers, *(degree * norm for norm in norms)]),
         (Collective.REDUCE_SCATTER, Moment.FORWARD, shares),
         (Collective.ALL_REDUCE, Moment.BACKWARD, [*entering, *norms]),
         (Collective.ALL_GATHER, Moment.BACKWARD, shares),

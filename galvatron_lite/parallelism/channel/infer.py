@@ -110,7 +110,7 @@ class _Run:
         outputs = _extents(left)
         leave_layer(left, sharing)
         parameters = dict(self.twin.named_parameters(remove_duplicate=False))
-        partial_names = frozenset(name for name, one in parameters.items() if id(one) in self.met)
+        partial_names = frozenset(name for name, parameter in parameters.items() if id(parameter) in self.met)
         for name in sorted(partial_names):
             if id(parameters[name]) in uses.parameters:
                 remedy = "It works on shares of channels and on whole pictures: keep the layer whole."
@@ -183,9 +183,9 @@ class _FullUses(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         tensors = list(tensors_of((args, kwargs or {})))
-        weights = [one for one in tensors if id(one) in self._weights]
+        weights = [tensor for tensor in tensors if id(tensor) in self._weights]
         if tensors and len(weights) == len(tensors):
             self._weights.update((id(one), one) for one in tensors_of(result))
-        elif not any(isinstance(one, ShardedTensor) for one in tensors):
-            self.parameters.update(id(leaf) for one in weights for leaf in _leaves(one))
+        elif not any(isinstance(tensor, ShardedTensor) for tensor in tensors):
+            self.parameters.update(id(leaf) for weight in weights for leaf in _leaves(weight))
         return result

@@ -76,7 +76,7 @@ def parts_of(operators: tuple[Operator, ...], by: str) -> Parts:
         operators: of a layer, in the order they run.
         by: ``filters`` or ``channels``.
     """
-    return _paired(operators) if by == "filters" else tuple((one, _scattered(one)) for one in operators)
+    return _paired(operators) if by == "filters" else tuple((operator, _scattered(operator)) for operator in operators)
 
 
 def _scattered(one: Operator) -> OperatorPart:
@@ -87,11 +87,11 @@ def _scattered(one: Operator) -> OperatorPart:
 def _paired(operators: tuple[Operator, ...]) -> Parts:
     parts: list[OperatorPart] = []
     begun, width = -1, 0
-    for place, one in enumerate(operators):
-        if not has_weights(one):
+    for place, operator in enumerate(operators):
+        if not has_weights(operator):
             parts.append(OperatorPart.SHARED if begun >= 0 else OperatorPart.WHOLE)
             continue
-        inputs, outputs, groups = channels_of(one)
+        inputs, outputs, groups = channels_of(operator)
         follows = begun >= 0 and inputs == width
         if groups > 1:
             parts.append(OperatorPart.SHARED if follows else OperatorPart.WHOLE)
@@ -221,7 +221,9 @@ def _left_of(one: Operator, behind: Parts) -> int:
 
 def joined_items(kind: LayerKind) -> list[int]:
     """Items a sample of every picture that is made by joining others along their channels."""
-    return [one.shape[0] for one in kind.operators if not has_weights(one) and is_named(one, ("cat",))]
+    return [
+        operator.shape[0] for operator in kind.operators if not has_weights(operator) and is_named(operator, ("cat",))
+    ]
 
 
 def pixel_norms(kind: LayerKind, by: str) -> list[float]:
@@ -246,7 +248,7 @@ def pixel_norms(kind: LayerKind, by: str) -> list[float]:
 
 def _norm_bytes(kind: LayerKind, channels: int) -> tuple[int, int]:
     """Bytes of a norm's weights."""
-    sizes = [one.weight_bytes // items_of(one)[2] for one in kind.operators if has_weights(one)]
+    sizes = [operator.weight_bytes // items_of(operator)[2] for operator in kind.operators if has_weights(operator)]
     return 2 * channels * min(sizes, default=0), 2 * channels * ITEM_BYTES["fp32"]
 
 
@@ -355,7 +357,7 @@ def each_parts(operators: tuple[Operator, ...], by: str) -> Parts:
         by: ``filters`` or ``channels``.
     """
     split = OperatorPart.GATHERED if by == "filters" else OperatorPart.CHANNELS
-    return tuple((one, split if _is_split(one, by) else OperatorPart.WHOLE) for one in operators)
+    return tuple((operator, split if _is_split(operator, by) else OperatorPart.WHOLE) for operator in operators)
 
 
 def _is_split(one: Operator, by: str) -> bool:

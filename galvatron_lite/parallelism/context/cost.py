@@ -158,7 +158,7 @@ about 1,000 on an A100 at half of its peak within a node, where links are quicke
 
 def splits_tokens(kind: LayerKind) -> bool:
     """Whether a layer is made of attention and of what works on each token alone."""
-    images = kind.dims.in_channels > 0 or any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators)
+    images = kind.dims.in_channels > 0 or any(operator.kind is OperatorClass.CONVOLUTION for operator in kind.operators)
     return kind.dims.sequence > 1 and not images and not kind.context_reason
 
 
@@ -189,10 +189,16 @@ def _exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup)
     attentions = attention_of(kind)
     if not attentions:
         return
-    queries = sum(one.count * one.heads * one.queries * one.size for one in attentions) / strategy.tensor
+    queries = (
+        sum(attention.count * attention.heads * attention.queries * attention.size for attention in attentions)
+        / strategy.tensor
+    )
     keys = sum(
-        one.count * largest(one.kv_heads / strategy.tensor, strategy.context) * one.keys * one.size
-        for one in attentions
+        attention.count
+        * largest(attention.kv_heads / strategy.tensor, strategy.context)
+        * attention.keys
+        * attention.size
+        for attention in attentions
     )
     sizes = [items * share for items in (queries, keys)]
     count = (strategy.ulysses & (strategy.context > 1)) * 2
@@ -215,7 +221,7 @@ class Attention:
 
 def attention_of(kind: LayerKind) -> tuple[Attention, ...]:
     """The attentions of a kind of layer, from its fused operators or else its extents; empty where it has none."""
-    fused = [one for one in kind.operators if one.kind is OperatorClass.ATTENTION]
+    fused = [operator for operator in kind.operators if operator.kind is OperatorClass.ATTENTION]
     if fused:
         return tuple(Attention(one.count, *one.shape) for one in fused)
     dims = kind.dims

@@ -51,11 +51,11 @@ def _gather(call: Call) -> Any:
     dims = len(global_shape(tensor))
     place = dim % dims
     cuts = first_specs([specs_of(index), specs_of(tensor)])
-    unlike = any(global_shape(tensor)[one.dim] != global_shape(index)[one.dim] for one in cuts if one.dim != place)
+    unlike = any(global_shape(tensor)[cut.dim] != global_shape(index)[cut.dim] for cut in cuts if cut.dim != place)
     if unlike or spec_at(specs_of(tensor), place) is not None:
         return on_full(call)
     with locals_only():
-        own = align(tensor, tuple(one for one in cuts if one.dim != place), dims)
+        own = align(tensor, tuple(cut for cut in cuts if cut.dim != place), dims)
         # what is saved for backward must be plain: recomputation compares its shape
         return wrap_locals(call.function(own, dim, to_local(align(index, cuts, dims))), cuts, call.rules)
 

@@ -117,7 +117,7 @@ class ProcessMailbox:
         return values[0]
 
     def _finish(self, transfers: list[_Transfer]) -> None:
-        waiting = {id(one) for one in transfers}
+        waiting = {id(transfer) for transfer in transfers}
         self._sending = [one for one in self._sending if id(one) not in waiting]
         for transfer in transfers:
             self._wait(transfer, SENDING)
@@ -269,7 +269,7 @@ def _first_time(programme: CyclicProgramme, process: int, step: int) -> int:
 def _taken_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> bool:
     """Whether the pass that awaits a message is run in training step ``step`` or before; else only later ones are."""
     steps = range(message.step, step + 1)
-    return any(message in one.receives for past in steps for one in programme.passes(message.target, past))
+    return any(message in pass_.receives for past in steps for pass_ in programme.passes(message.target, past))
 
 
 def _see_off(mailbox: ProcessMailbox, done: list[tuple[CyclicProgramme, int]]) -> None:

@@ -123,7 +123,7 @@ class CyclicProgramme:
     def all_passes(self, steps: range) -> tuple[tuple[int, CyclicPass], ...]:
         """Every pass of some training steps, each with the process that runs it; a process's are in its order."""
         numbers = range(self.workers)
-        every = [one for place in product(steps, numbers, numbers) for one in moments(*place, self.workers)]
+        every = [moment for place in product(steps, numbers, numbers) for moment in moments(*place, self.workers)]
         return tuple(
             (self.process_of(one.stage, self._number(one)), self._pass(one)) for one in sorted(every, key=self._key)
         )
@@ -136,7 +136,9 @@ class CyclicProgramme:
         """
 
         def updates(messages: tuple[CyclicMessage, ...]) -> tuple[CyclicMessage, ...]:
-            return tuple(one for one in messages if one.kind is MessageContent.UPDATE and one.step < step)
+            return tuple(
+                message for message in messages if message.kind is MessageContent.UPDATE and message.step < step
+            )
 
         later = sorted((moment for one in (step, step + 1) for moment in self._pairs_of(process, one)), key=self._key)
         kept = (
@@ -149,7 +151,7 @@ class CyclicProgramme:
         steps = [one for one in (step - 1, step) if one >= self.begin]
         first = self._key(self._pairs_of(process, step)[0])
         last = None if end is None else self._key(self._pairs_of(process, end)[0])
-        every = sorted((moment for one in steps for moment in self._pairs_of(process, one)), key=self._key)
+        every = sorted((moment for step in steps for moment in self._pairs_of(process, step)), key=self._key)
         return [one for one in every if self._key(one) >= first and (last is None or self._key(one) < last)]
 
     def _pairs_of(self, process: int, step: int) -> list[StagePass]:

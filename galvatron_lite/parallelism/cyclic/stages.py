@@ -64,7 +64,7 @@ def cut_stages(
     Raises:
         InputError: two stages share a parameter, or the model cannot be cut there.
     """
-    device = next((one.device for one in model.parameters()), None)
+    device = next((parameter.device for parameter in model.parameters()), None)
     return tuple(stage_of(structure_of(model), layers, names, number, flow, device) for number in range(len(names)))
 
 
@@ -145,7 +145,7 @@ class StageStates:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The newest version of the parameters that are trained, in order."""
-        return [one for one in self.masters.values() if one.requires_grad]
+        return [master for master in self.masters.values() if master.requires_grad]
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -185,13 +185,13 @@ class StageStates:
             torch.zeros_like(like) if gradient is None else gradient
             for like, gradient in zip(self.trained, gradients, strict=True)
         ]
-        return [*filled, torch.tensor([one is not None for one in gradients], dtype=torch.uint8)]
+        return [*filled, torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)]
 
     @staticmethod
     def arrived(tensors: Sequence[Tensor]) -> Gradients:
         """Gradients of a message."""
         *gradients, counts = tensors
-        return [one if count else None for one, count in zip(gradients, counts.tolist(), strict=True)]
+        return [gradient if count else None for gradient, count in zip(gradients, counts.tolist(), strict=True)]
 
     def apply(self, step: int, keep: bool) -> None:
         """Step the optimizer with the mean gradient of a training step: version ``step`` becomes ``step + 1``.
@@ -234,6 +234,8 @@ class StageStates:
     def _views(self, values: Mapping[str, Tensor] | None = None) -> dict[str, nn.Parameter]:
         """A version, as passes are given it: leaves of their own on the same storage."""
         return {
-            name: nn.Parameter(one.data if values is None else values[name], True) if one.requires_grad else one
-            for name, one in self.masters.items()
+            name: nn.Parameter(master.data if values is None else values[name], True)
+            if master.requires_grad
+            else master
+            for name, master in self.masters.items()
         }

@@ -204,8 +204,8 @@ class GradientReducer:
 
 def _buckets(parameters: Sequence[Reduced], bucket_bytes: int | None) -> list[Bucket]:
     """Buckets of parameters that are alike, in the order in which backward fills them."""
-    bucket_bytes = bucket_bytes or bucket_of(sum(one.nbytes for one in parameters))
-    backward = [one for one in parameters if one.parameter.requires_grad][::-1]
+    bucket_bytes = bucket_bytes or bucket_of(sum(parameter.nbytes for parameter in parameters))
+    backward = [parameter for parameter in parameters if parameter.parameter.requires_grad][::-1]
     place = {id(one.parameter): index for index, one in enumerate(backward)}
     cut = [chosen for kind in dict.fromkeys(map(_kind, backward)) for chosen in _cut(backward, kind, bucket_bytes)]
     return [_bucket(chosen) for chosen in sorted(cut, key=lambda chosen: place[id(chosen[-1].parameter)])]

@@ -65,7 +65,7 @@ def _listed(block: nn.Module) -> Iterator[BlockMixture]:
 def _equal(experts: nn.ModuleList) -> bool:
     """Whether modules have the same parameters by name and shape."""
     shapes = [[(name, tuple(one.shape)) for name, one in expert.named_parameters()] for expert in experts]
-    return bool(shapes[0]) and all(one == shapes[0] for one in shapes)
+    return bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
 
 
 def _unlike(module: nn.Module) -> str:

@@ -103,14 +103,14 @@ class Lowering:
 
     def finish(self) -> None:
         """Bring down what is left, and wait until all have arrived."""
-        for one in self._copies:
-            if id(one) not in self._under_way:
-                self._lower(one)
+        for copy in self._copies:
+            if id(copy) not in self._under_way:
+                self._lower(copy)
         self._under_way.clear()
         if self._stream is not None:
             self._stream.synchronize()
-        for one in self._copies:
-            one.noted()
+        for copy in self._copies:
+            copy.noted()
 
     def _early(self, one: HostCopy, _parameter: Tensor) -> None:
         if self._is_last() and one.source not in self.late:

@@ -174,7 +174,7 @@ class LayerFlow:
     @property
     def is_chain(self) -> bool:
         """Whether each layer reads what the layer before it made, and nothing else."""
-        pairs = ((one, read.reader) for read in self.reads for one in read.sources if not read.is_entry)
+        pairs = ((source, read.reader) for read in self.reads for source in read.sources if not read.is_entry)
         return all(reader - self.places.get(one.path, 0) in ((0, 1), (0,))[one.call == LOOSE] for one, reader in pairs)
 
     def enters(self, cut: int) -> bool:
@@ -184,7 +184,7 @@ class LayerFlow:
     def crossing(self, cut: int) -> tuple[Output, ...]:
         """Outputs of layers before ``cut`` that it, or a layer after it, reads; in the order they are made."""
         order = {call: number for number, call in enumerate(self.calls)}
-        outputs = {one for one in self._sources(cut) if self.places.get(one.path, 0) < cut}
+        outputs = {source for source in self._sources(cut) if self.places.get(source.path, 0) < cut}
         return tuple(sorted(outputs, key=lambda one: (order[one.path, one.call], one.place)))
 
     def last_call(self, places: range) -> tuple[str, int] | None:
@@ -206,9 +206,9 @@ class LayerFlow:
             if self.places[path] < cut:
                 remedy = f"{path} runs again behind it: put the layers between into one stage."
                 raise InputError("stages", layers[cut].name, remedy)
-        for one in self._sources(cut):
-            if one.call == LOOSE:
-                remedy = f"It reads the parameter {one.path}, which no layer holds: begin no stage here or before."
+        for source in self._sources(cut):
+            if source.call == LOOSE:
+                remedy = f"It reads the parameter {source.path}, which no layer holds: begin no stage here or before."
                 raise InputError("stages", layers[cut].name, remedy)
 
     def _sources(self, cut: int) -> Iterator[Output]:
@@ -266,7 +266,7 @@ class _Run:
         self.calls.append((path, self.counts[path]))
         hidden = next(tensors_of((args, kwargs)), None) if path == self.first_block and not self.counts[path] else None
         for tensor in tensors_of((args, kwargs)):
-            is_entry = tensor is hidden and all(tensor is not other for other in self.outputs)
+            is_entry = tensor is hidden and all(tensor is not output for output in self.outputs)
             if sources := sources_of(tensor):
                 self.reads.append(LayerRead(sources, self.places[path], is_entry))
         return map_tensors((args, kwargs), shape_of)

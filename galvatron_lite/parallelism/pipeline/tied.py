@@ -149,7 +149,7 @@ class SharedCopies:
         """Make the copies equal to the first stage's; every rank of the world calls it."""
         with torch.no_grad():
             for copies in self._copies:
-                first, *others = (_local(self._held.get(one, one)) for one in copies.parameters)
+                first, *others = (_local(self._held.get(parameter, parameter)) for parameter in copies.parameters)
                 if copies.group is not None:
                     dist.broadcast(first, src=dist.get_global_rank(copies.group, copies.source), group=copies.group)
                 for other in others:
@@ -175,8 +175,11 @@ def shared_before(
 
 def untie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Give modules copies of parameters, by name, as splitting changes parameters in place."""
-    copies = {id(one): nn.Parameter(one.detach().clone(), one.requires_grad) for one in parameters.values()}
-    tie(model, {name: copies[id(one)] for name, one in parameters.items()})
+    copies = {
+        id(parameter): nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        for parameter in parameters.values()
+    }
+    tie(model, {name: copies[id(parameter)] for name, parameter in parameters.items()})
 
 
 def tie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

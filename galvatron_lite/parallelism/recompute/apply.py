@@ -148,7 +148,7 @@ class LayerState:
 @contextmanager
 def as_before(containers: list[_Container]) -> Iterator[None]:
     """The state of a layer before its first run, inside; afterwards as it is now."""
-    now = [(one, one.read()) for one in containers]
+    now = [(container, container.read()) for container in containers]
     for one in containers:
         content = one.content.copy()
         for key, (_, copied) in one.copies.items():

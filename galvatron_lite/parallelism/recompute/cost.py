@@ -92,9 +92,13 @@ class RecomputeDimension(Dimension):
         repeated = _selective(kind)
         again = sent(
             *(
-                replace(one, moment=Moment.BACKWARD, count=where(full, one.count, where(some, repeated(one), 0)))
-                for one in work.communications
-                if one.moment is Moment.FORWARD
+                replace(
+                    communication,
+                    moment=Moment.BACKWARD,
+                    count=where(full, communication.count, where(some, repeated(communication), 0)),
+                )
+                for communication in work.communications
+                if communication.moment is Moment.FORWARD
             )
         )
         overhead = work.microbatch_overhead + copying(again, context)

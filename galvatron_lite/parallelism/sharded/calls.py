@@ -71,7 +71,11 @@ def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = 
 def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the arguments, in order, and defaults by name."""
     parameters = inspect.signature(function).parameters
-    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
     return tuple(parameters), defaults
 
 
@@ -151,7 +155,7 @@ def common_specs(tensors: Sequence[Tensor]) -> ShardSpecs:
         RuntimeError: the global shapes cannot be broadcast.
     """
     shape = broadcast(*map(global_shape, tensors))
-    shifted = [[spec.at_dim(spec.dim + len(shape) - one.dim()) for spec in specs_of(one)] for one in tensors]
+    shifted = [[spec.at_dim(spec.dim + len(shape) - tensor.dim()) for spec in specs_of(tensor)] for tensor in tensors]
     return first_specs([spec for spec in specs if spec.extent == shape[spec.dim]] for specs in shifted)
 
 

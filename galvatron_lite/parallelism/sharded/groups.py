@@ -198,7 +198,7 @@ def rank_order(held: tuple[Pieces, ...]) -> Pieces:
     """Where the items of a dim lie, in their order, once the ranks' items are joined rank after rank."""
     places: list[tuple[Range, int]] = []
     position = 0
-    for piece in (one for pieces in held for one in pieces):
+    for piece in (piece for pieces in held for piece in pieces):
         places.append((piece, position))
         position += piece[1] - piece[0]
     return merge_pieces([(at, at + stop - start) for (start, stop), at in sorted(places)])

@@ -46,18 +46,18 @@ def pointwise(call: Call) -> Any:
     if call.kwargs:
         call = input_first(call)
     args, kwargs = call.args, call.kwargs
-    tensors = tensors_among(call) if kwargs else [one for one in args if isinstance(one, Tensor)]
+    tensors = tensors_among(call) if kwargs else [arg for arg in args if isinstance(arg, Tensor)]
     sharded: Any = tensors[0]
     if len(tensors) > 1:
-        sharded = next(one for one in tensors if isinstance(one, ShardedTensor))
+        sharded = next(tensor for tensor in tensors if isinstance(tensor, ShardedTensor))
         with locals_only():
             dims = sharded.dim()
-            fit = all(one is sharded or _fits(one, sharded, dims) for one in tensors)
+            fit = all(tensor is sharded or _fits(tensor, sharded, dims) for tensor in tensors)
         if not fit or (sharded is not tensors[0] and in_place(call)):
             return _aligned(call, tensors)
     with locals_only():
         if len(tensors) > 1 and not in_place(call):
-            args = tuple(_saved(one) for one in args)
+            args = tuple(_saved(arg) for arg in args)
         result = call.function(*args, **kwargs)
     return wrap_locals(result, sharded.specs, call.rules)
 
@@ -90,7 +90,7 @@ def _aligned(call: Call, tensors: list[Tensor]) -> Any:
         return call_full(call)
     with locals_only():
         specs = specs_of(tensors[0]) if writes else common_specs(tensors)
-        aligned = align_all(call, specs, max(one.dim() for one in tensors))
+        aligned = align_all(call, specs, max(tensor.dim() for tensor in tensors))
         result = call.function(*aligned.args, **aligned.kwargs)
     return wrap_locals(result, specs, call.rules)
 

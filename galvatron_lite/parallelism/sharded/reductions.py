@@ -75,7 +75,7 @@ def along(position: int, default: Any = None, name: str = "dim", drops: bool = F
     def handler(call: Call) -> Any:
         call = input_first(call)
         tensor = call.args[0]
-        if not isinstance(tensor, ShardedTensor) or any(isinstance(one, ShardedTensor) for one in call.args[1:]):
+        if not isinstance(tensor, ShardedTensor) or any(isinstance(arg, ShardedTensor) for arg in call.args[1:]):
             return on_full(call)
         with locals_only():
             dims = _from_front(argument(call, position, name, default), tensor.dim())
@@ -260,7 +260,7 @@ def _einsum(call: Call) -> Any:
     if not arrow:
         letters = left.replace(",", "")
         result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
-    if any(len(set(one)) < len(one) for one in labels):
+    if any(len(set(label)) < len(label) for label in labels):
         return on_full(call)
     return _contract(call, lambda *shards: call.function(f"{left}->{result}", *shards), operands, labels, result)
 
@@ -336,7 +336,7 @@ def _itemwise(call: Call) -> Any:
         shape = broadcast(*map(global_shape, tensors))
         specs = common_specs(tensors)
         local = align_all(call, specs, len(shape))
-        held = prod(broadcast(*(one.shape for one in local.args)))
+        held = prod(broadcast(*(arg.shape for arg in local.args)))
         # the mean of a shard, weighed by its items: sums of half precision might overflow
         average = reduction != "sum" and held > 0
         part = call.function(*local.args, **local.kwargs, reduction="mean" if average else "sum")

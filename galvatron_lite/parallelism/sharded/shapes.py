@@ -72,7 +72,7 @@ def _shape_after(
 
 def _key(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments behind the tensor, hashable."""
-    args = tuple(tuple(one) if isinstance(one, list) else one for one in call.args[1:])
+    args = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in call.args[1:])
     return args, tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in call.kwargs.items())
 
 
@@ -154,7 +154,7 @@ def _reshaped(call: Call) -> Any:
     """
     call = input_first(call)
     tensor = call.args[0]
-    if not isinstance(tensor, ShardedTensor) or any(isinstance(one, (torch.dtype, Tensor)) for one in call.args[1:]):
+    if not isinstance(tensor, ShardedTensor) or any(isinstance(arg, (torch.dtype, Tensor)) for arg in call.args[1:]):
         return on_full(call)
     before = global_shape(tensor)
     with locals_only():
@@ -198,20 +198,20 @@ def joins_shards(call: Call) -> bool:
     dim %= len(global_shape(tensors[0]))
     if len(first) != 1 or first[0].dim != dim or isinstance(first[0].group, OrderedGroup):
         return False
-    specs = [specs_of(one) for one in tensors]
-    return all(len(one) == 1 and one[0].dim == dim and same_group(one[0].group, first[0].group) for one in specs)
+    specs = [specs_of(tensor) for tensor in tensors]
+    return all(len(spec) == 1 and spec[0].dim == dim and same_group(spec[0].group, first[0].group) for spec in specs)
 
 
 def _joined(call: Call) -> Any:
     """``cat``: on shards along other dims; along the sharded dim, items move to where the result has them."""
     tensors, dim = _joined_operands(call)
     first = tensors[0]
-    if isinstance(first, ShardedTensor) and all(specs_of(one) == first.specs for one in tensors):
+    if isinstance(first, ShardedTensor) and all(specs_of(tensor) == first.specs for tensor in tensors):
         with locals_only():
             if spec_at(first.specs, dim % first.dim()) is None:
                 return wrap_locals(call.function(tensors, dim), first.specs, call.rules)
     # empty lists of numbers join with everything
-    tensors = [one for one in tensors if global_shape(one) != (0,)]
+    tensors = [tensor for tensor in tensors if global_shape(tensor) != (0,)]
     dims = len(global_shape(tensors[0]))
     if joins_shards(call._replace(args=(tensors, dim), kwargs={})):
         return _joined_shards(call, tensors, dim % dims)
@@ -219,18 +219,18 @@ def _joined(call: Call) -> Any:
     if spec_at(specs, dim % dims) is not None or not _match(tensors, specs):
         return on_full(call)
     with locals_only():
-        result = call.function([align(one, specs, dims) for one in tensors], dim)
+        result = call.function([align(tensor, specs, dims) for tensor in tensors], dim)
     return wrap_locals(result, specs, call.rules)
 
 
 def _joined_shards(call: Call, tensors: Sequence[Tensor], dim: int) -> Any:
     group = specs_of(tensors[0])[0].group
-    extents = [global_shape(one)[dim] for one in tensors]
+    extents = [global_shape(tensor)[dim] for tensor in tensors]
     result = shards_of(sum(extents), group)
     with locals_only():
         moved = [
-            redistribute(one, dim, shards_of(extent, group), _within(result, start, extent), group)
-            for one, extent, start in zip(tensors, extents, accumulate(extents, initial=0), strict=False)
+            redistribute(tensor, dim, shards_of(extent, group), _within(result, start, extent), group)
+            for tensor, extent, start in zip(tensors, extents, accumulate(extents, initial=0), strict=False)
         ]
         joined = call.function(moved, dim)
     return wrap_locals(joined, (ShardSpec(dim, sum(extents), group),), call.rules)
@@ -250,14 +250,14 @@ def _stacked(call: Call) -> Any:
     if not _match(tensors, specs):
         return on_full(call)
     with locals_only():
-        result = call.function([align(one, specs, dims) for one in tensors], dim)
+        result = call.function([align(tensor, specs, dims) for tensor in tensors], dim)
     place = dim % (dims + 1)
     return wrap_locals(result, tuple(spec.at_dim(spec.dim + (spec.dim >= place)) for spec in specs), call.rules)
 
 
 def _match(tensors: Sequence[Tensor], specs: ShardSpecs) -> bool:
     """Whether all have the extents of the specs."""
-    return all(global_shape(one)[spec.dim : spec.dim + 1] == (spec.extent,) for one in tensors for spec in specs)
+    return all(global_shape(tensor)[spec.dim : spec.dim + 1] == (spec.extent,) for tensor in tensors for spec in specs)
 
 
 JOINS = "cat concat concatenate"
@@ -300,7 +300,7 @@ def _parsed(index: Any, specs: ShardSpecs, dims: int) -> _ParsedIndex | None:
     """The meaning of an index of a tensor with ``dims`` dims; None where it must see the full tensor."""
     entries = _expanded(index, dims)
     lists = sum(map(_is_list, entries))
-    if lists > 1 or not all(one is None or type(one) in (int, slice) or _is_list(one) for one in entries):
+    if lists > 1 or not all(entry is None or type(entry) in (int, slice) or _is_list(entry) for entry in entries):
         return None
     sharded, local = {spec.dim for spec in specs}, list[Any]()
     sliced, chosen, dims_after = dict[int, slice](), dict[int, int](), dict[int, int]()
@@ -328,8 +328,8 @@ def _expanded(index: Any, dims: int) -> tuple[Any, ...]:
         int(one) if isinstance(one, Integral) and not isinstance(one, bool) else one
         for one in (index if isinstance(index, tuple) else (index,))
     ]
-    missing = [slice(None)] * (dims - sum(one is not None and one is not Ellipsis for one in entries))
-    place = next((number for number, one in enumerate(entries) if one is Ellipsis), None)
+    missing = [slice(None)] * (dims - sum(entry is not None and entry is not Ellipsis for entry in entries))
+    place = next((number for number, entry in enumerate(entries) if entry is Ellipsis), None)
     return (*entries, *missing) if place is None else (*entries[:place], *missing, *entries[place + 1 :])
 
 

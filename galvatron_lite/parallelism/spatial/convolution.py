@@ -79,7 +79,7 @@ def convolve(call: Call) -> Any:
     if not specs or specs[0].dim < PIXELS or isinstance(weight, ShardedTensor) or isinstance(bias, ShardedTensor):
         return call.rules.otherwise(call)
     values = [options.get(name, 0) for name in _AMOUNTS]
-    amounts = tuple([tuple(one) if isinstance(one, list) else one for one in values])
+    amounts = tuple([tuple(value) if isinstance(value, list) else value for value in values])
     return _convolved(image, shard, call.name, weight, bias, amounts, lambda _: on_locals(call))
 
 
@@ -115,7 +115,7 @@ def _convolved(
     else:
         operands = _as_autocast(shard, weight, bias)
         result = apply_internal(_Convolve, *operands, plan, halo_of(plan.sides, specs))
-    after = [ShardSpec(one.dim, extent, one.group) for one, extent in zip(specs, plan.outputs, strict=True)]
+    after = [ShardSpec(spec.dim, extent, spec.group) for spec, extent in zip(specs, plan.outputs, strict=True)]
     return wrap_locals(result, tuple(after), image.rules)
 
 
@@ -141,9 +141,9 @@ def _planned(
     sides = None if alone else halo_sides(tuple(extents), windows, shards, name)
     outside = [side.dim for side in sides or ()]
     steps = {
-        "stride": tuple(one.stride for one in windows),
-        "padding": tuple(0 if dim in outside else one.before for dim, one in enumerate(windows, PIXELS)),
-        "dilation": tuple(one.dilation for one in windows),
+        "stride": tuple(window.stride for window in windows),
+        "padding": tuple(0 if dim in outside else window.before for dim, window in enumerate(windows, PIXELS)),
+        "dilation": tuple(window.dilation for window in windows),
         "groups": options["groups"],
     }
     outputs = tuple(output_extent(windows[dim - PIXELS], extents[dim - PIXELS]) for dim, *_ in shards)

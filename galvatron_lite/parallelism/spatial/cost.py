@@ -97,7 +97,9 @@ class SpatialDimension(Dimension):
         """Off, and degrees that leave each device a pixel of every picture, and what its neighbours need."""
         place = SIDES.index(self.degree)
         degrees = divisors(devices)[1:] if splits_pixels(kind) else ()
-        return [{self.degree: degree} for degree in (1, *(own for own in degrees if not refusal(kind, place, own)))]
+        return [
+            {self.degree: degree} for degree in (1, *(degree for degree in degrees if not refusal(kind, place, degree)))
+        ]
 
     def refusal(self, kind: LayerKind, degree: int) -> str:
         """Why a layer cannot be split so many ways; empty where it can."""
@@ -241,7 +243,11 @@ def _summed(kind: LayerKind, group: RankGroup, degree: Whole, local_norms: bool)
     several = degree > 1
     weighted = () if local_norms else kind.operators
     norms = [one.statistics * STATISTIC_BYTES for one in weighted if one.statistics and one.weight_bytes]
-    means = [one.statistics * STATISTIC_BYTES for one in kind.operators if one.statistics and not one.weight_bytes]
+    means = [
+        operator.statistics * STATISTIC_BYTES
+        for operator in kind.operators
+        if operator.statistics and not operator.weight_bytes
+    ]
     gathered, forward, backward = (sum(sizes) / max(len(sizes), 1) for sizes in (norms, means, norms + means))
     for collective, size, moment, count in (
         (Collective.ALL_GATHER, gathered * degree, Moment.FORWARD, len(norms)),

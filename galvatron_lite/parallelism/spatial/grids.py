@@ -220,9 +220,9 @@ def _kept_full(same: KindKey) -> str:
         return "it does not work on pictures pixel by pixel and window by window"
     if prod(extents_of(kind)) <= 1:
         return "its picture is one pixel"
-    if any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators):
+    if any(operator.kind is OperatorClass.CONVOLUTION for operator in kind.operators):
         return ""
-    first = next((one for one in kind.operators if one.kind is OperatorClass.MATMUL), None)
+    first = next((operator for operator in kind.operators if operator.kind is OperatorClass.MATMUL), None)
     flat = first is not None and first.shape[1] != kind.dims.in_channels
     return f"{first.name} takes its picture as one row" if flat and first is not None else ""
 

@@ -112,7 +112,7 @@ def halo_sides(
     Raises:
         InputError: ranks cannot share the image under these windows; says why.
     """
-    uneven = {dim: (1, 0) for dim, one in enumerate(windows, PIXELS) if one.before != one.after}
+    uneven = {dim: (1, 0) for dim, window in enumerate(windows, PIXELS) if window.before != window.after}
     places = uneven | {dim: (degree, rank) for dim, degree, rank in shards}
     for dim, (degree, _) in sorted(places.items()):
         reason = window_refusal(windows[dim - PIXELS], extents[dim - PIXELS], degree)
@@ -155,7 +155,9 @@ def _side(dim: int, window: SideWindow, extent: int, degree: int, rank: int, bef
 
 def specs_after(specs: ShardSpecs, windows: Sequence[SideWindow]) -> ShardSpecs:
     """How what windows make of an image is sharded."""
-    return tuple([ShardSpec(one.dim, output_extent(windows[one.dim - PIXELS], one.extent), one.group) for one in specs])
+    return tuple(
+        [ShardSpec(spec.dim, output_extent(windows[spec.dim - PIXELS], spec.extent), spec.group) for spec in specs]
+    )
 
 
 def per_side(amount: Amount, sides: int) -> tuple[int, ...]:
@@ -251,7 +253,7 @@ class Borrowing:
             self._arrival = None
         for framed, low, high, _ in side.framed:
             amounts = [0, 0] * (image.dim() - 1 - framed) + [low, high]
-            borders = [functional.pad(one, amounts, value=self.fill) for one in borders]
+            borders = [functional.pad(border, amounts, value=self.fill) for border in borders]
         part = image if side.used is None else image.narrow(dim, *side.used)
         parts = [*borders[: side.below], part, *borders[side.below :]]
         before, after = side.outside

@@ -62,9 +62,9 @@ class Pool:
         """Arguments of torch's function; the sides of the halo are padded already."""
         padded = {side.dim for side in self.halo.sides}
         return {
-            "kernel_size": tuple(one.kernel for one in self.windows),
-            "stride": tuple(one.stride for one in self.windows),
-            "padding": tuple(0 if dim in padded else one.before for dim, one in enumerate(self.windows, PIXELS)),
+            "kernel_size": tuple(window.kernel for window in self.windows),
+            "stride": tuple(window.stride for window in self.windows),
+            "padding": tuple(0 if dim in padded else window.before for dim, window in enumerate(self.windows, PIXELS)),
             "ceil_mode": self.windows[0].ceil,
         }
 
@@ -209,7 +209,7 @@ class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
         image = Borrowing(shard.detach(), pool.halo, fill=-torch.inf).arrive()
-        dilation = tuple(one.dilation for one in pool.windows)
+        dilation = tuple(window.dilation for window in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
         ctx.pool, ctx.shape, ctx.layout = pool, image.shape, layout_of(shard)
@@ -280,7 +280,11 @@ def _means(image: Tensor, pool: Pool, divisor: int | None) -> Tensor:
     """Sums of windows over their places, also those outside the image, or over ``divisor``."""
     function = getattr(functional, pool.name)
     # one side has no divisor to give: it is cut, so its windows are complete
-    places = {} if len(pool.windows) == 1 else {"divisor_override": divisor or prod(one.kernel for one in pool.windows)}
+    places = (
+        {}
+        if len(pool.windows) == 1
+        else {"divisor_override": divisor or prod(window.kernel for window in pool.windows)}
+    )
     made: Tensor = function(image, **pool.steps, **places)
     return made
 

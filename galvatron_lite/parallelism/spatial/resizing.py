@@ -79,7 +79,7 @@ def pad(call: Call) -> Any:
         group = spec.group
         places = [_pad_places(spec.extent, *pads[spec.dim], mode, group.size, rank) for rank in range(group.size)]
         index, outside, _ = places[group.rank]
-        local = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(one[2] for one in places), group)
+        local = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(place[2] for place in places), group)
         if index is not None:
             local = local.index_select(spec.dim, torch.tensor(index, device=local.device))
         local = functional.pad(local, [0, 0] * (local.dim() - 1 - spec.dim) + [*outside], value=value or 0.0)
@@ -249,7 +249,7 @@ def _needed_rows(side: ResampledSide, degree: int, dtype: torch.dtype, device: s
     used = _matrix(side, dtype, device) != 0
     shares = [shard_range(side.result, degree, rank) for rank in range(degree)]
     rows = [used[:, start:stop].any(1).nonzero().flatten().tolist() for start, stop in shares]
-    return tuple(((one[0], one[-1] + 1),) if one else () for one in rows)
+    return tuple(((row[0], row[-1] + 1),) if row else () for row in rows)
 
 
 @lru_cache(maxsize=128)

@@ -190,7 +190,7 @@ class _Sharding:
     def _entrance(self, paths: Sequence[str], regather: bool) -> _Entrance:
         """For linears that take in one tensor, which they keep only if one of their weights trains."""
         linears = [find_module(self.modules, path) for path in paths]
-        again = self.sequence_parallel and regather and any(weight_of(one).requires_grad for one in linears)
+        again = self.sequence_parallel and regather and any(weight_of(linear).requires_grad for linear in linears)
         entrance = _Entrance(self.group, self.sequence_parallel, len(linears), again)
         for linear in linears if again else ():
             linear.forward = partial(entrance.call, linear.forward)
@@ -231,8 +231,8 @@ class _Sharding:
 
     def shard_experts(self, experts: ExpertSlices) -> None:
         module = find_module(self.modules, experts.path)
-        for one in experts.parameters:
-            self._slice(module.get_parameter(one.name), one.dim, one.parts)
+        for parameter in experts.parameters:
+            self._slice(module.get_parameter(parameter.name), parameter.dim, parameter.parts)
         if experts.summed:
             sum_slices(module, self.group, self.sequence_parallel)
 

@@ -157,7 +157,11 @@ class TensorDimension(Dimension):
         fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
         if not fixed and not per_byte:
             return copying(communications, context)
-        waiting = sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
+        waiting = sum(
+            communication.count * (fixed + per_byte * communication.size)
+            for communication in communications
+            if not communication.overlaps
+        )
         return waiting + copying(communications, context)
 
 
@@ -170,15 +174,16 @@ def _at_regions(kind: LayerKind, strategy: Either, samples: Real, group: RankGro
     shared, plain = strategy.sequence_parallel & split, opposite(strategy.sequence_parallel) & split
     apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
     again = opposite(is_option(strategy.recompute, Recompute.NONE))
-    for one in boundaries(kind):
-        size, there = one.bytes * samples, shared if one.shared else plain
+    for boundary in boundaries(kind):
+        size, there = boundary.bytes * samples, shared if boundary.shared else plain
         gathered = size * gathered_share(kind)
-        summed = Collective.REDUCE_SCATTER if one.shared else Collective.ALL_REDUCE
-        less = apart * int(one.bytes in (kind.input_bytes, kind.output_bytes))
+        summed = Collective.REDUCE_SCATTER if boundary.shared else Collective.ALL_REDUCE
+        less = apart * int(boundary.bytes in (kind.input_bytes, kind.output_bytes))
         begins, ends, returns, resumes = (
-            there * largest(count - less, 0) for count in (one.begins, one.ends, one.returns, one.resumes)
+            there * largest(count - less, 0)
+            for count in (boundary.begins, boundary.ends, boundary.returns, boundary.resumes)
         )
-        regathers = one.regathers * where(again, int(kind.regathers_recomputed > 0), int(kind.regathers > 0))
+        regathers = boundary.regathers * where(again, int(kind.regathers_recomputed > 0), int(kind.regathers > 0))
         calls: tuple[tuple[Moment, Collective, Real, Whole, str], ...] = (
             (Moment.FORWARD, Collective.ALL_GATHER, gathered, begins, NAME),
             (Moment.FORWARD, summed, size, ends, NAME),
@@ -224,7 +229,11 @@ def _whole_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, sample
 def copying(communications: Sequence[Communication], context: DimensionContext) -> Real:
     """Seconds of copying what is gathered or scattered, see ``HostOverhead.gathered_per_byte``."""
     per_byte = context.host.get("gathered_per_byte", 0.0)
-    ordered = (one for one in communications if one.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER))
+    ordered = (
+        communication
+        for communication in communications
+        if communication.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
     return per_byte * sum(one.count * one.size for one in ordered) if per_byte else 0.0
 
 

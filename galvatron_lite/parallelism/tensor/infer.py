@@ -179,7 +179,9 @@ def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region
 
 def _unsplit_layers(probe: Probe, regions: Sequence[Region], dropped: Sequence[str]) -> list[str]:
     """What stays whole and was not mentioned before."""
-    used = {column.path for one in regions for column in one.columns} | {row for one in regions for row in one.rows}
+    used = {column.path for region in regions for column in region.columns} | {
+        row for region in regions for row in region.rows
+    }
     mentioned = set(" ".join(dropped).replace(",", " ").split())
     notes = [f"{path} stays whole" for path in probe.weights if path not in used | mentioned]
     fused = [path for path, module in probe.block.named_modules() if isinstance(module, nn.MultiheadAttention)]

@@ -234,7 +234,10 @@ def _copy_block(block: nn.Module, linears: Mapping[str, nn.Module], generator: t
     others = sum(parameter.numel() for parameter in block.parameters() if id(parameter) not in bare)
     if others > MAX_OTHER_ITEMS:
         raise ProbeError(f"it holds {others:,} parameter items outside linear layers, too many to check a split of")
-    memo: dict[int, Any] = {id(one): _random_parameter(one, id(one) in bare, generator) for one in block.parameters()}
+    memo: dict[int, Any] = {
+        id(parameter): _random_parameter(parameter, id(parameter) in bare, generator)
+        for parameter in block.parameters()
+    }
     for tensor in chain(block.buffers(), *(tensors_of(vars(module)) for module in block.modules())):
         if id(tensor) not in memo:
             memo[id(tensor)] = _real_buffer(tensor, generator)

@@ -221,11 +221,11 @@ def _itemwise(call: Call) -> Any:
     """A function of each logit by itself, and of numbers or other tensors that are broadcast to the logits."""
     call = input_first(call)
     operands = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
-    logits = next(one for one in operands if isinstance(one, ShardedTensor))
-    if (in_place(call) and logits is not operands[0]) or not all(_fits(one, logits) for one in operands):
+    logits = next(operand for operand in operands if isinstance(operand, ShardedTensor))
+    if (in_place(call) and logits is not operands[0]) or not all(_fits(operand, logits) for operand in operands):
         return _on_full_logits(call)
     with locals_only():
-        args = tuple(_beside(one, logits) for one in call.args)
+        args = tuple(_beside(arg, logits) for arg in call.args)
         given = {name: _beside(one, logits) for name, one in call.kwargs.items()}
         return wrap_locals(call.function(*args, **given), logits.specs, call.rules)
 
@@ -274,10 +274,10 @@ def _sizes(call: Call) -> list[int] | None:
     """The shape that is asked for; None where that is not told in numbers."""
     given = call.args[1:]
     sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
-    if not all(isinstance(one, int) for one in sizes):
+    if not all(isinstance(size, int) for size in sizes):
         return None
-    rest = prod(one for one in sizes if one >= 0)
-    return [prod(global_shape(call.args[0])) // max(rest, 1) if one < 0 else one for one in sizes]
+    rest = prod(size for size in sizes if size >= 0)
+    return [prod(global_shape(call.args[0])) // max(rest, 1) if size < 0 else size for size in sizes]
 
 
 def _flattened(call: Call) -> Any:
@@ -319,9 +319,9 @@ def _indexed(call: Call) -> Any:
 
 def _keeps_last(parts: tuple[Any, ...], columns: int, dims: int) -> bool:
     """Whether an index takes columns, which must be the last dim, as a whole and leaves them last."""
-    if columns != dims - 1 or any(isinstance(one, (ShardedTensor, list, bool)) for one in parts):
+    if columns != dims - 1 or any(isinstance(part, (ShardedTensor, list, bool)) for part in parts):
         return False
-    place = next((number for number, one in enumerate(parts) if one is Ellipsis), None)
+    place = next((number for number, part in enumerate(parts) if part is Ellipsis), None)
     behind = parts if place is None else parts[place + 1 :]
     if place is None and sum(map(_dims_of, parts)) < dims:
         return True

@@ -294,9 +294,9 @@ def shard_group(
 
 def _not_sharded(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Scalars, and trained parameters of another type than most (complex ones): FSDP shards neither."""
-    scalars = {one for module in modules for one in module.parameters() if one.dim() == 0}
+    scalars = {parameter for module in modules for parameter in module.parameters() if parameter.dim() == 0}
     items = Counter[torch.dtype]()
-    trained = {one for module in modules for one in module.parameters() if one.requires_grad}
+    trained = {parameter for module in modules for parameter in module.parameters() if parameter.requires_grad}
     for one in trained:
         items[one.dtype] += one.numel()
     return scalars | {one for one in trained if one.dtype is not max(items, key=lambda dtype: items[dtype])}

@@ -222,7 +222,7 @@ def to_plan(
     shared = all(point.sequence_parallel for point in profile.layers if point.tensor > 1) if profile else tokens
     stage = 1 if async_reduce and (plan.chunks > 1 or (profile is not None and profile.accumulates)) else 2
     edges = our_strategy(plan.edges, shared, stage, alone=engine is Engine.V240)
-    strategies = [edges, *(our_strategy(one, shared, stage) for one in plan.layers), edges]
+    strategies = [edges, *(our_strategy(layer, shared, stage) for layer in plan.layers), edges]
     ends = list(accumulate(plan.division))
     ends[-1] += 1
     stages = tuple(

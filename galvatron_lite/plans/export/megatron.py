@@ -33,7 +33,7 @@ _SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 def layout(stages: Sequence[StageBlocks]) -> str:
     """The layers of every stage in Megatron Core's letters: ``Ettt|ttt|tttL`` (E embedding, t block, L loss)."""
-    return "|".join("E" * one.before + "t" * one.blocks + "L" * one.after for one in stages)
+    return "|".join("E" * stage.before + "t" * stage.blocks + "L" * stage.after for stage in stages)
 
 
 def _stages(value: Any) -> dict[str, Any]:

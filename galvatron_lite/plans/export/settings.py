@@ -153,7 +153,7 @@ def simplified(plan: Plan, settings: Settings) -> Iterator[str]:
     if plan.mode is not Mode.TRAINING:
         yield "inference: the file is of a training run"
     if plan.branches:
-        yield f"branches on devices of their own: {', '.join(one.name for one in plan.branches)}"
+        yield f"branches on devices of their own: {', '.join(branch.name for branch in plan.branches)}"
     if plan.cyclic is not None:
         yield f"delayed gradients ({plan.cyclic.rule.value}, {plan.cyclic.setting.value}), and its stages"
     main = settings.strategy
@@ -275,7 +275,7 @@ def filled(stated: Mapping[str, object], world: World, stages: Sequence[StageBlo
     )  # fmt: skip
     batch, samples, count = _batch(stated, world, data * zero)
     again = number("recomputed", 0)
-    each = max((one.blocks for one in stages), default=world.blocks // (pipeline * virtual))
+    each = max((stage.blocks for stage in stages), default=world.blocks // (pipeline * virtual))
     return Settings(
         devices=devices, precision=str(stated.get("precision", "")), batch=batch, samples=samples, microbatches=count,
         strategy=strategy, recomputed=0 if again >= each else again, deepspeed=bool(stated.get("deepspeed")),

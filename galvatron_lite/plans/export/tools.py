@@ -107,6 +107,6 @@ def read_settings(
     values = target.parse(read_text(path, _LARGEST), str(path))
     reading = read(target, values, world, graph.sequence or 0)
     if not reading.read:
-        keys = ", ".join(one.key for one in target.fields[:3])
+        keys = ", ".join(field.key for field in target.fields[:3])
         raise FileFormatError(str(path), "no settings", f"It has none of {target.software}'s: {keys} …")
     return check_plan(plan_from(reading.settings, graph), str(path)), reading

@@ -33,7 +33,7 @@ def _ends(settings: Settings) -> tuple[int, int] | None:
     It shares out blocks and these evenly, the first stages taking the remainder (``_generate_llm_fqn_per_model_part``
     of its ``distributed/pipeline_parallel.py``). None where no such numbers give the plan's stages.
     """
-    sizes = [one.blocks for one in settings.stages]
+    sizes = [stage.blocks for stage in settings.stages]
     if settings.pipeline == 1:
         return None
     most, world = max(sizes), World("", 1, sum(sizes))

@@ -175,7 +175,9 @@ def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     for last in (_segmentation(wiring, shape), _reconstruction(wiring, shape)):
         wiring.readers[last] = ["after"]
     graph = net.end(_loss)
-    layers = tuple(replace(one, modules=(one.name,)) if one.role is Role.BLOCK else one for one in graph.layers)
+    layers = tuple(
+        replace(layer, modules=(layer.name,)) if layer.role is Role.BLOCK else layer for layer in graph.layers
+    )
     dead = () if shape.chained else _dropped(graph, shape)
     notes = (*graph.notes, *dead_note(dead, graph.parameters, "what the model returns"))
     return replace(graph, layers=layers, tensors=wiring.tensors(graph), dead=dead, notes=notes)
