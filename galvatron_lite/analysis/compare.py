@@ -49,8 +49,8 @@ def _other_groups(compared: Sequence[Compared]) -> Iterator[str]:
     """Where the parts of the steps are those of different groups of devices: of each plan, of its busiest one."""
     groups = {one.name: one.parts.group for one in compared if one.parts is not None}
     if len(set(groups.values())) > 1:
-        told = ", ".join(f"group {group} of {name}" for name, group in groups.items())
-        yield f"the parts of a step are those of the devices that work longest: {told}"
+        differences = ", ".join(f"group {group} of {name}" for name, group in groups.items())
+        yield f"the parts of a step are those of the devices that work longest: {differences}"
 
 
 def _compared(name: str, original: Plan, plan: Plan, profile: Profile) -> Compared:
@@ -100,13 +100,13 @@ def _notes(plans: Mapping[str, Plan], profile: Profile) -> Iterator[str]:
 def _buys(first: Compared, other: Compared) -> Buys:
     seconds, size = other.step_seconds - first.step_seconds, other.peak_bytes - first.peak_bytes
     gain = other.samples_per_second / first.samples_per_second - 1.0
-    told = _more(seconds, format_seconds(abs(seconds)), " a step", "takes as long a step")
+    change = _more(seconds, format_seconds(abs(seconds)), " a step", "takes as long a step")
     held = _more(size, format_bytes(abs(size)), "", "takes as much memory")
     rate = f" ({gain:+.1%} samples/s)" if round(gain, 3) else ""
-    said = f"{told}{rate} and {held} on the fullest device"
+    sentence = f"{change}{rate} and {held} on the fullest device"
     if not seconds and not size and not rate:
-        said = "takes the same time and memory"
-    return Buys(other.name, seconds, size, said)
+        sentence = "takes the same time and memory"
+    return Buys(other.name, seconds, size, sentence)
 
 
 def _more(difference: float, words: str, per: str, same: str) -> str:
@@ -121,17 +121,17 @@ def _differences(plans: Sequence[Plan], profile: Profile) -> Iterator[LayerDiffe
     columns = [_by_layer(plan, names) for plan in plans]
     rows = [tuple(column.get(name, NOWHERE) for column in columns) for name in names]
     for row, group in groupby(zip(names, rows, strict=True), key=lambda pair: pair[1]):
-        own = [name for name, _ in group]
+        numbers = [name for name, _ in group]
         if len(set(row)) > 1:
-            yield LayerDifference(own[0], own[-1], len(own), row)
+            yield LayerDifference(numbers[0], numbers[-1], len(numbers), row)
 
 
 def _by_layer(plan: Plan, names: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    strategies: dict[str, str] = {}
     several = len(plan.stages) > 1
     places = [(f"stage {number}: " if several else "", stage.runs) for number, stage in enumerate(plan.stages)]
     for label, runs in (*places, *((f"{branch.name}: ", branch.runs) for branch in plan.branches)):
         for run in runs:
             start = names.index(run.first)
-            found |= dict.fromkeys(names[start : start + run.count], f"{label}{run.strategy}")
-    return found
+            strategies |= dict.fromkeys(names[start : start + run.count], f"{label}{run.strategy}")
+    return strategies

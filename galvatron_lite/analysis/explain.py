@@ -84,13 +84,13 @@ def _constants(cluster: Cluster) -> Iterator[Constants]:
 
 
 def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
-    said = []
+    missing = []
     if not estimated:
-        said.append("the error of a measured profile: train some steps and compare (galvatron diagnose)")
+        missing.append("the error of a measured profile: train some steps and compare (galvatron diagnose)")
     elif expected.error is None:
-        said.append(f"the error of estimated step times of {expected.models}")
-    said.append("the error of prices and what-ifs, which are differences of two predictions")
-    return said
+        missing.append(f"the error of estimated step times of {expected.models}")
+    missing.append("the error of prices and what-ifs, which are differences of two predictions")
+    return missing
 
 
 WORTH = 0.01  # share of a step that a constraint must cost to be called one
@@ -105,15 +105,15 @@ def bounds(
     what_ifs: Sequence[WhatIf],
 ) -> tuple[Bound, ...]:
     """Every constraint that is known of, those that bind first, the dearest of them first."""
-    found = [
+    bounds_found = [
         _memory(memory, price, runs),
         *_links(time, what_ifs, summary(priced.plan)),
         *_batch(time, what_ifs),
         *_balance(priced),
     ]
-    if not any(bound.binds for bound in found):
-        found.append(_compute(time, price, what_ifs))
-    return tuple(sorted(found, key=lambda bound: (not bound.binds, -(bound.seconds or 0.0))))
+    if not any(bound.binds for bound in bounds_found):
+        bounds_found.append(_compute(time, price, what_ifs))
+    return tuple(sorted(bounds_found, key=lambda bound: (not bound.binds, -(bound.seconds or 0.0))))
 
 
 def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[WhatIf]) -> Bound:
@@ -142,7 +142,7 @@ def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequ
     full = _fullest(memory, price)
     where = f"stage {', '.join(map(str, full.stages))}" if len(memory) > 1 else "every device"
     when = f", at its worst in {full.moment}" if full.moment else ""
-    told = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
+    text = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
     if price is None:
         every = [
             neighbour
@@ -152,13 +152,13 @@ def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequ
         ]
         quicker = min(every, key=lambda one: one.added_step_seconds, default=None)
         worth = "" if quicker is None else f"; {quicker.strategy} would be quicker there and does not fit"
-        return Bound(Constraint.MEMORY, told + worth, None, quicker is not None)
+        return Bound(Constraint.MEMORY, text + worth, None, quicker is not None)
     saved = price.step_seconds - price.then_step_seconds
     among = " with this pipeline and these micro-batches" if price.same_shape else ""
     worth = f"; {format_budget(price.added_bytes)} more on every device saves {format_seconds(saved)} a step{among}"
     if saved <= 0:
         worth = f"; {format_budget(price.added_bytes)} more on every device saves nothing{among}"
-    return Bound(Constraint.MEMORY, told + worth, saved, saved > 0)
+    return Bound(Constraint.MEMORY, text + worth, saved, saved > 0)
 
 
 def _not_tried(names: Sequence[str]) -> str:
@@ -171,10 +171,10 @@ def _links(time: TimeAccount, what_ifs: Sequence[WhatIf], now: str) -> Iterator[
     exposed = sum(part.seconds for part in parts)
     kinds = ", ".join(f"{part.name} {format_seconds(part.seconds)}" for part in parts if part.seconds > 0)
     told = f"communication that is not hidden: {format_seconds(exposed)} of the step" + (f" ({kinds})" if kinds else "")
-    asked = [one for one in what_ifs if one.name.startswith("links_")]
-    tried = [one for one in asked if one.gain is not None]
+    changes = [one for one in what_ifs if one.name.startswith("links_")]
+    tried = [one for one in changes if one.gain is not None]
     if not tried:
-        yield _at_most(Constraint.LINK, told, exposed, time, [one.change for one in asked])
+        yield _at_most(Constraint.LINK, told, exposed, time, [one.change for one in changes])
     for place, one in enumerate(tried):
         seconds = _saved(time, one)
         text = f"{one.change}: {_gained(seconds, one, now)}"
@@ -185,15 +185,15 @@ def _links(time: TimeAccount, what_ifs: Sequence[WhatIf], now: str) -> Iterator[
 def _batch(time: TimeAccount, what_ifs: Sequence[WhatIf]) -> Iterator[Bound]:
     bubble = sum(part.seconds for part in time.parts if part.name == BUBBLE)
     waits = f"waiting for other stages takes {format_seconds(bubble)} of the step" if bubble else ""
-    asked = [one for one in what_ifs if one.name == "batch_twice"]
-    for one in asked:
+    changes = [one for one in what_ifs if one.name == "batch_twice"]
+    for one in changes:
         if one.gain is not None:
             seconds = _saved(time, one)
             text = "; ".join(filter(None, (f"the batch: {one.change} gives {one.gain:+.1%} samples/s", waits)))
             yield Bound(Constraint.BATCH, text, seconds, seconds > WORTH * time.step_seconds)
             return
     if waits:
-        yield _at_most(Constraint.BATCH, f"the batch: {waits}", bubble, time, [one.change for one in asked])
+        yield _at_most(Constraint.BATCH, f"the batch: {waits}", bubble, time, [one.change for one in changes])
 
 
 def _at_most(what: Constraint, words: str, seconds: float, time: TimeAccount, changes: Sequence[str]) -> Bound:

@@ -94,16 +94,16 @@ class _Axis:
 def _axes() -> Iterator[_Axis]:
     """Every part of a dimension but plain data parallelism, which has the devices that no other takes."""
     every = {one.name: one for one in choosing()}.values()
-    known = {field.field: field for one in every for field in one.fields if field.field in _NAMES}
+    by_name = {field.field: field for one in every for field in one.fields if field.field in _NAMES}
     named = {name for part in parts_of().values() for name in part}
-    beside = frozenset(known) - named  # fields of no part of their own
+    beside = frozenset(by_name) - named  # fields of no part of their own
     for one in every:
-        own = [field for field in one.fields if field.field in _NAMES]
-        follow = beside | {field.field for field in own if field.field not in DEGREES}
+        names = [field for field in one.fields if field.field in _NAMES]
+        follow = beside | {field.field for field in names if field.field not in DEGREES}
         for name, part in (one.parts or {one.name: (one.degree or one.name,)}).items():
             if part != _BATCH[:1]:
-                more = [field for field in own if field.field in beside]
-                listed = [known.get(field, StrategyField(field, field)) for field in part]
+                more = [field for field in names if field.field in beside]
+                listed = [by_name.get(field, StrategyField(field, field)) for field in part]
                 yield _Axis(name, (*listed, *more), follow - set(part))
 
 
@@ -122,8 +122,8 @@ def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_Neig
     """
     every = [one for one in offered if one != chosen]
     for axis in _axes():
-        found = [one for one in every if _differs_only_in(axis, chosen, one)]
-        for one in _next(axis, chosen, found) if axis.split else found:
+        steps = [one for one in every if _differs_only_in(axis, chosen, one)]
+        for one in _next(axis, chosen, steps) if axis.split else steps:
             yield _NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
 
 
@@ -176,21 +176,21 @@ def choices(priced: PricedStages, space: Space, fits: Fits) -> tuple[RunChoice, 
 
 def _alike(priced: PricedStages) -> list[_Alike]:
     graph = priced.pricer.profile.graph
-    found: dict[object, list[tuple[int, LayerRun, range]]] = {}
+    groups: dict[object, list[tuple[int, LayerRun, range]]] = {}
     for number, stage in enumerate(priced.plan.stages):
         start = priced.ranges[number].start
         for run in stage.runs:
             places = range(start, start + run.count)
             key = (run.strategy, frozenset(graph.layers[place].kind for place in places))
-            found.setdefault(key, []).append((number, run, places))
+            groups.setdefault(key, []).append((number, run, places))
             start = places.stop
     return [
         _Alike(
-            tuple(dict.fromkeys(number for number, _, _ in own)),
-            tuple(run for _, run, _ in own),
-            tuple(place for _, _, places in own for place in places),
+            tuple(dict.fromkeys(number for number, _, _ in members)),
+            tuple(run for _, run, _ in members),
+            tuple(place for _, _, places in members for place in places),
         )
-        for own in found.values()
+        for members in groups.values()
     ]
 
 
@@ -220,8 +220,8 @@ def _seconds(priced: PricedStages, alike: _Alike) -> float:
 
 def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]:
     every = [space.strategies(kind, devices, UNPINNED) for kind in kinds]
-    others = [set(own) for own in every[1:]]
-    return [one for one in every[0] if all(one in own for own in others)]
+    others = [set(offered) for offered in every[1:]]
+    return [one for one in every[0] if all(one in offered for offered in others)]
 
 
 def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
@@ -231,15 +231,15 @@ def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy]
     places = frozenset(own.union(*(group for group in tied_groups(priced.pricer.profile.graph) if own & set(group))))
     by_axis = groupby(_steps_from(chosen, offered), key=lambda step: step.axis.name)
     for _, steps in by_axis:
-        told: dict[object, Neighbour] = {}
+        neighbours: dict[object, Neighbour] = {}
         for step in steps:
             other = _neighbour(priced, alike, places, step, fits)
             key: object = step.axis.degree(step.strategy) if step.axis.split else step.strategy
             if step.axis.trades:
                 key = (key, *(getattr(step.strategy, name) for name in _STATES))
-            if other is not None and (key not in told or _rank(other) < _rank(told[key])):
-                told[key] = other
-        yield from sorted(told.values(), key=lambda other: (not other.off, other.added_step_seconds))
+            if other is not None and (key not in neighbours or _rank(other) < _rank(neighbours[key])):
+                neighbours[key] = other
+        yield from sorted(neighbours.values(), key=lambda other: (not other.off, other.added_step_seconds))
 
 
 def _rank(other: Neighbour) -> tuple[bool, float]:
@@ -267,8 +267,8 @@ def _with_strategies(priced: PricedStages, strategies: Sequence[Strategy]) -> Pl
     layers = priced.pricer.profile.graph.layers
     stages: list[Stage] = []
     for inside, stage in zip(priced.ranges, priced.plan.stages, strict=True):
-        own = slice(inside.start, inside.stop)
-        stages.append(replace(stage, runs=runs_of(layers[own], strategies[own])))
+        section = slice(inside.start, inside.stop)
+        stages.append(replace(stage, runs=runs_of(layers[section], strategies[section])))
     return replace(priced.plan, stages=tuple(stages), prediction=None)
 
 
@@ -283,18 +283,18 @@ def runners_up(
 
     ``reserved``: fields of ``Strategy`` that the backend sets only where it is told to.
     """
-    found: dict[str, RunnerUp] = {}
+    best: dict[str, RunnerUp] = {}
     pins = list(_others(request, plan, reserved))
     for number, pin in enumerate(pins):
         try:
             clock.begin(f"another {pin[0]}")
         except OutOfTimeError as error:
             left = ", ".join(dict.fromkeys(f"{name} {instead}" for name, _, instead, _ in pins[number:]))
-            return tuple(found.values()), f"runner-ups of {left}: {error}"
+            return tuple(best.values()), f"runner-ups of {left}: {error}"
         other = _best(session, request, plan, pin)
-        if other is not None and (pin[0] not in found or _runner_rank(other) < _runner_rank(found[pin[0]])):
-            found[pin[0]] = other
-    return tuple(found.values()), ""
+        if other is not None and (pin[0] not in best or _runner_rank(other) < _runner_rank(best[pin[0]])):
+            best[pin[0]] = other
+    return tuple(best.values()), ""
 
 
 def _runner_rank(other: RunnerUp) -> tuple[bool, float]:

@@ -72,8 +72,8 @@ def _groups(cluster: Cluster, devices: int) -> tuple[DeviceGroup, ...]:
     groups, left = list[DeviceGroup](), devices
     for group in cluster.groups:
         if left > 0:
-            own = _levels(group.levels, devices) if group.levels else ()
-            groups.append(replace(group, count=min(left, group.count), levels=own))
+            levels = _levels(group.levels, devices) if group.levels else ()
+            groups.append(replace(group, count=min(left, group.count), levels=levels))
         left -= group.count
     return tuple(groups)
 
@@ -216,9 +216,9 @@ def look(
     """A point of a sweep: one without a plan says why."""
     point = Point(devices, batch, bytes_on(setting.budget if budget is None else budget, ""))
     try:
-        given = setting.budget_at(devices) if budget is None else budget
-        point = replace(point, budget=bytes_on(given, ""))
-        return replace(point, plan=ask(setting, devices, batch, budget=given, progress=progress))
+        limit = setting.budget_at(devices) if budget is None else budget
+        point = replace(point, budget=bytes_on(limit, ""))
+        return replace(point, plan=ask(setting, devices, batch, budget=limit, progress=progress))
     except InfeasibleError as error:
         return replace(point, reason=str(error), needs=error.smallest_budget)
     except InputError as error:

@@ -86,8 +86,8 @@ class PricedStages:
         """Number of the group of devices that works longest, whose time ``TimeBreakdown`` is of."""
 
         def work(group: int) -> tuple[float, float]:
-            own = self.groups[group]
-            return sum(cost.times.total for cost in own), sum(cost.step for cost in own)
+            stages = self.groups[group]
+            return sum(cost.times.total for cost in stages), sum(cost.step for cost in stages)
 
         return max(range(self.shape.stages), key=work)
 
@@ -107,7 +107,7 @@ class PricedStages:
 
     def sharing_at(self, stage: int) -> dict[int, ParameterSharing]:
         """What sharing parameters means for the layers of a stage, by place; absent: nothing."""
-        beside = {place for own in self.stages_of(self.group_of(stage)) for place in self.ranges[own]}
+        beside = {place for stage_number in self.stages_of(self.group_of(stage)) for place in self.ranges[stage_number]}
         return sharing_of(self.pricer.profile.graph, beside)
 
     def sharing_of_layer(self, stage: int, place: int) -> ParameterSharing:
@@ -148,11 +148,11 @@ def caused_by(
     sent = pricer.work(pricer.profile.graph.kinds[kind], strategy, microbatch).communications
     timed = [(one, float(seconds)) for one, seconds in zip(sent, pricer.links.timed(sent), strict=True)]
     exposed = _exposed(timed, cost.forward, cost.backward + cost.recompute, pricer)
-    whole: dict[tuple[str, bool], float] = defaultdict(float)
+    total: dict[tuple[str, bool], float] = defaultdict(float)
     for one, seconds in timed:
-        whole[one.cause, one.moment is Moment.STEP] += seconds
+        total[one.cause, one.moment is Moment.STEP] += seconds
     return {
-        cause: CommunicationCause(exposed[cause, False], exposed[cause, True], whole[cause, False], whole[cause, True])
+        cause: CommunicationCause(exposed[cause, False], exposed[cause, True], total[cause, False], total[cause, True])
         for cause in dict.fromkeys(one.cause for one in sent)
     }
 
@@ -162,12 +162,12 @@ def _exposed(
 ) -> Mapping[tuple[str, bool], float]:
     """Exposed seconds by (cause, whether once a step)."""
     hidden, overlap = pricer.profile.hidden, pricer.profile.overlap
-    found: dict[tuple[str, bool], float] = defaultdict(float)
+    exposed: dict[tuple[str, bool], float] = defaultdict(float)
     hiding: dict[str, dict[str, float]] = {moment: defaultdict(float) for moment in (FORWARD, BACKWARD, STEP, GATHER)}
     for one, seconds in timed:
         share, moment = hidden_share(one, hidden), moment_of(one)
         hiding[moment][one.cause] += share * seconds
-        found[one.cause, moment in (STEP, GATHER)] += (1.0 - share) * seconds
+        exposed[one.cause, moment in (STEP, GATHER)] += (1.0 - share) * seconds
     sums = {moment: sum(by_cause.values()) for moment, by_cause in hiding.items()}
     ahead = together(forward, sums[FORWARD], overlap)
     back = together(backward, sums[BACKWARD], overlap)
@@ -180,8 +180,8 @@ def _exposed(
     for moment, by_cause in hiding.items():
         for cause, seconds in by_cause.items():
             if sums[moment]:
-                found[cause, moment in (STEP, GATHER)] += float(added[moment]) * seconds / sums[moment]
-    return found
+                exposed[cause, moment in (STEP, GATHER)] += float(added[moment]) * seconds / sums[moment]
+    return exposed
 
 
 NAMES = {
@@ -253,8 +253,8 @@ def _sliced(kind: LayerKind, strategy: Strategy) -> LayerKind:
 
 
 def _shares(seconds: Mapping[str, float]) -> Shares:
-    whole = sum(seconds.values())
-    return {name: second / whole for name, second in seconds.items() if second} if whole else {OTHER: 1.0}
+    total = sum(seconds.values())
+    return {name: second / total for name, second in seconds.items() if second} if total else {OTHER: 1.0}
 
 
 REDISTRIBUTION, SHARED, OFFLOAD = "redistribution", "shared parameters", "host memory"
@@ -275,7 +275,7 @@ def account(priced: PricedStages) -> TimeAccount:
         for key, seconds, hidden in _stage(priced, stage, operations):
             sums[key][0] += seconds
             sums[key][1] += hidden
-    for key, seconds in _waiting(priced, sum(own for own, _ in sums.values())):
+    for key, seconds in _waiting(priced, sum(busy for busy, _ in sums.values())):
         sums[key][0] += seconds
     parts = [TimePart(*key, seconds, max(hidden, 0.0)) for key, (seconds, hidden) in sums.items()]
     least = _ROUNDING * priced.prediction.step_seconds
@@ -335,14 +335,14 @@ def _communication(priced: PricedStages, stage: int, place: int, layer: LayerCos
     """Communication of a layer by cause; what no dimension sends is of shared parameters, or goes to host memory."""
     times, kind = priced.shape.microbatches, priced.pricer.profile.graph.layers[place].kind
     strategy, size = priced.strategies[place], priced.shape.microbatch
-    told = 0.0
-    for cause, own in caused_by(priced.pricer_of(stage), kind, strategy, size, layer).items():
-        exposed = times * own.microbatch + own.step
-        told += exposed
-        yield (TimeClass.COMMUNICATION, cause), exposed, times * own.microbatch_all + own.step_all - exposed
-    left = times * (layer.forward_exposed + layer.backward_exposed) + layer.step_exposed - told
+    counted = 0.0
+    for cause, share in caused_by(priced.pricer_of(stage), kind, strategy, size, layer).items():
+        exposed = times * share.microbatch + share.step
+        counted += exposed
+        yield (TimeClass.COMMUNICATION, cause), exposed, times * share.microbatch_all + share.step_all - exposed
+    left = times * (layer.forward_exposed + layer.backward_exposed) + layer.step_exposed - counted
     tied = priced.sharing_of_layer(stage, place).exchanged > 0 and priced.shape.stages > 1
-    if abs(left) > _ROUNDING * told or not told:
+    if abs(left) > _ROUNDING * counted or not counted:
         yield (TimeClass.COMMUNICATION, SHARED if tied and not strategy.offloads_activations else OFFLOAD), left, 0.0
 
 
@@ -357,7 +357,7 @@ def memory_of(priced: PricedStages, budget: Budget) -> tuple[StageMemory, ...]:
     timed: Sequence[GroupTimeline | None] = [None] * plan.pipeline
     if not untimed(plan):
         timed = timeline(priced.pricer.profile, _shorter(plan)).groups
-    return tuple(_group(priced, number, own, budget) for number, own in enumerate(timed))
+    return tuple(_group(priced, number, timing, budget) for number, timing in enumerate(timed))
 
 
 def _shorter(plan: Plan) -> Plan:

@@ -49,8 +49,8 @@ def device_seconds(profile: Profile, batch: int) -> float:
     """Device-seconds that no plan needs less of for one sample of a batch."""
     if len(profile.cluster.groups) > 1:
         return 0.0
-    known = index_points(profile.layers)
-    kinds = {kind: _least(kind, known, batch) for kind in {layer.kind for layer in profile.graph.layers}}
+    points = index_points(profile.layers)
+    kinds = {kind: _least(kind, points, batch) for kind in {layer.kind for layer in profile.graph.layers}}
     return sum(kinds[layer.kind] for layer in profile.graph.layers)
 
 
@@ -305,11 +305,11 @@ def _rank(cost: RunCost) -> tuple[float, float, int]:
 
 
 def _check(run: TrainingAmount, price: float, batch: int | None, deadline: float | None) -> None:
-    given = {"samples": run.samples, "tokens": run.tokens, "steps": run.steps}
-    told = {name: value for name, value in given.items() if value is not None}
-    if len(told) != 1:
-        raise InputError("run", told, "Give just one of samples, tokens and steps.")
-    for name, value in (*told.items(), ("--price", price), ("--within", deadline)):
+    lengths = {"samples": run.samples, "tokens": run.tokens, "steps": run.steps}
+    stated = {name: value for name, value in lengths.items() if value is not None}
+    if len(stated) != 1:
+        raise InputError("run", stated, "Give just one of samples, tokens and steps.")
+    for name, value in (*stated.items(), ("--price", price), ("--within", deadline)):
         if value is not None and not 0 < value < float("inf"):
             raise InputError(name, value, "Give a number above 0.")
     if run.steps is not None and batch is None:

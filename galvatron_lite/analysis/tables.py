@@ -199,5 +199,5 @@ def _figures(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def _differs(plan: Compared) -> bool:
-    said = plan.said_step_seconds
-    return said is not None and abs(said / plan.step_seconds - 1.0) > 1e-6
+    stated = plan.said_step_seconds
+    return stated is not None and abs(stated / plan.step_seconds - 1.0) > 1e-6

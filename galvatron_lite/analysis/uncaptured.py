@@ -79,6 +79,6 @@ def check_uncaptured(plan: Plan, reason: InputError) -> None:
 
 
 def _pin(words: str) -> tuple[str, object]:
-    given, _, text = words.partition("=")
-    pin = pin_named(given)
+    name, _, text = words.partition("=")
+    pin = pin_named(name)
     return pin.field, pin.read(pin.name, text)

@@ -254,18 +254,18 @@ def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: 
 
 def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
     """The price with the fastest plans between the two budgets, by memory; fewer where the time is over."""
-    found: list[MemoryStep] = list(price.steps)
+    steps: list[MemoryStep] = list(price.steps)
     alike = not budget.own  # budgets of unlike devices have no one order
-    while alike and found and len(found) <= MOST_STAIRS and found[0].budget_bytes - 1 > budget.least:
+    while alike and steps and len(steps) <= MOST_STAIRS and steps[0].budget_bytes - 1 > budget.least:
         try:
             clock.begin("where it gets quicker")
-            lean = _plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(found[0].budget_bytes - 1))
+            lean = _plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(steps[0].budget_bytes - 1))
         except (OutOfTimeError, InfeasibleError):
             break
         if seconds_of(lean) >= price.step_seconds:
             break
-        found = [*_memory_steps([lean], budget), *found]
-    return replace(price, steps=tuple(found))
+        steps = [*_memory_steps([lean], budget), *steps]
+    return replace(price, steps=tuple(steps))
 
 
 def _memory_steps(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ...]:
@@ -310,22 +310,23 @@ def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget,
 
 
 def _what_if(setting: PlanSetting, clock: TimeLimit, plan: Plan, change: _Variation, rate: float) -> WhatIf:
-    told = WhatIf(change.name, change.change, plan.devices, change.batch)
+    answer = WhatIf(change.name, change.change, plan.devices, change.batch)
     try:
         clock.begin(change.change)
         asked = _changed(setting, plan, change)
         if asked is None:
-            return replace(told, why="unknown: no data sheet says how it would be connected")
+            return replace(answer, why="unknown: no data sheet says how it would be connected")
         other, devices, batch = asked
-        told = replace(told, devices=devices, batch=batch)
-        found = _plan_anew(other, clock, devices, batch, change.budget, QUICK)
+        answer = replace(answer, devices=devices, batch=batch)
+        plan_again = _plan_anew(other, clock, devices, batch, change.budget, QUICK)
     except (OutOfTimeError, InfeasibleError, InputError) as error:
-        return replace(told, why=str(error))
-    assert found.prediction is not None
-    per_second = found.prediction.samples_per_second
+        return replace(answer, why=str(error))
+    assert plan_again.prediction is not None
+    per_second = plan_again.prediction.samples_per_second
     return replace(
-        told, step_seconds=found.prediction.step_seconds, samples_per_second=per_second, gain=per_second / rate - 1.0,
-        summary=summary(found), peak_bytes=found.prediction.peak_memory, gap=_gap_of(found),
+        answer, step_seconds=plan_again.prediction.step_seconds, samples_per_second=per_second,
+        gain=per_second / rate - 1.0,
+        summary=summary(plan_again), peak_bytes=plan_again.prediction.peak_memory, gap=_gap_of(plan_again),
     )  # fmt: skip
 
 

@@ -99,15 +99,15 @@ class Parameter:
 
 def parameters_of(calibration: Calibration, owners: Collection[str]) -> tuple[Parameter, ...]:
     """Every fitted number of the entries named (``devices/A100``), in the order of the calibration."""
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for kind, scales in SCALES.items():
         for entry, constants in getattr(calibration, kind).items():
             for name in (item.name for item in fields(constants) if f"{kind}/{entry}" in owners):
                 if name in scales:
                     value = getattr(constants, name)
                     keys = value if isinstance(value, dict) else ("",)
-                    found += [Parameter(kind, entry, name, key) for key in keys]
-    return tuple(found)
+                    parameters += [Parameter(kind, entry, name, key) for key in keys]
+    return tuple(parameters)
 
 
 def value_of(calibration: Calibration, parameter: Parameter) -> float:
@@ -186,11 +186,11 @@ def learn(
         return float(((logs - target) ** 2).sum() / noise**2 + (precision * (values - prior) ** 2).sum())
 
     values, logs = prior.copy(), predict(prior)
-    best, known = objective(logs, values), slopes
+    best, slopes_here = objective(logs, values), slopes
     for _ in range(rounds):
-        known = slopes if slopes is not None else _slopes(predict, values, logs)
-        curvature = known.T @ known / noise**2 + np.diag(precision)
-        step = np.linalg.solve(curvature, known.T @ (target - logs) / noise**2 - precision * (values - prior))
+        slopes_here = slopes if slopes is not None else _slopes(predict, values, logs)
+        curvature = slopes_here.T @ slopes_here / noise**2 + np.diag(precision)
+        step = np.linalg.solve(curvature, slopes_here.T @ (target - logs) / noise**2 - precision * (values - prior))
         for halving in range(_HALVINGS):
             tried = values + step / 2**halving
             reached = predict(tried)
@@ -201,9 +201,9 @@ def learn(
         gain, values, logs, best = best - cost, tried, reached, cost
         if gain < 1e-3 * best:
             break
-    assert known is not None
-    spread = np.sqrt(np.diag(np.linalg.inv(known.T @ known / noise**2 + np.diag(precision))))
-    return Learnt(values, spread, known)
+    assert slopes_here is not None
+    spread = np.sqrt(np.diag(np.linalg.inv(slopes_here.T @ slopes_here / noise**2 + np.diag(precision))))
+    return Learnt(values, spread, slopes_here)
 
 
 def _slopes(predict: Callable[[Vector], Vector], values: Vector, logs: Vector) -> NDArray[np.float64]:

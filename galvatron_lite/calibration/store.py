@@ -146,9 +146,9 @@ def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DE
     if kind not in KINDS:
         raise InputError("kind of constants", kind, f"Known: {', '.join(KINDS)}.")
     shared = {key.removeprefix(f"{kind}/"): other for key, other in calibration.like.items() if key.startswith(kind)}
-    known = {entry: entry for entry in getattr(calibration, kind)} | shared
-    fitting = [entry for entry in known if name.upper().startswith(entry.upper())]
-    return known[max(fitting, key=len)] if fitting else fallback
+    entries = {entry: entry for entry in getattr(calibration, kind)} | shared
+    fitting = [entry for entry in entries if name.upper().startswith(entry.upper())]
+    return entries[max(fitting, key=len)] if fitting else fallback
 
 
 def constants_for_device(calibration: Calibration, name: str, source: str = "") -> DeviceConstants:

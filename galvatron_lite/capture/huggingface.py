@@ -63,16 +63,16 @@ def _in_cache(name: str) -> Path:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except (ImportError, ValueError):  # huggingface_hub's error for a name that no repository may have
-        found = None
-    if not isinstance(found, str):
+        path = None
+    if not isinstance(path, str):
         remedy = (
             "It is no file here, and the Hugging Face hub's local cache does not hold its config.json. Download it "
             f"(hf download {name} config.json), or give the path of a config.json."
         )
         raise InputError("model", name, remedy)
-    return Path(found)
+    return Path(path)
 
 
 def graph_of_config(
@@ -183,11 +183,11 @@ def _model_class(config: Any, path: Path) -> Any:
     with_loss = {name for mapping in mappings for name in mapping.values()}
     of_type = (mapping[config.model_type] for mapping in mappings if config.model_type in mapping)
     named = (name for name in config.architectures or () if name in with_loss)
-    found = next(chain(named, of_type), None)
-    if found is None:
+    model_class = next(chain(named, of_type), None)
+    if model_class is None:
         remedy = "transformers computes a loss for no model of this type. Give the model itself: FILE.py:FACTORY."
         raise InputError(f"{path}, model_type", config.model_type, remedy)
-    return getattr(transformers, found if isinstance(found, str) else found[0])
+    return getattr(transformers, model_class if isinstance(model_class, str) else model_class[0])
 
 
 def _sequence(config: Any, wanted: int | None, path: Path) -> int:

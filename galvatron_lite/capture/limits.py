@@ -77,10 +77,10 @@ def _structure(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> d
     parts = [part for module in modules for part in module.modules()]
     tables = [(part.num_embeddings, part.embedding_dim) for part in parts if isinstance(part, nn.Embedding)]
     matmuls = [operator.shape for operator in operators if operator.kind is OperatorClass.MATMUL]
-    found = dict(zip(("vocab", "hidden"), max(tables), strict=True)) if tables else {}
+    extents = dict(zip(("vocab", "hidden"), max(tables), strict=True)) if tables else {}
     if matmuls:
-        found |= {"hidden": matmuls[0][1], "ffn_hidden": max(shape[2] for shape in matmuls)}
-    return found
+        extents |= {"hidden": matmuls[0][1], "ffn_hidden": max(shape[2] for shape in matmuls)}
+    return extents
 
 
 def _block_dims(dims: dict[str, int], operators: Sequence[Operator]) -> dict[str, int]:
@@ -120,8 +120,8 @@ def _picture_dims(
 def _pooled_channels(operators: Sequence[Operator]) -> list[int]:
     """Channels that windows pass over, or of which the mean is taken."""
     memory = [operator for operator in operators if operator.kind is OperatorClass.MEMORY]
-    found = [operator.shape[1] for operator in memory if len(operator.shape) > 1]
-    return found + [operator.statistics for operator in memory if operator.statistics]
+    channels = [operator.shape[1] for operator in memory if len(operator.shape) > 1]
+    return channels + [operator.statistics for operator in memory if operator.statistics]
 
 
 def _leaving(operators: Sequence[Operator], inner: int) -> int:
@@ -199,18 +199,18 @@ def whole_reason(
         return "no pipeline stages: the model has no repeated blocks, and no module behind its first layer"
     current = 0
     for call in seen.calls:
-        own = places.get(call.path, current)
-        if own < current and next(model.get_submodule(call.path).parameters(), None) is not None:
+        home = places.get(call.path, current)
+        if home < current and next(model.get_submodule(call.path).parameters(), None) is not None:
             return f"no pipeline stages: {call.path} runs again behind {layers[current].name}"
-        current = max(current, own)
+        current = max(current, home)
     later = [tensor for call in seen.calls if places.get(call.path, 0) > 1 for tensor in call.inputs]
     name = _loose_read(model, places, seen, [*later, *ends])
     if name:
         return f"no pipeline stages: code behind the first block reads {name}, which no layer holds"
-    for path, made in flow.asked:
+    for path, bits in flow.asked:
         if not any(at(path, layer) for layer in places):
             read = (
-                layer for layer in places if any(made & bit for name, bit in flow.modules.items() if at(name, layer))
+                layer for layer in places if any(bits & bit for name, bit in flow.modules.items() if at(name, layer))
             )
             if layer := next(read, ""):
                 return (
@@ -231,9 +231,11 @@ def _lent(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Se
     ran, homes = set(seen.order), {path: number for number, layer in enumerate(layers) for path in layer.modules}
     for path, home in homes.items():
         if path not in ran:
-            own = {home, home + 1} if home == 0 else {home}  # what enters the first block, the layer before it makes
-            given = [tensor for call in seen.calls if homes.get(call.path, home) not in own for tensor in call.inputs]
-            others = [*given, *(ends if home < len(layers) - 1 else ())]
+            inside = {home, home + 1} if home == 0 else {home}  # what enters the first block, the layer before it makes
+            entering = [
+                tensor for call in seen.calls if homes.get(call.path, home) not in inside for tensor in call.inputs
+            ]
+            others = [*entering, *(ends if home < len(layers) - 1 else ())]
             name = _loose_read(model, dict.fromkeys(set(homes) - {path}, 0), seen, others)
             if name.startswith(f"{path}."):
                 return name
@@ -290,10 +292,10 @@ def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[Dea
 
 
 def _outermost(module: nn.Module, path: str, dead: Mapping[int, str], counted: set[int]) -> Iterator[DeadParameters]:
-    own = {id(parameter): parameter for parameter in module.parameters()}
-    if path and own and own.keys() <= dead.keys():
-        items = sum(parameter.numel() for key, parameter in own.items() if key not in counted)
-        counted |= own.keys()
+    parameters = {id(parameter): parameter for parameter in module.parameters()}
+    if path and parameters and parameters.keys() <= dead.keys():
+        items = sum(parameter.numel() for key, parameter in parameters.items() if key not in counted)
+        counted |= parameters.keys()
         if items:
             yield DeadParameters(path, items)
         return

@@ -43,8 +43,8 @@ def load_factory(target: str) -> tuple[Any, Any, Any]:
     Returns:
         The model, its example batch and its ``loss_fn(output, batch)``; None for what the factory did not return.
     """
-    made = find_factory(target)()
-    model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+    built = find_factory(target)()
+    model, batch, loss_fn = (*built, None, None)[:3] if isinstance(built, tuple) else (built, None, None)
     if not hasattr(model, "named_modules"):
         name = target.rpartition(":")[2]
         raise InputError("MODEL", target, f"{name} returned {type(model).__name__}, not an nn.Module.")

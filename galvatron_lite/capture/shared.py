@@ -116,13 +116,13 @@ def passed_between(
     """
     first, second = (_sent(layers, *run, borrowing, needs) for run in zip(seen, ends, strict=True))
     place = {layer.name: number for number, layer in enumerate(layers)}
-    found = []
+    passed = []
     for key, sent in first.items():
         size = (second[key].size - sent.size) // (samples[1] - samples[0]) if key in second else 0
         readers = tuple(sorted(sent.readers, key=place.__getitem__))
         if size > 0 and readers:
-            found.append(Passed(sent.producer, readers, size, borrowed=any(sent.readers.values())))
-    return tuple(sorted(found, key=lambda tensor: place[tensor.producer]))
+            passed.append(Passed(sent.producer, readers, size, borrowed=any(sent.readers.values())))
+    return tuple(sorted(passed, key=lambda tensor: place[tensor.producer]))
 
 
 def lent(tensors: Sequence[Passed], layer: str) -> int:
@@ -191,9 +191,9 @@ class _Sight:
         self._note(self.made[_storage(tensor)], reader, borrows)
 
     def _note(self, key: _Key, reader: str, borrows: bool) -> None:
-        known = self.sent[key]
-        if self.place[reader] > self.place[known.producer]:
-            known.readers[reader] = known.readers.get(reader, False) or borrows
+        sent = self.sent[key]
+        if self.place[reader] > self.place[sent.producer]:
+            sent.readers[reader] = sent.readers.get(reader, False) or borrows
 
     def _sources(self, tensor: Tensor) -> Iterator[_Key]:
         """The outputs of layers that code between layers made a tensor of."""
@@ -209,8 +209,8 @@ class _Sight:
 
 def _running(owner: Mapping[str, str], place: Mapping[str, int], current: str, path: str) -> str:
     """The layer that a module's call belongs to: its own, but a module run again is part of what runs now."""
-    own = owner.get(path, current)
-    return own if place[own] >= place[current] else current
+    home = owner.get(path, current)
+    return home if place[home] >= place[current] else current
 
 
 def _edge(tensor: Tensor) -> _Edge:
@@ -229,10 +229,10 @@ def layer_needs(flow: DataFlow, model: nn.Module, layers: Sequence[Layer], loss:
         loss: what the flow says the loss is made of.
     """
     groups = {layer.name: layer.modules for layer in layers}
-    found, last = needs_of(flow, model, groups), layers[-1].name
-    made = {name for name, bit in group_bits(flow, model, groups).items() if bit & loss}
-    found[last].earlier |= made - {last}
-    return found
+    needs, last = needs_of(flow, model, groups), layers[-1].name
+    in_loss = {name for name, bit in group_bits(flow, model, groups).items() if bit & loss}
+    needs[last].earlier |= in_loss - {last}
+    return needs
 
 
 def linked(
@@ -262,12 +262,12 @@ def linked(
     for producer, reader in _lacking(layers, tensors, needs):
         more.setdefault(producer, []).append(reader)
     reading = [layer.name for layer in layers[1:] if layer.name != last and needs[layer.name].batch] if forked else []
-    found = [
+    links = [
         *([Passed(first, tuple(reading), 0)] if reading else []),
         *tensors,
         *(Passed(name, tuple(readers), output_bytes.get(name, 0)) for name, readers in more.items()),
     ]
-    return tuple(sorted(found, key=lambda tensor: place[tensor.producer]))
+    return tuple(sorted(links, key=lambda tensor: place[tensor.producer]))
 
 
 def _lacking(
@@ -277,14 +277,14 @@ def _lacking(
     first = layers[0].name
     reached: dict[str, set[str]] = {layer.name: set() for layer in layers}
     for number, layer in enumerate(layers):
-        own = reached[layer.name]
+        reachable = reached[layer.name]
         for tensor in tensors:
             if layer.name in tensor.readers:
-                own |= {tensor.producer} | reached[tensor.producer]
+                reachable |= {tensor.producer} | reached[tensor.producer]
         for other in reversed(layers[:number]):  # the nearest first: it may have needed the others
-            if other.name != first and other.name in needs[layer.name].earlier - own:
+            if other.name != first and other.name in needs[layer.name].earlier - reachable:
                 yield other.name, layer.name
-                own |= {other.name} | reached[other.name]
+                reachable |= {other.name} | reached[other.name]
 
 
 def read_elsewhere(flow: DataFlow, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tie, ...]:
@@ -294,7 +294,7 @@ def read_elsewhere(flow: DataFlow, model: nn.Module, layers: Sequence[Layer]) ->
     """
     groups = {layer.name: layer.modules for layer in layers if layer.modules}
     items = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    found: dict[tuple[str, str], int] = {}
+    readers: dict[tuple[str, str], int] = {}
     for parameter, holders in holders_of(model, groups).items():
         for path in flow.readers[parameter]:
             near = [
@@ -304,8 +304,8 @@ def read_elsewhere(flow: DataFlow, model: nn.Module, layers: Sequence[Layer]) ->
             ]
             users = near if 0 < len(near) < len(groups) else [layers[-1].name]
             for pair in () if _inside(path, holders, groups) else product(holders, users):
-                found[pair] = found.get(pair, 0) + items[parameter]
-    return tuple(Tie(one, other, size) for (one, other), size in found.items() if one != other)
+                readers[pair] = readers.get(pair, 0) + items[parameter]
+    return tuple(Tie(one, other, size) for (one, other), size in readers.items() if one != other)
 
 
 def _inside(path: str, holders: Collection[str], groups: Mapping[str, Collection[str]]) -> bool:

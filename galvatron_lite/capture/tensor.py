@@ -109,7 +109,7 @@ def run_edges(
         _replaced(list(blocks.values()), stand_in),
     ):
         recorder.target = before
-        given = tuple(recorder.number(tensor) for tensor in tensors_of(batch))
+        numbers = tuple(recorder.number(tensor) for tensor in tensors_of(batch))
         loss = loss_of(call_model(twin, batch), batch, loss_fn)
         recorder.claim(loss, "")
         recorder.claim(stand_in.entry, "")
@@ -127,8 +127,8 @@ def run_edges(
             recorder.finish(before, twin.parameters())
         leaving = tuple(recorder.number(tensor) for tensor in stand_in.entry)
     return (
-        RegionRun(before, given, (), leaving=leaving),
-        RegionRun(after, (*stand_in.numbers, *stand_in.earlier, *given), (), handed=stand_in.numbers),
+        RegionRun(before, numbers, (), leaving=leaving),
+        RegionRun(after, (*stand_in.numbers, *stand_in.earlier, *numbers), (), handed=stand_in.numbers),
     )
 
 
@@ -158,7 +158,7 @@ class TensorFigures:
         """With a region that is not split and runs so many times beside it."""
         if more is None:
             return self
-        whole, share, tokens = (
+        full, share, tokens = (
             replace(
                 one,
                 calls=one.calls + more.calls * times,
@@ -169,7 +169,7 @@ class TensorFigures:
             )
             for one in (self.whole, self.share, self.tokens)
         )
-        return replace(self, whole=whole, share=share, tokens=tokens)
+        return replace(self, whole=full, share=share, tokens=tokens)
 
     def parts(self, total: int, share: int, tokens: int) -> TensorSplit:
         """The parts of a figure that has these three values.
@@ -187,8 +187,8 @@ class TensorFigures:
         """How each module's calls of each class are divided."""
         if self.degree == 1:
             return {}
-        whole, share, tokens = (_work(region) for region in (self.whole, self.share, self.tokens))
-        return {key: self._sharding(work, share.get(key, 0), tokens.get(key, 0)) for key, work in whole.items()}
+        full, share, tokens = (_work(region) for region in (self.whole, self.share, self.tokens))
+        return {key: self._sharding(work, share.get(key, 0), tokens.get(key, 0)) for key, work in full.items()}
 
     def _sharding(self, total: int, share: int, tokens: int) -> Sharding:
         if total == 0:
@@ -359,13 +359,13 @@ def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall], tokens: int
         calls: what it called, for one sample.
         tokens: of the sample.
     """
-    found = find_mixtures(block)
-    reasons = [mixture.reason for mixture in found if mixture.reason]
-    if not found or reasons:
+    mixtures = find_mixtures(block)
+    reasons = [mixture.reason for mixture in mixtures if mixture.reason]
+    if not mixtures or reasons:
         return MixtureFigures(reason="; ".join(reasons))
-    parameters = [block.get_submodule(one.path).get_parameter(name) for one in found for name in one.parameters]
-    copies = [_copies(block, mixture, calls) for mixture in found]
-    experts = gcd(*(mixture.experts for mixture in found))
+    parameters = [block.get_submodule(one.path).get_parameter(name) for one in mixtures for name in one.parameters]
+    copies = [_copies(block, mixture, calls) for mixture in mixtures]
+    experts = gcd(*(mixture.experts for mixture in mixtures))
     corrected = any(buffer.shape == (experts,) and buffer.is_floating_point() for buffer in block.buffers())
     excess = CORRECTED_SCORES if corrected else AUXILIARY_LOSS
     return MixtureFigures(

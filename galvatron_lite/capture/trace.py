@@ -238,7 +238,9 @@ def _sample_shape(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 def _frozen(region: nn.Module) -> frozenset[str]:
     """Paths of modules in it whose parameters all get no gradient."""
     held = {path: list(module.parameters(recurse=False)) for path, module in region.named_modules()}
-    return frozenset(path for path, own in held.items() if own and not any(one.requires_grad for one in own))
+    return frozenset(
+        path for path, parameters in held.items() if parameters and not any(one.requires_grad for one in parameters)
+    )
 
 
 def _typical(calls: Sequence[BlockCall]) -> BlockCall:
@@ -276,14 +278,14 @@ class _Capture:
         for layer in self.layers:
             if layer.role is Role.BLOCK:
                 first.setdefault(layer.kind, layer)
-        found = {kind: self._block(layer) for kind, layer in first.items()}
-        borrowing = {kind: own[2] for kind, own in found.items()}
+        captured = {kind: self._block(layer) for kind, layer in first.items()}
+        borrowing = {kind: own[2] for kind, own in captured.items()}
         tensors = passed_between(self.layers, self.seen, SAMPLES, borrowing, ends, needs)
-        blocks, lending = self._lending({kind: block for kind, (block, _, _) in found.items()}, tensors)
-        sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in found.items()]
+        blocks, lending = self._lending({kind: block for kind, (block, _, _) in captured.items()}, tensors)
+        sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in captured.items()]
         edges = self._edges(batches, loss_fn, max(sides, default=0))
         made = {"before": edges[0][0], **blocks, "after": edges[1][0]}
-        wholes = {"before": edges[0][1], "after": edges[1][1]} | {kind: own[1].whole for kind, own in found.items()}
+        wholes = {"before": edges[0][1], "after": edges[1][1]} | {kind: own[1].whole for kind, own in captured.items()}
         return self._with_handed(made, wholes), tensors
 
     def output_bytes(self) -> dict[str, int]:
@@ -347,9 +349,9 @@ class _Capture:
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = slope(*[_bytes(tensors_of(example)) for example in batches])
         entry, leave = self._boundary()
-        given = _sample_shape(tensors_of(batches[1]))
-        handed = _sample_shape(tensors_of(self.calls[1][-1].output)) if self.calls[1] else given
-        opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), given)
+        sample_shape = _sample_shape(tensors_of(batches[1]))
+        handed = _sample_shape(tensors_of(self.calls[1][-1].output)) if self.calls[1] else sample_shape
+        opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), sample_shape)
         closing = self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), handed)
         return (opening, wholes[0]), (closing, wholes[1])
 

@@ -238,23 +238,23 @@ def calibrate_command(
 
     base = load_calibration(calibration)
     with progress_bar("Calibrating", quiet=as_json) as move:
-        found, skipped = read_observations(runs, base)
-        source = f"{len(found)} runs of {', '.join(path.name for path in runs)}"
-        made = calibrate(found, base, skipped=skipped, source=source, progress=move)
-    write_calibration(made.calibration, output)
+        steps, skipped = read_observations(runs, base)
+        source = f"{len(steps)} runs of {', '.join(path.name for path in runs)}"
+        result = calibrate(steps, base, skipped=skipped, source=source, progress=move)
+    write_calibration(result.calibration, output)
     if as_json:
         print_json(
             {
-                "kind": made.kind, "runs": made.runs, "settings": made.settings, "before": made.before,
-                "after": made.after, "left_out": made.left_out, "skipped": made.skipped, "folder": str(output),
+                "kind": result.kind, "runs": result.runs, "settings": result.settings, "before": result.before,
+                "after": result.after, "left_out": result.left_out, "skipped": result.skipped, "folder": str(output),
                 "constants": [
                     {name: getattr(constant, name) for name in ("name", "before", "value", "low", "high", "told")}
-                    for constant in made.constants
+                    for constant in result.constants
                 ],
             }
         )  # fmt: skip
     else:
-        _print_calibration(made, output)
+        _print_calibration(result, output)
 
 
 def _print_calibration(result: CalibrationResult, folder: Path) -> None:

@@ -46,18 +46,20 @@ def evaluate_command(
     from galvatron_lite.plans.io import write_plan
     from galvatron_lite.request import PlanRequest
 
-    found, known = api.evaluated(plan, PlanRequest.parse(profile, setup), setup)
+    evaluation, priced = api.evaluated(plan, PlanRequest.parse(profile, setup), setup)
     if output is not None:
-        write_plan(found, output)
+        write_plan(evaluation, output)
     if as_json:
-        print_json(found, fits=found.fits)
+        print_json(evaluation, fits=evaluation.fits)
         return
-    print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}", accuracy(known), verbose)
-    typer.echo(fits_line(found))
-    if found.provenance is not None and found.provenance.stack:
-        typer.echo(f"Priced as {found.provenance.stack} runs it.")
+    print_plan(
+        evaluation, f"{priced.name}: {priced.origin.kind.value}, {priced.origin.source}", accuracy(priced), verbose
+    )
+    typer.echo(fits_line(evaluation))
+    if evaluation.provenance is not None and evaluation.provenance.stack:
+        typer.echo(f"Priced as {evaluation.provenance.stack} runs it.")
     else:
-        typer.echo(f"galvatron can run it: {_runs(found)}")
+        typer.echo(f"galvatron can run it: {_runs(evaluation)}")
     written(output)
 
 

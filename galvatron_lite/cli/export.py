@@ -36,19 +36,19 @@ def export_command(
     from galvatron_lite.plans.export.tools import export
     from galvatron_lite.plans.io import read_plan
 
-    made = export(read_plan(plan), tool, strict=strict)
+    exported = export(read_plan(plan), tool, strict=strict)
     if output is not None:
-        write_text(output, made.text)
+        write_text(output, exported.text)
     if as_json:
         where = None if output is None else str(output)
-        lists = {"left_out": list(made.left_out), "by_hand": list(made.by_hand)}
-        print_json({"tool": made.tool, "file": where, "text": made.text, **lists})
+        lists = {"left_out": list(exported.left_out), "by_hand": list(exported.by_hand)}
+        print_json({"tool": exported.tool, "file": where, "text": exported.text, **lists})
         return
-    for line in made.left_out:
+    for line in exported.left_out:
         typer.echo(f"not expressed for {tool}: {line}", err=True)
-    for line in made.by_hand:
+    for line in exported.by_hand:
         typer.echo(f"left to you, {line}", err=True)
-    typer.echo(made.text if output is None else f"Written to {output}.", nl=output is not None)
+    typer.echo(exported.text if output is None else f"Written to {output}.", nl=output is not None)
 
 
 PEERS = ("hetu",)
@@ -90,13 +90,13 @@ def profile_import_command(
     _check_peer(peer)
     sizes = sizes_for(folder, layers, hidden, sequence)
     room = parse_bytes(memory, "--device-memory")
-    made = import_profile(folder, sizes, nodes, gpus, hardware, _engine(engine), room)
+    imported = import_profile(folder, sizes, nodes, gpus, hardware, _engine(engine), room)
     if output is None:
-        where = save_profile(made, profiles, f"{made.cluster.name}-hetu")
+        where = save_profile(imported, profiles, f"{imported.cluster.name}-hetu")
     else:
         where = output
-        write_profile(made, output)
-    show_profile(made, where, as_json)
+        write_profile(imported, output)
+    show_profile(imported, where, as_json)
     if output is None and not as_json:
         typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
 
@@ -120,19 +120,19 @@ def plan_import_command(
     from galvatron_lite.profiler.store import read_profile
 
     _check_peer(peer)
-    known = None if profile is None else read_profile(profile)
+    priced_with = None if profile is None else read_profile(profile)
     data = read_data(path)
     if not isinstance(data, dict):
         raise InputError(str(path), type(data).__name__, "It must hold a JSON object.")
-    devices = gpus or (known.cluster.devices if known else 0)
+    devices = gpus or (priced_with.cluster.devices if priced_with else 0)
     theirs = read_hetu_plan(data, str(path), devices, batch)
-    for option, said, has in (("--gpus", gpus, theirs.devices), ("--batch", batch, theirs.batch)):
-        if said not in (0, has):
-            raise InputError(option, said, f"The file says {has}: leave it out.")
-    made = to_plan(theirs, known)
-    made = made if known is None else priced(made, known)
-    write_plan(made, output)
-    typer.echo(f"{headline(made)}\nWritten to {output}.")
+    for option, value, has in (("--gpus", gpus, theirs.devices), ("--batch", batch, theirs.batch)):
+        if value not in (0, has):
+            raise InputError(option, value, f"The file says {has}: leave it out.")
+    converted = to_plan(theirs, priced_with)
+    converted = converted if priced_with is None else priced(converted, priced_with)
+    write_plan(converted, output)
+    typer.echo(f"{headline(converted)}\nWritten to {output}.")
 
 
 def plan_export_command(
@@ -158,7 +158,7 @@ def _check_peer(peer: str, option: str = "--from") -> None:
 def _engine(name: str) -> Engine:
     from galvatron_lite.peers.hetu.model import Engine
 
-    known = {"main": Engine.MAIN, "v2.4.0": Engine.V240}
-    if name not in known:
-        raise unknown("--engine", name, known)
-    return known[name]
+    engines = {"main": Engine.MAIN, "v2.4.0": Engine.V240}
+    if name not in engines:
+        raise unknown("--engine", name, engines)
+    return engines[name]

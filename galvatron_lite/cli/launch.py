@@ -49,11 +49,11 @@ def launch_command(
     from galvatron_lite.launch.commands import shown
     from galvatron_lite.launch.jobs import LaunchRequest, Through, launch_of
 
-    known = [one.value for one in Through]
-    if through not in (None, *known):
-        raise unknown("--through", through, known)
-    way = None if through is None else Through(through)
-    request = LaunchRequest(tuple(program), plan, gpus, per_node, hostfile, way, tuple(srun or ()), port, restarts)
+    choices = [one.value for one in Through]
+    if through not in (None, *choices):
+        raise unknown("--through", through, choices)
+    chosen = None if through is None else Through(through)
+    request = LaunchRequest(tuple(program), plan, gpus, per_node, hostfile, chosen, tuple(srun or ()), port, restarts)
     launch = launch_of(request)
     for command in launch.commands():
         typer.echo(shown(command, launch.job.environment), err=not dry_run)

@@ -43,10 +43,10 @@ def accuracy(profile: Profile) -> str:
 
     if profile.origin.kind is not OriginKind.ESTIMATED:
         return ""
-    found = expected_error(profile.graph, load_calibration())
-    if found.error is None:
-        return f"the error of estimated step times is unknown for {found.models}"
-    return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"
+    errors = expected_error(profile.graph, load_calibration())
+    if errors.error is None:
+        return f"the error of estimated step times is unknown for {errors.models}"
+    return f"estimated step times of {errors.models} are off by {errors.error:.0%} on average ({errors.source})"
 
 
 def print_answer(text: AnswerText, source: str, accuracy: str) -> None:
@@ -152,8 +152,8 @@ def _throughput(prediction: Prediction) -> str:
 
 def _expected(reason: str) -> bool:
     """Whether a reason is of every plan: what lies before and after the blocks is small and splits in few ways."""
-    said = (": ", " offers", " has no parameters")
-    return any(f": {edge}{one}" in reason for edge in ("before", "after") for one in said)
+    endings = (": ", " offers", " has no parameters")
+    return any(f": {edge}{one}" in reason for edge in ("before", "after") for one in endings)
 
 
 def _print_layers(console: Console, plan: Plan, most: int | None = None) -> None:

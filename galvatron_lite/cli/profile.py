@@ -67,13 +67,13 @@ def profile_command(
 
         target = build_named(model, sequence)
     with interruptible(INTERRUPTED), progress_bar("Profiling", quiet=as_json) as progress:
-        made = api.profile(
+        result = api.profile(
             target, batch, loss_fn=loss_fn, cluster=cluster, gpus=gpus, estimate=estimate, sequence=sequence,
             precision=precision, trainable=trainable, freeze=freeze or (), name=name, folder=folder,
             max_samples=samples, progress=progress,
         )  # fmt: skip
     if os.environ.get("RANK", "0") == "0":
-        show_profile(made, last_profile(folder), as_json)
+        show_profile(result, last_profile(folder), as_json)
 
 
 def profile_transfer_command(
@@ -91,18 +91,18 @@ def profile_transfer_command(
     from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
     from galvatron_lite.profiler.transfer import class_ratios, machines, transfer_profile
 
-    known = read_profile(profile)
-    cluster = _target_cluster(target, gpus or known.cluster.devices)
-    made = transfer_profile(known, cluster, precision=precision)
-    where = output or save_profile(made, folder, cluster.name)
+    source = read_profile(profile)
+    cluster = _target_cluster(target, gpus or source.cluster.devices)
+    carried = transfer_profile(source, cluster, precision=precision)
+    where = output or save_profile(carried, folder, cluster.name)
     if output is not None:
-        write_profile(made, output)
-    show_profile(made, where, as_json)
+        write_profile(carried, output)
+    show_profile(carried, where, as_json)
     if as_json:
         return
-    here, there = machines(known, cluster, precision)
+    here, there = machines(source, cluster, precision)
     table = plain_table("class", "part here", "seconds there / here")
-    ratios = class_ratios(known, here, there)
+    ratios = class_ratios(source, here, there)
     for ratio in ratios:
         table.add_row(ratio.kind.value, f"{ratio.here / sum(each.here for each in ratios):.0%}", f"{ratio.ratio:.2f}")
     wide_console().print(table)
@@ -140,10 +140,10 @@ def figures_of(profile: Profile, region: BranchRegion) -> Iterator[_BranchFigure
     for branch in region.branches:
         kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name in branch.layers]
         points = [_shown_point(profile, kind.name) for kind in kinds]
-        known = [point for point in points if point is not None and point.samples == 1]
-        seconds = sum(point.forward for point in known), sum(point.backward for point in known)
+        measured = [point for point in points if point is not None and point.samples == 1]
+        seconds = sum(point.forward for point in measured), sum(point.backward for point in measured)
         items = sum(kind.parameters.total for kind in kinds)
-        yield _BranchFigures(branch, items, seconds if len(known) == len(points) else None)
+        yield _BranchFigures(branch, items, seconds if len(measured) == len(points) else None)
 
 
 def print_branches(console: Console, profile: Profile) -> None:

@@ -89,8 +89,8 @@ def _written(shown: list[PlanView], output: Path | None, trace: Path | None) -> 
 def _print(shown: list[PlanView], written: list[Path], as_json: bool) -> None:
     if as_json:
         files = [{"file": str(path), "bytes": path.stat().st_size} for path in written]
-        told = [{"plan": one.name, "not_shown": list(one.missing)} for one in shown]
-        print_json({"written": files, "plans": told})
+        notes = [{"plan": one.name, "not_shown": list(one.missing)} for one in shown]
+        print_json({"written": files, "plans": notes})
         return
     for one in shown:
         for line in one.missing:

@@ -42,16 +42,16 @@ def diagnose_command(
 
     check_folder("--update", update)
     source = open_source(run, None if plan is None else read_plan(plan))
-    known = find_profile(source) if profile is None else read_profile(profile)
-    found = diagnose(source, known)
+    priced_with = find_profile(source) if profile is None else read_profile(profile)
+    diagnosis = diagnose(source, priced_with)
     changed: tuple[str, ...] = ()
     if update is not None:
-        corrected, changed = updated(known, source)
+        corrected, changed = updated(priced_with, source)
         write_profile(corrected, update)
     if as_json:
-        print_json(asdict(found) | {"corrected": list(changed)})
+        print_json(asdict(diagnosis) | {"corrected": list(changed)})
         return
-    print_diagnosis(found)
+    print_diagnosis(diagnosis)
     for line in changed:
         typer.echo(f"Corrected {line}.")
     if update is not None:
@@ -64,10 +64,10 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
     slowed = diagnosis.untraced is not None and diagnosis.untraced < diagnosis.seconds
     seconds = diagnosis.untraced if slowed and diagnosis.untraced is not None else diagnosis.seconds
-    told = f"{format_seconds(seconds)} a step, predicted {format_seconds(diagnosis.predicted)}"
+    text = f"{format_seconds(seconds)} a step, predicted {format_seconds(diagnosis.predicted)}"
     source = "traces" if diagnosis.traced else "the log"
     looked = "without the profiler" if slowed else f"{diagnosis.steps} steps, from {source}"
-    typer.echo(f"{told} ({seconds / diagnosis.predicted - 1.0:+.0%}); {looked}.")
+    typer.echo(f"{text} ({seconds / diagnosis.predicted - 1.0:+.0%}); {looked}.")
     if slowed:
         typer.echo(
             f"Causes are of {diagnosis.steps} steps, from traces. The profiler slows them: they took "
@@ -77,8 +77,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         typer.echo(line)
     typer.echo(f"Not explained: {_signed(diagnosis.unexplained)} a step.")
     for row in diagnosis.memory:
-        told = f"{format_bytes(row.measured)}, predicted {format_bytes(row.predicted)}"
-        typer.echo(f"Memory on {rank_words(*row.ranks)}: {told}.")
+        text = f"{format_bytes(row.measured)}, predicted {format_bytes(row.predicted)}"
+        typer.echo(f"Memory on {rank_words(*row.ranks)}: {text}.")
     for collective in diagnosis.collectives:
         typer.echo(_collective(collective))
     for note in diagnosis.notes:
@@ -100,11 +100,11 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     """What costs more than predicted, each advice where it is first wanted; then what costs less."""
     if not findings:
         yield "No cause costs or saves as much as a fiftieth of a step."
-    given: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for number, one in enumerate((finding for finding in findings if finding.seconds > 0), start=1):
         yield f"{number:>2}. {_line(one)}"
-        yield f"    {one.advice}" if one.advice not in given else f"    As for {given[one.advice]}."
-        given.setdefault(one.advice, number)
+        yield f"    {one.advice}" if one.advice not in counts else f"    As for {counts[one.advice]}."
+        counts.setdefault(one.advice, number)
     quicker = [finding for finding in findings if finding.seconds <= 0]
     if quicker:
         yield "Quicker than predicted (nothing to mend; --update corrects the profile):"
@@ -183,21 +183,23 @@ def replay_command(
     from galvatron_lite.files import to_data
     from galvatron_lite.runtime.monitor.log import read_log, replay
 
-    found = replay(read_log(log))
-    for one in found:
+    replayed = replay(read_log(log))
+    for one in replayed:
         line = json.dumps({**to_data(one.again), "same": one.same}) if as_json else _decision(one)
         typer.echo(line)
-    other = sum(not one.same for one in found)
+    other = sum(not one.same for one in replayed)
     if not as_json:
-        typer.echo(f"{len(found)} decisions, {f'{other} of them otherwise than logged' if other else 'all as logged'}.")
+        typer.echo(
+            f"{len(replayed)} decisions, {f'{other} of them otherwise than logged' if other else 'all as logged'}."
+        )
     if other:
         raise typer.Exit(1)
 
 
 def _decision(one: Replayed) -> str:
     again, logged = one.again, one.logged
-    told = f"step {again.step}: {again.action.value}. {again.reason}"
+    text = f"step {again.step}: {again.action.value}. {again.reason}"
     if one.same:
-        return told
+        return text
     was = "nothing" if logged is None else f"{logged.action.value}. {logged.reason}"
-    return f"{told}\n  logged: {was}"
+    return f"{text}\n  logged: {was}"

@@ -146,13 +146,13 @@ def verify_command(
     wanted, read = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
     target: Any = model if model is None or not is_factory(model) else find_factory(model)
     with interruptible("interrupted"), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
-        found = verify_plan(
+        verification = verify_plan(
             read, target, sequence=sequence, trainable=trainable, freeze=freeze or (), checks=wanted,
             processes=processes, progress=progress, profile=profile,
         )  # fmt: skip
     if as_json:
-        print_json(found, passed=found.passed)
+        print_json(verification, passed=verification.passed)
     else:
-        _print_verification(found, read, moments)
-    if not found.passed:
+        _print_verification(verification, read, moments)
+    if not verification.passed:
         raise typer.Exit(1)

@@ -31,9 +31,9 @@ class Budget:
 
     def within(self, limit: int) -> Budget:
         """The same, and nowhere more than so many bytes."""
-        own = tuple((name, min(size, limit)) for name, size in self.own)
-        alike = len({size for _, size in own}) < 2
-        return Budget(min(self.least, limit), () if alike else own)
+        limits = tuple((name, min(size, limit)) for name, size in self.own)
+        alike = len({size for _, size in limits}) < 2
+        return Budget(min(self.least, limit), () if alike else limits)
 
     def scaled(self, factor: float) -> Budget:
         """So many times as much on every device, in whole bytes, rounded down, but not to nothing."""
@@ -41,7 +41,7 @@ class Budget:
 
     def plus(self, size: int) -> Budget:
         """So many bytes more on every device; negative: less."""
-        return Budget(self.least + size, tuple((name, own + size) for name, own in self.own))
+        return Budget(self.least + size, tuple((name, bytes_ + size) for name, bytes_ in self.own))
 
 
 def as_budget(budget: int | Budget) -> Budget:
@@ -64,13 +64,13 @@ def budget_on(cluster: Cluster, value: str | int, field: str = "--mem") -> Budge
     Raises:
         InputError: a text that cannot be read, or more than a device has.
     """
-    own: dict[str, int] = {}
+    limits: dict[str, int] = {}
     for device in (group.device for group in cluster.groups):
         size = value if isinstance(value, int) else parse_budget(value, device.memory, field)
         if size > device.memory:
             share = "" if cluster.alike else f" {field} 90% is of each type's own memory."
             has = f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes)."
             raise InputError(field, value, f"{has}{share}")
-        own[device.name] = size
-    least = min(own.values())
-    return Budget(least, () if least == max(own.values()) else tuple(own.items()))
+        limits[device.name] = size
+    least = min(limits.values())
+    return Budget(least, () if least == max(limits.values()) else tuple(limits.items()))

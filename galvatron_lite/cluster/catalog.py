@@ -108,8 +108,8 @@ def _plain(name: str) -> str:
 def match_device(name: str) -> Device | None:
     """The data sheet of a device by any of its names, also the CUDA driver's; None where there is none."""
     wanted = _plain(name)
-    found = (device for device, names in device_sheets() if wanted in map(_plain, (device.name, *names)))
-    return next(found, None)
+    matches = (device for device, names in device_sheets() if wanted in map(_plain, (device.name, *names)))
+    return next(matches, None)
 
 
 def device_named(name: str, field: str = "device") -> Device:
@@ -151,10 +151,10 @@ def _find(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix in {".yaml", ".yml", ".json"} or len(path.parts) > 1:
         return path
-    known = known_clusters()
+    clusters = known_clusters()
     name = str(name_or_path).lower()
-    if name not in known:
-        raise unknown("--cluster", name, known, "Or give a YAML file.")
+    if name not in clusters:
+        raise unknown("--cluster", name, clusters, "Or give a YAML file.")
     return config_folder("clusters") / f"{name}.yaml"
 
 
@@ -203,8 +203,12 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
             raise FileFormatError(place, group["count"], f"A node has {own[0]['size']} devices: give whole nodes.")
         group["levels"] = [_level(level, place) for level in own]
     check_sizes([group["levels"] for group in kept], field)
-    whole = common is not None and len(kept) > 1
-    shared = [_level(level, field) for level in _levels(common, devices, f"{field}, levels", field)] if whole else None
+    shared_levels = common is not None and len(kept) > 1
+    shared = (
+        [_level(level, field) for level in _levels(common, devices, f"{field}, levels", field)]
+        if shared_levels
+        else None
+    )
     levels = shared or slower_levels([group["levels"] for group in kept])
     alone = all(tuple(group["levels"]) == tuple(levels) for group in kept)
     data["levels"] = [to_data(level) for level in levels]
@@ -221,8 +225,8 @@ def _level(data: dict[str, Any], place: str) -> Level:
 def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
     """The runs of equal devices; a single ``device:`` is a run without a count."""
     if ("device" in data) == ("groups" in data):
-        given = [key for key in ("device", "groups") if key in data]
-        raise FileFormatError(field, given, "Give either device (all alike) or groups (runs of device and count).")
+        present = [key for key in ("device", "groups") if key in data]
+        raise FileFormatError(field, present, "Give either device (all alike) or groups (runs of device and count).")
     runs = [{"device": data.pop("device")}] if "device" in data else data["groups"]
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
         raise FileFormatError(f"{field}, groups", runs, "Give a list of entries with device and count.")

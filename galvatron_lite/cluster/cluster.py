@@ -125,7 +125,7 @@ class Cluster(Strict):
         """A run of each type of device, in rank order of the first of each; one where all are alike."""
         first: list[DeviceGroup] = []
         for group in self.groups:
-            if not any(group.like(known) for known in first):
+            if not any(group.like(group_type) for group_type in first):
                 first.append(group)
         return tuple(first)
 
@@ -133,12 +133,12 @@ class Cluster(Strict):
         """Place in ``types`` of the type of some devices; None where all of the cluster are alike or these are not."""
         if self.alike:
             return None
-        types, place, found = self.types, 0, set[int]()
+        types, place, reached = self.types, 0, set[int]()
         for group in self.groups:
             if place < ranks.stop and place + group.count > ranks.start:
-                found.add(next(number for number, type_ in enumerate(types) if group.like(type_)))
+                reached.add(next(number for number, type_ in enumerate(types) if group.like(type_)))
             place += group.count
-        return found.pop() if len(found) == 1 else None
+        return reached.pop() if len(reached) == 1 else None
 
     def of_one_type(self, size: int, devices: int) -> bool:
         """Whether none of the runs of ``size`` that the first ``devices`` ranks make has devices of several types."""

@@ -73,8 +73,8 @@ def _hops(levels: tuple[Level, ...], group: RankGroup) -> tuple[Hop, ...]:
 def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Hop:
     """The hop of a group with ``inside`` ranks in a block of ``block`` devices and ``upper`` in the level's block."""
     groups = min(siblings, block // inside)
-    whole = block * level.size
-    busy = upper * min(siblings, whole // upper) / whole
+    size = block * level.size
+    busy = upper * min(siblings, size // upper) / size
     # share of a device's direct links that lead to others of its group; all of them through a switch
     direct = next((share for most, share in level.mesh if upper <= most), 1.0) if block == 1 else 1.0
     reached = level.bandwidth * level.efficiency * direct / (1.0 + (level.contention - 1.0) * busy)

@@ -101,15 +101,15 @@ def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
         gpu: name of the device.
         between: whether it is the network between nodes, not the link inside one.
     """
-    reference, said = reference_of(gpu), (text or "").lower()
-    named = link_types().get(said)
+    reference, wanted = reference_of(gpu), (text or "").lower()
+    named = link_types().get(wanted)
     if named is not None and named.network == between:
-        return said
+        return wanted
     table = _texts()["between" if between else "inside"]
-    found: str | None = next((name for pattern, name in table if re.search(pattern, said)), None)
-    if found is not None:
-        return found
-    if not between and "pci" in said:
+    link: str | None = next((name for pattern, name in table if re.search(pattern, wanted)), None)
+    if link is not None:
+        return link
+    if not between and "pci" in wanted:
         # the PCIe generation that goes with a generation of NVLink
         generation = reference.inside.removeprefix("nvlink")[:1]
         bus = {"1": "pcie3", "2": "pcie3", "3": "pcie4"}.get(generation, "pcie5")

@@ -24,11 +24,11 @@ def best_precision(cluster: Cluster) -> str:
     Raises:
         InputError: the devices have none of them in common.
     """
-    known = known_precisions(cluster)
+    supported = known_precisions(cluster)
     for precision in _PREFERRED:
-        if precision in known:
+        if precision in supported:
             return precision
-    raise InputError("--precision", None, f"Give one of {_devices(cluster)}: {', '.join(known) or 'none'}.")
+    raise InputError("--precision", None, f"Give one of {_devices(cluster)}: {', '.join(supported) or 'none'}.")
 
 
 def check_precision(precision: str, cluster: Cluster, field: str = "--precision") -> None:
@@ -37,9 +37,9 @@ def check_precision(precision: str, cluster: Cluster, field: str = "--precision"
     Raises:
         InputError: names the devices and the precisions that they have.
     """
-    known = known_precisions(cluster)
-    if precision not in known:
-        raise InputError(field, precision, f"Precisions of {_devices(cluster)}: {', '.join(known) or 'none'}.")
+    supported = known_precisions(cluster)
+    if precision not in supported:
+        raise InputError(field, precision, f"Precisions of {_devices(cluster)}: {', '.join(supported) or 'none'}.")
 
 
 def _devices(cluster: Cluster) -> str:

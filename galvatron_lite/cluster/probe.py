@@ -66,12 +66,12 @@ def probe(world_size: int | None = None, device: str = "auto") -> Cluster:
         )
     on_gpu = device != "cpu" and torch.cuda.is_available()
     world, local = _sizes(world_size, torch.cuda.device_count() if on_gpu else 1)
-    found = _gpu(torch.cuda.device_count(), local) if on_gpu else _cpu(local)
+    cluster = _gpu(torch.cuda.device_count(), local) if on_gpu else _cpu(local)
     return Cluster(
         name="this machine" if world == local else "these machines",
-        groups=(DeviceGroup(found, world),),
-        levels=_levels(found, world, local, on_gpu),
-        fingerprint=_fingerprint(found, world, "nccl" if on_gpu else "gloo"),
+        groups=(DeviceGroup(cluster, world),),
+        levels=_levels(cluster, world, local, on_gpu),
+        fingerprint=_fingerprint(cluster, world, "nccl" if on_gpu else "gloo"),
     )
 
 

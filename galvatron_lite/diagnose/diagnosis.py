@@ -157,8 +157,8 @@ def _is_of(path: Path, since: int) -> bool:
 
 def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ...]]:
     """Times of the traces, the last one of each rank, and what they lack."""
-    found = {one.rank: one for one in (times_of(read_trace(path)) for path in paths)}
-    times = tuple(found[rank] for rank in sorted(found))
+    by_rank = {one.rank: one for one in (times_of(read_trace(path)) for path in paths)}
+    times = tuple(by_rank[rank] for rank in sorted(by_rank))
     notes = []
     if not all(time_.layered and time_.parted for time_ in times):
         notes.append(
@@ -175,9 +175,9 @@ def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Pro
     made_from = source.plan.provenance
     for path in () if made_from is None else sorted(folder.glob("*/*.yaml")):
         with suppress(FileFormatError):
-            known = read_profile(path)
-            if made_from is not None and profile_hash(known) == made_from.profile_hash:
-                return known
+            profile = read_profile(path)
+            if made_from is not None and profile_hash(profile) == made_from.profile_hash:
+                return profile
     wanted = (
         "a plan written by hand" if made_from is None else f"profile {made_from.profile} ({made_from.profile_hash})"
     )
@@ -289,10 +289,10 @@ def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
     ratios: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
     backward: list[float] = []
     for one, group in pairs:
-        for run, way, now, then in runs_measured(one, group):
+        for run, direction, now, then in runs_measured(one, group):
             if then > 0 and now > 0 and (one.traced or not run.forward_communication):
                 for kind in set(run.kinds):
-                    ratios[way].setdefault(kind, []).append(now / then)
+                    ratios[direction].setdefault(kind, []).append(now / then)
         predicted = sum(run.backward + run.backward_communication for run in group.layers)
         if not one.traced and one.parted and predicted and not group.inside:
             backward.append(sum(one.backward.values()) / predicted)

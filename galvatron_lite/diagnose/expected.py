@@ -54,8 +54,8 @@ class RankTimes:
 
     def kinds(self, where: Where) -> dict[str, float]:
         """Seconds by kind at a place, the longest first."""
-        found = {kind: seconds for (place, kind), seconds in self.communication.items() if place is where}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        seconds_of = {kind: seconds for (place, kind), seconds in self.communication.items() if place is where}
+        return dict(sorted(seconds_of.items(), key=lambda item: -item[1]))
 
 
 def times_logged(run: RecordedRun) -> list[RankTimes]:
@@ -67,27 +67,27 @@ def times_logged(run: RecordedRun) -> list[RankTimes]:
 
 
 def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
-    known = [record for record in records if record.steps]
+    with_steps = [record for record in records if record.steps]
 
     def mean(figure: Callable[[RankRecord], float]) -> float:
         """Median over records: a slow moment of the machine is not the run."""
-        return median(figure(record) for record in known) if known else 0.0
+        return median(figure(record) for record in with_steps) if with_steps else 0.0
 
     seconds = {part: mean(lambda record, part=part: record.parts.get(part, 0.0)) for part in StepPart}  # type: ignore[misc]
-    names = dict.fromkeys(name for record in known for name in record.layers)
+    names = dict.fromkeys(name for record in with_steps for name in record.layers)
     layers = {
-        name: passes * median(record.layers[name] for record in known if name in record.layers) for name in names
+        name: passes * median(record.layers[name] for record in with_steps if name in record.layers) for name in names
     }  # fmt: skip
     blocks = sum(layers.values())
     forward = (
         {**layers, "": max(seconds[StepPart.FORWARD] - blocks, 0.0)} if layers else {"": seconds[StepPart.FORWARD]}
     )
     communication = {(Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS], (Where.CHECK, ""): seconds[StepPart.CHECK]}
-    whole = mean(lambda record: record.seconds)
-    parted = any(record.parts.keys() - {StepPart.OTHER} for record in known)
+    total = mean(lambda record: record.seconds)
+    parted = any(record.parts.keys() - {StepPart.OTHER} for record in with_steps)
     backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}
     return RankTimes(
-        records[0].rank, whole, sum(record.steps for record in known), forward, backward,
+        records[0].rank, total, sum(record.steps for record in with_steps), forward, backward,
         {key: own for key, own in communication.items() if own}, seconds[StepPart.OPTIMIZER], seconds[StepPart.WAITING],
         seconds[StepPart.OTHER], mean(lambda record: record.between), layered=bool(layers), parted=parted,
     )  # fmt: skip

@@ -69,21 +69,21 @@ class Finding:
 def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL) -> list[Finding]:
     """All causes that cost or save at least a fiftieth of a step, the most expensive first."""
     between = min((time_.between for time_ in times), default=0.0)
-    found = [_finding(Cause.BETWEEN, "data, printing, saving", between, 0.0)]
+    results = [_finding(Cause.BETWEEN, "data, printing, saving", between, 0.0)]
     least = _SHARE * expected.seconds
     for group in expected.groups:
-        own = [time_ for time_ in times if time_.rank in group.ranks]
-        if own:
+        members = [time_ for time_ in times if time_.rank in group.ranks]
+        if members:
             stage = group.layers[0].stage if len(expected.plan.stages) > 1 else -1
-            found += _slow_ranks(own, group, least)
-            found += _layers(own, group, stage)
-            found += _collectives(own, group, stage, backend)
-            if all(one.parted for one in own):
-                update, other = median_low(one.optimizer for one in own), median_low(one.other for one in own)
-                found.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
-                found.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
-    found += _bubble(times, expected)
-    reported = (one if one.seconds > 0 else replace(one, advice="") for one in found if abs(one.seconds) >= least)
+            results += _slow_ranks(members, group, least)
+            results += _layers(members, group, stage)
+            results += _collectives(members, group, stage, backend)
+            if all(one.parted for one in members):
+                update, other = median_low(one.optimizer for one in members), median_low(one.other for one in members)
+                results.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
+                results.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
+    results += _bubble(times, expected)
+    reported = (one if one.seconds > 0 else replace(one, advice="") for one in results if abs(one.seconds) >= least)
     return sorted(reported, key=lambda one: -one.seconds)
 
 
@@ -116,7 +116,8 @@ def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) 
     if len(times) < 2:
         return
     table = {
-        time_.rank: {(run.run.first, way): now for run, way, now, _ in runs_measured(time_, group)} for time_ in times
+        time_.rank: {(run.run.first, direction): now for run, direction, now, _ in runs_measured(time_, group)}
+        for time_ in times
     }
     for time_ in times:
         if not time_.traced:
@@ -149,19 +150,19 @@ def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> lis
     rows: dict[tuple[LayersExpected, str], list[float]] = {}
     predicted: dict[tuple[LayersExpected, str], float] = {}
     for time_ in times:
-        for run, way, now, then in runs_measured(time_, group):
-            rows.setdefault((run, way), []).append(now)
-            predicted[run, way] = then
-    found = []
-    for (run, way), seconds in rows.items():
+        for run, direction, now, then in runs_measured(time_, group):
+            rows.setdefault((run, direction), []).append(now)
+            predicted[run, direction] = then
+    results = []
+    for (run, direction), seconds in rows.items():
         number = run.stage if stage >= 0 else -1
-        where = f"{way} of {_words(run)}"
-        found.append(_finding(Cause.LAYERS, where, median_low(seconds), predicted[run, way], number))
+        where = f"{direction} of {_words(run)}"
+        results.append(_finding(Cause.LAYERS, where, median_low(seconds), predicted[run, direction], number))
     if any(not time_.traced for time_ in times):
         now = median_low(sum(time_.backward.values()) for time_ in times)
         then = sum(run.backward + run.backward_communication for run in group.layers)
-        found.append(_finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE))
-    return _joined(found)
+        results.append(_finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE))
+    return _joined(results)
 
 
 def _joined(causes: Sequence[Finding]) -> list[Finding]:

@@ -54,9 +54,11 @@ def times_of(trace: Trace) -> RankTimes:
 def _steps(trace: Trace) -> list[TimedEvent]:
     """The steps: ours, else the user's (``profiler.step()``), else all of it as one."""
     for name in (STEP, _USERS_STEP):
-        found = [event for event in trace.events if event.name.startswith(name) and event.category == "user_annotation"]
-        if found:
-            return found
+        events = [
+            event for event in trace.events if event.name.startswith(name) and event.category == "user_annotation"
+        ]
+        if events:
+            return events
     if not trace.events:
         raise FileFormatError("trace", str(trace.path), "It holds no operations: trace whole training steps.")
     first, last = trace.events[0], max(trace.events, key=lambda event: event.end)
@@ -80,9 +82,9 @@ class _Ranges:
 
     def around(self, operation: TimedEvent) -> TimedEvent | None:
         """The range that an operation lies in."""
-        own = self._ranges.get(operation.thread, [])
+        ranges = self._ranges.get(operation.thread, [])
         place = bisect_right(self._starts.get(operation.thread, []), operation.start) - 1
-        return own[place] if place >= 0 and own[place].end >= operation.end else None
+        return ranges[place] if place >= 0 and ranges[place].end >= operation.end else None
 
 
 class _Reading:
@@ -115,8 +117,8 @@ class _Reading:
         forward, backward = dict[str, float](), dict[str, float]()
         for layer in self._outermost(self._layers):
             if self._part_at(layer.start) is not StepPart.BACKWARD:
-                own = layer.end - layer.start - exposed.inside(layer.start, layer.end)
-                _add(forward, layer.name.removeprefix(LAYER), own)
+                host_seconds = layer.end - layer.start - exposed.inside(layer.start, layer.end)
+                _add(forward, layer.name.removeprefix(LAYER), host_seconds)
         for name, start, end in self._backward_stretches():
             _add(backward, name, end - start - exposed.inside(start, end))
         communication = self._communication(exposed)
@@ -164,11 +166,11 @@ class _Reading:
         count = len(self._steps)
         total = sum(step.end - step.start for step in self._steps)
         means = [{name: seconds / count for name, seconds in one.items()} for one in (forward, backward)]
-        known = sum(sum(one.values()) for one in (forward, backward, communication)) + optimizer + waiting
+        explained = sum(sum(one.values()) for one in (forward, backward, communication)) + optimizer + waiting
         return RankTimes(
             rank_of(self._trace), total / count, count, means[0], means[1],
             {key: seconds / count for key, seconds in communication.items()}, optimizer / count, waiting / count,
-            max(total - known, 0.0) / count, traced=True,
+            max(total - explained, 0.0) / count, traced=True,
             groups={kind_of(message.name): message.group for message in self._messages if message.group},
             layered=bool(self._layers), parted=bool(self._parts),
         )  # fmt: skip
@@ -177,7 +179,7 @@ class _Reading:
         self, exposed: Cover, launched: Mapping[int, TimedEvent] | None = None
     ) -> dict[tuple[Where, str], float]:
         """Communication that nothing hides; where several kinds run at once the earliest counts."""
-        found: dict[tuple[Where, str], float] = {}
+        communication: dict[tuple[Where, str], float] = {}
         counted = 0.0
         for message in sorted(self._messages, key=lambda event: event.start):
             start = max(message.start, counted)
@@ -188,8 +190,8 @@ class _Reading:
             for part, begin, end in self._cut(start, message.end, None if launched is None else cause.start):
                 if part is not StepPart.WAITING and (seconds := exposed.inside(begin, end)):
                     key = _PLACES[part], kind_of(message.name)
-                    found[key] = found.get(key, 0.0) + seconds
-        return found
+                    communication[key] = communication.get(key, 0.0) + seconds
+        return communication
 
     def _take_all(self, table: dict[tuple[Where, str], float], part: StepPart, where: Where, computes: Cover) -> None:
         """In a part that only communicates, all time without operations is waiting, with or without events."""
@@ -223,12 +225,12 @@ class _Reading:
     def _outermost(self, ranges: Sequence[TimedEvent]) -> list[TimedEvent]:
         """Those that lie in no other one of their thread."""
         until: dict[str, float] = {}
-        found = []
+        outermost = []
         for range_ in ranges:
             if range_.start >= until.get(range_.thread, float("-inf")):
-                found.append(range_)
+                outermost.append(range_)
                 until[range_.thread] = range_.end
-        return found
+        return outermost
 
     def _layer_of_nodes(self) -> dict[int, str]:
         """The layer that made a node of the autograd graph, by its sequence number: the last operation that has it."""
@@ -246,15 +248,15 @@ class _Reading:
         layer_of = self._layer_of_nodes()
         nodes = [(node.start, layer_of[node.sequence]) for node in self._nodes() if node.sequence in layer_of]
         starts = [start for start, _ in nodes]
-        found = []
+        stretches = []
         for part in self._of(StepPart.BACKWARD):
             place, moment, name = bisect_left(starts, part.start), part.start, ""
             while place < len(nodes) and nodes[place][0] < part.end:
-                found.append((name, moment, nodes[place][0]))
+                stretches.append((name, moment, nodes[place][0]))
                 moment, name = nodes[place]
                 place += 1
-            found.append((name, moment, part.end))
-        return found
+            stretches.append((name, moment, part.end))
+        return stretches
 
     def _nodes(self) -> list[TimedEvent]:
         return [operation for operation in self._operations if operation.name.startswith(_NODE)]

@@ -49,8 +49,8 @@ class SplitModel(nn.Module):
         one_stage = len(self.parallel.plan.stages) == 1
         if torch.is_grad_enabled() or (self.loss_alone and one_stage):
             return {"loss": self.parallel(inputs)}
-        found = self.parallel.outputs(inputs)
-        return {"loss": found["loss"]} if self.loss_alone else found
+        outputs = self.parallel.outputs(inputs)
+        return {"loss": outputs["loss"]} if self.loss_alone else outputs
 
 
 class Trainer(transformers.Trainer):
@@ -106,8 +106,8 @@ class Trainer(transformers.Trainer):
         state = self.parallel.full_state_dict()
         if dist.get_rank() == 0:
             first = self.parallel.entries.names  # tied weights are there once, as from_pretrained expects them
-            own = {name: tensor.contiguous() for name, tensor in state.items() if first.get(name, name) == name}
-            super()._save(output_dir, own)
+            tensors = {name: tensor.contiguous() for name, tensor in state.items() if first.get(name, name) == name}
+            super()._save(output_dir, tensors)
             model, folder = self.parallel.module, output_dir or str(self.args.output_dir)
             if isinstance(model, transformers.PreTrainedModel):  # what ``from_pretrained`` reads beside the weights
                 config = copy.deepcopy(model.config)

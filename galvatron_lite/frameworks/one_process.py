@@ -30,8 +30,8 @@ def as_one_process(device: str = "auto") -> None:
     """
     local = os.environ.get("LOCAL_RANK")
     if local is not None:
-        known = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        os.environ["CUDA_VISIBLE_DEVICES"] = known[int(local)] if int(local) < len(known) else local
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(local)] if int(local) < len(visible) else local
         os.environ["LOCAL_RANK"] = "0"
     join(pick_device(device))
     if "LOCAL_WORLD_SIZE" in os.environ:

@@ -137,8 +137,8 @@ def under_slurm(job: Job, options: Sequence[str] = ()) -> list[str]:
         options: for srun: ``--partition=gpu``.
     """
     meeting = ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "$SLURM_JOB_ID"]
-    known = shlex.join([*_torchrun(job), *meeting]).replace("'$SLURM_JOB_ID'", '"$SLURM_JOB_ID"')
-    line = f'{_HEAD}; exec {known} --rdzv-endpoint "$HEAD:{job.port}" {shlex.join(job.program)}'
+    command = shlex.join([*_torchrun(job), *meeting]).replace("'$SLURM_JOB_ID'", '"$SLURM_JOB_ID"')
+    line = f'{_HEAD}; exec {command} --rdzv-endpoint "$HEAD:{job.port}" {shlex.join(job.program)}'
     return [*slurm_tasks(job, options), "bash", "-c", line]
 
 

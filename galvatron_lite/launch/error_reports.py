@@ -42,11 +42,11 @@ def keep(error: GalvatronError) -> None:
 
 def last_words(folder: Path) -> str:
     """What ranks said, each thing once with the ranks that said it; of those that waited only where no other did."""
-    found = sorted(folder.glob("failed-*.txt")) or sorted(folder.glob("waited-*.txt"))
-    said: dict[str, list[int]] = {}
-    for path in found:
-        said.setdefault(path.read_text(encoding="utf-8"), []).append(int(path.stem.partition("-")[2]))
-    return "\n".join(f"Rank {_ranks(ranks)}: {words}" for words, ranks in said.items())
+    paths = sorted(folder.glob("failed-*.txt")) or sorted(folder.glob("waited-*.txt"))
+    ranks_of: dict[str, list[int]] = {}
+    for path in paths:
+        ranks_of.setdefault(path.read_text(encoding="utf-8"), []).append(int(path.stem.partition("-")[2]))
+    return "\n".join(f"Rank {_ranks(ranks)}: {words}" for words, ranks in ranks_of.items())
 
 
 def _ranks(ranks: list[int]) -> str:

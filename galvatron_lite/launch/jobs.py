@@ -57,16 +57,16 @@ def output_of(commands: Sequence[Sequence[str]], environment: Mapping[str, str],
     started = [_start(command, environment, subprocess.PIPE) for command in commands]
     deadline = time.monotonic() + timeout
     try:
-        said = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in started]
+        outputs = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in started]
     except subprocess.TimeoutExpired as error:
         remedy = "See that the node can be reached, or give it longer (--timeout)."
         raise LaunchError(f"No answer in {timeout:g} s: {_name(error.cmd)}. {remedy}") from error
     finally:
         _end([one for one in started if one.poll() is None])
-    for one, text in zip(started, said, strict=True):
+    for one, text in zip(started, outputs, strict=True):
         if one.returncode:
             raise LaunchError(f"{_name(one.args)} ended with status {one.returncode}:\n{text.strip()[-2000:]}")
-    return "\n".join(said)
+    return "\n".join(outputs)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> subprocess.Popen[str]:
@@ -233,9 +233,9 @@ class Launch:
         """See that all nodes have what the job needs; Ray starts workers where it likes, and is not asked."""
         if self.through is Through.RAY:
             return
-        own = plan_digest(self.plan)
-        found = read_reports(output_of(self._asking(), self.job.environment, timeout))
-        check_nodes(found, self.job.nodes, self.job.each, own, self.needed)
+        digest = plan_digest(self.plan)
+        reports = read_reports(output_of(self._asking(), self.job.environment, timeout))
+        check_nodes(reports, self.job.nodes, self.job.each, digest, self.needed)
 
     def _asking(self) -> list[list[str]]:
         plan = [] if self.plan is None else [str(self.plan)]

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--each", type=int, required=True, help="workers of a node")
     parser.add_argument("program", nargs="+")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         train, torch = import_module("ray.train"), import_module("ray.train.torch")
     except ImportError as error:
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ray.init()
     gpus = bool(ray.cluster_resources().get("GPU", 0))
     carried = {name: os.environ[name] for name in (PLAN_VARIABLE, THREADS) if name in os.environ}
-    settings = {"program": asked.program, "environment": carried, "folder": os.getcwd()}
-    shape = train.ScalingConfig(num_workers=asked.workers, use_gpu=gpus, placement_strategy="PACK")
+    settings = {"program": options.program, "environment": carried, "folder": os.getcwd()}
+    shape = train.ScalingConfig(num_workers=options.workers, use_gpu=gpus, placement_strategy="PACK")
     torch.TorchTrainer(run_program, train_loop_config=settings, scaling_config=shape).fit()
 
 

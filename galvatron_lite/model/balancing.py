@@ -12,9 +12,9 @@ LOGITS = "router_logits"  # where transformers' models return what their routers
 
 def asks_balance(model: nn.Module, batch: Any) -> bool:
     """Whether a model of transformers is asked, by the batch or else by its configuration, to balance its experts."""
-    asked = batch.get(f"output_{LOGITS}") if isinstance(batch, Mapping) else None
-    asked = getattr(getattr(model, "config", None), f"output_{LOGITS}", False) if asked is None else asked
-    return asked is True
+    wanted = batch.get(f"output_{LOGITS}") if isinstance(batch, Mapping) else None
+    wanted = getattr(getattr(model, "config", None), f"output_{LOGITS}", False) if wanted is None else wanted
+    return wanted is True
 
 
 def undivided_reason(model: nn.Module, batch: Any) -> str:

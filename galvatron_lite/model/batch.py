@@ -99,8 +99,8 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     remedy = "Return a scalar tensor (or an output with .loss), give the labels in the batch, or pass loss_fn."
-    found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
-    raise InputError("loss", found, remedy)
+    returned = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+    raise InputError("loss", returned, remedy)
 
 
 def _default_loss(output: Any) -> Any:
@@ -147,14 +147,14 @@ def map_places(value: Any, change: Callable[[str, Tensor], Tensor], place: str =
 
 def places(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in a nest with its place; see ``map_places``."""
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
 
     def note(place: str, tensor: Tensor) -> Tensor:
-        found.append((place, tensor))
+        tensors.append((place, tensor))
         return tensor
 
     map_places(value, note)
-    return iter(found)
+    return iter(tensors)
 
 
 def batch_size(batch: Any) -> int:

@@ -54,9 +54,9 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
 
 def _named_blocks(model: nn.Module, blocks: BlockNames) -> list[str]:
     names = [blocks] if isinstance(blocks, (str, type)) else list(blocks)
-    found = [path for name in names for path in _named(model, name)]
+    paths = [path for name in names for path in _named(model, name)]
     order = [path for path, _ in model.named_modules()]
-    return sorted(dict.fromkeys(found), key=order.index)
+    return sorted(dict.fromkeys(paths), key=order.index)
 
 
 def _named(model: nn.Module, name: str | type[nn.Module]) -> list[str]:
@@ -93,12 +93,12 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
         for run in large
         if _is_own(type(modules[run[0]])) or _some_alike([modules[path] for path in run])
     }
-    own = tuple(kind for kind in classes if _is_own(kind))
+    user_classes = tuple(kind for kind in classes if _is_own(kind))
     chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
     chosen |= {
         path
         for path, module in modules.items()
-        if type(module) in own and isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
+        if type(module) in user_classes and isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
     }
     return _outermost([path for path in modules if path in chosen])
 
@@ -273,16 +273,16 @@ def arrange_layers(
     kinds = kind_names(keys)
     before = Layer("before", "before", Role.BEFORE, (*ran[:first], *again))
     after = Layer("after", "after", Role.AFTER, tuple(ran[last + 1 :]))
-    found = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
-    return (before, *found, after)
+    layers = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
+    return (before, *layers, after)
 
 
 def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
     """Units in running order; those that never ran follow the unit registered before them."""
     if order is None:
         return units
-    known = set(units)
-    ran = [path for path in dict.fromkeys(order) if path in known]
+    pending = set(units)
+    ran = [path for path in dict.fromkeys(order) if path in pending]
     for place, path in enumerate(units):
         if path not in ran:
             ran.insert(ran.index(units[place - 1]) + 1 if place else 0, path)
@@ -351,11 +351,11 @@ _NEARLY_ALL = 0.75  # of the model's work: a module that does as much stands for
 def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
     """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork."""
     forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
-    found = forks.blocks_of("", blocks)
-    if found is None:
+    inner_blocks = forks.blocks_of("", blocks)
+    if inner_blocks is None:
         return None
     places = {path: place for place, (path, _) in enumerate(model.named_modules())}
-    return sorted(found, key=places.__getitem__)
+    return sorted(inner_blocks, key=places.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,12 +379,12 @@ class _Forks:
         parts = [part for region in regions for part in region]
         if not parts:
             return self._opened(units, blocks, needs)
-        found = [inner for part in parts for inner in self._part(part, units)]
+        inner_blocks = [inner for part in parts for inner in self._part(part, units)]
         trunk = [unit for unit in units if not any(unit in part for part in parts)]
         kept = [block for block in blocks if block in trunk]
         heavy = (unit for unit in trunk if needs[unit].work > _SHARE * self.work)
         rest = self._opened(trunk, kept, needs) or kept or [block for unit in heavy for block in self._blocks(unit)]
-        return [*found, *rest]
+        return [*inner_blocks, *rest]
 
     def _closed(self, path: str, regions: Sequence[Sequence[Sequence[str]]]) -> list[str]:
         """Modules that hold all parts of a region and are of a class that there are several of: blocks as they are."""
@@ -400,14 +400,14 @@ class _Forks:
 
     def _units(self, path: str, blocks: Sequence[str]) -> list[str]:
         module, below = self._module(path), f"{path}." if path else ""
-        own = [block.removeprefix(below) for block in blocks if inside(block, path)]
+        local = [block.removeprefix(below) for block in blocks if inside(block, path)]
         order = [one.removeprefix(below) for one in self.flow.ran if inside(one, path)]
-        return [f"{below}{unit}" for unit in unit_paths(module, own, order)]
+        return [f"{below}{unit}" for unit in unit_paths(module, local, order)]
 
     def _blocks(self, path: str) -> list[str]:
         """Blocks inside a module by itself, full paths."""
-        found = (f"{path}.{block}" for block in find_blocks(self._module(path)))
-        return [block for block in found if block in self.flow.ran]
+        paths = (f"{path}.{block}" for block in find_blocks(self._module(path)))
+        return [block for block in paths if block in self.flow.ran]
 
     def _regions(self, needs: dict[str, Needs]) -> list[list[list[str]]]:
         """Where units fall into parts that do not depend on each other: region by region, the units of each part."""
@@ -501,6 +501,6 @@ class _Forks:
 
     def _inner(self, root: str) -> list[str]:
         """The units of a module that ran; itself where it has no blocks."""
-        own = self._blocks(root)
-        own = self.blocks_of(root, own) or own
-        return [inner for inner in self._units(root, own) if inner in self.calls] if own else [root]
+        blocks = self._blocks(root)
+        blocks = self.blocks_of(root, blocks) or blocks
+        return [inner for inner in self._units(root, blocks) if inner in self.calls] if blocks else [root]

@@ -27,9 +27,9 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
         model: what it is for.
         sequence: tokens a sample of a transformers model; as many as it has positions, 512 at most, if not given.
     """
-    own = getattr(model, "example_batch", None)
-    if callable(own):
-        return own(samples)
+    method = getattr(model, "example_batch", None)
+    if callable(method):
+        return method(samples)
     config = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
     if main == "input_values" or (main == "input_features" and hasattr(config, "num_mel_bins")):

@@ -124,8 +124,8 @@ class _Gating(TorchFunctionMode):
 
 def _wraps(kind: Any) -> bool:
     """Whether tensors of a type take functions apart."""
-    found, plain = (getattr(one.__torch_function__, "__func__", None) for one in (kind, Tensor))
-    return found not in (None, plain)
+    override, plain = (getattr(one.__torch_function__, "__func__", None) for one in (kind, Tensor))
+    return override not in (None, plain)
 
 
 def _multiplied(func: Function, one: _Activated, args: Any, kwargs: Any) -> Any:

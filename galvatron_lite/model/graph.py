@@ -400,10 +400,10 @@ class ModelGraph(Strict):
         place = {layer.name: number for number, layer in enumerate(self.layers)}
         sizes: dict[tuple[int, int], int] = {}
         for tensor in self.tensors:
-            made, read = place[tensor.producer], [place[reader] for reader in tensor.readers]
+            producer, read = place[tensor.producer], [place[reader] for reader in tensor.readers]
             ends = {min(reader, inside.stop - 1) for reader in read if reader >= inside.start}
-            start = max(made, inside.start)
-            for end in ends if made < inside.stop and tensor.size else ():
+            start = max(producer, inside.start)
+            for end in ends if producer < inside.stop and tensor.size else ():
                 if start < end:
                     sizes[start, end] = sizes.get((start, end), 0) + tensor.size
         return tuple((*pair, size) for pair, size in sorted(sizes.items()))
@@ -416,17 +416,17 @@ class ModelGraph(Strict):
             return min(self.crossings()[1:-1], default=None)
         full = [tensor for tensor in self.tensors if tensor.size]
         names = [layer.name for layer in self.layers]
-        told = {tensor.producer for tensor in full}.issuperset(names[:-1])
+        complete = {tensor.producer for tensor in full}.issuperset(names[:-1])
         heard = {reader for tensor in full for reader in tensor.readers}.issuperset(names[1:])
-        return min((tensor.size for tensor in full), default=None) if told and heard else None
+        return min((tensor.size for tensor in full), default=None) if complete and heard else None
 
     def borrowed(self, inside: range) -> int:
         """Bytes per sample that a stage of the layers at ``inside`` keeps as copies of tensors made before it."""
         if not any(tensor.borrowed for tensor in self.tensors):
             return 0
-        before, own = _names(self.layers[: inside.start]), _names(self.layers[inside.start : inside.stop])
+        before, inner = _names(self.layers[: inside.start]), _names(self.layers[inside.start : inside.stop])
         lent = (tensor for tensor in self.tensors if tensor.borrowed and tensor.producer in before)
-        return sum(tensor.size for tensor in lent if not own.isdisjoint(tensor.readers))
+        return sum(tensor.size for tensor in lent if not inner.isdisjoint(tensor.readers))
 
     def to_networkx(self) -> networkx.DiGraph[str]:
         """The layers as a directed graph; nodes carry their ``Layer`` under ``layer``."""

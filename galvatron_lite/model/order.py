@@ -52,7 +52,7 @@ class Order:
                     yield from self.regions(part, ties)
 
     def _components(self, inside: int, rows: Sequence[int]) -> list[int]:
-        found = []
+        components = []
         while inside:
             component = waiting = inside & -inside
             while waiting:
@@ -60,9 +60,9 @@ class Order:
                 fresh = rows[lowest.bit_length() - 1] & ~component
                 component |= fresh
                 waiting = (waiting ^ lowest) | fresh
-            found.append(component)
+            components.append(component)
             inside &= ~component
-        return found
+        return components
 
 
 def order_of(graph: networkx.DiGraph[str]) -> Order:

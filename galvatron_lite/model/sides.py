@@ -55,10 +55,10 @@ def sides_told(figures: tuple[int, ...]) -> tuple[Side, ...]:
     Strides of a transposed convolution are negative. Where paddings and dilations are left out, windows that overlap
     are padded by half of the kernel and others not at all, and no window is dilated.
     """
-    told = {parts * sides: (parts, sides) for parts in (3, 5) for sides in (1, 2, 3)}
-    if len(figures) not in told:
+    layouts = {parts * sides: (parts, sides) for parts in (3, 5) for sides in (1, 2, 3)}
+    if len(figures) not in layouts:
         raise InputError("shape", figures, "Give extents, kernel, strides, paddings and dilations of 1 to 3 sides.")
-    parts, count = told[len(figures)]
+    parts, count = layouts[len(figures)]
     rows = [figures[place * count : (place + 1) * count] for place in range(parts)]
     if parts == 3:
         rows += [tuple(k // 2 if k > s else 0 for k, s in zip(*rows[1:], strict=True)), (1,) * count]

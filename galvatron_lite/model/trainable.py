@@ -127,7 +127,7 @@ def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> Mod
                 graphs[setting] = build()
         if (layer.kind, setting) not in labels:
             kind = graphs[setting].kinds[layer.kind]
-            alike = (label for label, known in kinds.items() if replace(known, name=kind.name) == kind)
+            alike = (label for label, other in kinds.items() if replace(other, name=kind.name) == kind)
             label = next(alike, layer.kind if layer.kind not in kinds else f"{layer.kind}{len(kinds)}")
             labels[layer.kind, setting], kinds[label] = label, replace(kind, name=label)
         layers.append(replace(layer, kind=labels[layer.kind, setting]))

@@ -68,11 +68,11 @@ class Quirk(StrEnum):
 
 def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:
     """Quirks by their names; ``all`` is every one."""
-    names, known = tuple(names), {quirk.value: quirk for quirk in Quirk}
+    names, quirks = tuple(names), {quirk.value: quirk for quirk in Quirk}
     for name in names:
-        if name not in known and name != "all":
-            raise unknown("--quirk", name, (*known, "all"))
-    return frozenset(Quirk) if "all" in names else frozenset(known[name] for name in names)
+        if name not in quirks and name != "all":
+            raise unknown("--quirk", name, (*quirks, "all"))
+    return frozenset(Quirk) if "all" in names else frozenset(quirks[name] for name in names)
 
 
 _SPLITS = {

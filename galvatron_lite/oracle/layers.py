@@ -122,10 +122,10 @@ class WorstLinks:
 
 
 def _reaching(links: tuple[tuple[int, Link], ...], devices: int) -> Link:
-    found = next((link for reach, link in links if devices <= reach), None)
-    if found is None:
+    link_found = next((link for reach, link in links if devices <= reach), None)
+    if link_found is None:
         raise InputError("--gpus", devices, f"The cluster has {links[-1][0]}; give 1 to that many.")
-    return found
+    return link_found
 
 
 def wires_of(fabric: Fabric, setting: str | None = None) -> WorstLinks:

@@ -150,8 +150,8 @@ def scores(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> tup
 
 def mean_accuracy(checks: Iterable[RowCheck], formulas: str) -> float | None:
     """Mean over rows that have a prediction."""
-    known = [accuracy for check in checks if (accuracy := check.accuracy(formulas)) is not None]
-    return fmean(known) if known else None
+    accuracies = [accuracy for check in checks if (accuracy := check.accuracy(formulas)) is not None]
+    return fmean(accuracies) if accuracies else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Ranking:
 
 def rankings(checks: Sequence[RowCheck]) -> tuple[Ranking, ...]:
     """Rankings of every group of two strategies and more, by seconds of an epoch."""
-    found = []
+    results = []
     for name, group in _grouped(checks, lambda row: f"{row.model} on {row.devices} ({row.origin})").items():
         measured = {one.row.strategy.value: one.row.epoch(one.row.seconds) for one in group}
         predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
@@ -180,8 +180,8 @@ def rankings(checks: Sequence[RowCheck]) -> tuple[Ranking, ...]:
             predicted[formulas] = tuple(sorted(known, key=known.__getitem__))
             right[formulas] = len(known) > 1 and not turned
         if len(group) > 1:
-            found.append(Ranking(name, tuple(sorted(measured, key=measured.__getitem__)), predicted, right))
-    return tuple(found)
+            results.append(Ranking(name, tuple(sorted(measured, key=measured.__getitem__)), predicted, right))
+    return tuple(results)
 
 
 DIGITS = 12  # significant digits of a figure: those that the released oracle prints

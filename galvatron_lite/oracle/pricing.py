@@ -138,7 +138,7 @@ def lay_out_model(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
 
 def _single_stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     graph, chosen, profile = pricer.profile.graph, picked(pricer, question), pricer.profile
-    layers = [_price(pricer, question, layer, own) for layer, own in zip(graph.layers, chosen, strict=True)]
+    layers = [_price(pricer, question, layer, strategy) for layer, strategy in zip(graph.layers, chosen, strict=True)]
     moving = moving_seconds(pricer, question, chosen)
     each = (moving + profile.overhead.microbatch) / 2
     times = StageTimes(
@@ -149,7 +149,7 @@ def _single_stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     inner = sum(layer.forward_exposed + layer.backward_exposed for layer in layers)
     moved = CommunicationSeconds(gradients=sum(layer.step_exposed for layer in layers), gather=moving)
     moved = replace(moved, halo=inner) if _by_pixels(question) else replace(moved, layers=inner)
-    alike = sum(_work(layer) for layer, own in zip(layers, chosen, strict=True) if own.alike > 1)
+    alike = sum(_work(layer) for layer, strategy in zip(layers, chosen, strict=True) if strategy.alike > 1)
     shape = Shape(question.devices, 1, 1, question.global_batch)
     return LayerLayout(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
 
@@ -302,12 +302,12 @@ def _text_line(
     limit, rows = Limit(most, f"whole copies of its {unit} GPUs, B at most the data set"), []
     for count in counts:
         more = replace(strategy, data=strategy.data * max(count // unit, 1))
-        asked = replace(question, devices=count, strategy=more, name=name)
+        changed = replace(question, devices=count, strategy=more, name=name)
         if count % unit:
             problem = f"{name} takes {unit} devices or a multiple"
             rows.append(ForecastRow(name, count, question.batch, 1, problem=problem))
         else:
-            rows.append(_row(machine, asked, limit))
+            rows.append(_row(machine, changed, limit))
     return StrategyLine(name, tuple(rows), limit, alone)
 
 

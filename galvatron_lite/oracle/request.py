@@ -37,8 +37,8 @@ def graph_named(name: str, precision: str, image: str | None = None) -> ModelGra
     height, width = sides_of(image) if image else (SIDE, SIDE)
     graph = graph_of_name(canonical(name), height, precision)
     if graph is None:
-        known = ", ".join(model_names())
-        remedy = f"Shipped models: {known}; image networks by name, such as vgg16, resnet152, regnety_032; or a file."
+        names = ", ".join(model_names())
+        remedy = f"Shipped models: {names}; image networks by name, such as vgg16, resnet152, regnety_032; or a file."
         raise InputError("model", name, remedy)
     if height != width:
         raise not_square(name, image or "")
@@ -104,8 +104,8 @@ def counts_of(text: str) -> tuple[int, ...]:
     """Numbers of devices: ``64``, ``4,8,12``, or ``1..1024``, which goes on by doubling, to its end."""
     counts: list[int] = []
     for part in text.replace(" ", "").split(","):
-        if found := _RANGE.match(part):
-            low, high = int(found[1]), int(found[2])
+        if match := _RANGE.match(part):
+            low, high = int(match[1]), int(match[2])
             counts += [low * 2**power for power in range(high.bit_length()) if low and low * 2**power <= high]
             counts += [high] if 0 < low <= high else []
         elif part.isdecimal() and int(part):
@@ -117,11 +117,11 @@ def counts_of(text: str) -> tuple[int, ...]:
 
 def kinds_of(names: Sequence[str]) -> tuple[Method, ...]:
     """The oracle's words."""
-    known = {kind.value: kind for kind in Method}
+    methods = {kind.value: kind for kind in Method}
     for name in names:
-        if name not in known:
-            raise InputError("--strategies", name, f"Give some of {', '.join(known)}; --strategy takes any other.")
-    return tuple(known[name] for name in dict.fromkeys(names)) or WORDS
+        if name not in methods:
+            raise InputError("--strategies", name, f"Give some of {', '.join(methods)}; --strategy takes any other.")
+    return tuple(methods[name] for name in dict.fromkeys(names)) or WORDS
 
 
 def forecast(model: str, cluster: str, options: OracleOptions) -> Forecast:

@@ -87,10 +87,10 @@ def degree_of(kind: Method, strategy: Strategy) -> int:
 def options(layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
     """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small."""
     wanted = dict(_PLAIN)
-    own = (SLICES[kind],) if kind in SLICES else _PIXELS
-    wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in own}
-    found = strategies_for(layer, group, narrowed=Narrowed(wanted))
-    legal = [one for one in found if batch % one.data == 0]
+    axes = (SLICES[kind],) if kind in SLICES else _PIXELS
+    wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in axes}
+    strategies = strategies_for(layer, group, narrowed=Narrowed(wanted))
+    legal = [one for one in strategies if batch % one.data == 0]
     most = max((degree_of(kind, one) for one in legal), default=0)
     return [one for one in legal if degree_of(kind, one) == most]
 
@@ -132,17 +132,17 @@ def check_text(strategy: Strategy, kinds: Mapping[str, LayerKind]) -> None:
     if any(_eased(kind, strategy) for kind in kinds.values()):
         return
     ways = {name: allowed(kind) for name, kind in kinds.items()}
-    said = "; ".join(f"{name}: {found}" for name, found in ways.items() if found)
-    raise InputError("--strategy", str(strategy), f"No layer can be split so. They allow {said or 'no such split'}.")
+    text = "; ".join(f"{name}: {count}" for name, count in ways.items() if count)
+    raise InputError("--strategy", str(strategy), f"No layer can be split so. They allow {text or 'no such split'}.")
 
 
 def allowed(layer: LayerKind) -> str:
     """The most ways that a kind of layer can be split, for people; empty where it cannot be."""
-    found = dict.fromkeys(("tensor", "height", "width", "filters", "channels"), 1)
+    degrees = dict.fromkeys(("tensor", "height", "width", "filters", "channels"), 1)
     for group in (2, 3, 4, 8, 16, 32, 64):
         for one in strategies_for(layer, group, narrowed=Narrowed({**_PLAIN, "tensor": (1, group), "data": (1,)})):
-            found = {name: max(most, getattr(one, name)) for name, most in found.items()}
-    return ", ".join(f"{name} up to {most}" for name, most in found.items() if most > 1)
+            degrees = {name: max(most, getattr(one, name)) for name, most in degrees.items()}
+    return ", ".join(f"{name} up to {most}" for name, most in degrees.items() if most > 1)
 
 
 Way = tuple[float, Chosen]  # seconds of a step in a layer, and what it does
@@ -166,11 +166,11 @@ def _arrived(
     pricer: LayerPricer, question: RowQuestion, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], path: Way
 ) -> tuple[float, tuple[Chosen, ...]]:
     seconds, chosen = path
-    found = [
+    arrived = [
         (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
         for before, passed in ends
     ]
-    before, passed = min(found, key=lambda pair: pair[0])
+    before, passed = min(arrived, key=lambda pair: pair[0])
     return before + seconds, (*passed, chosen)
 
 
@@ -196,13 +196,13 @@ def _widest(
 ) -> list[Way]:
     """The ways to split a layer the most among a group, _inside replicas; alike where there is none."""
     layer = pricer.profile.graph.kinds[name]
-    found = [
+    widest = [
         (cost.forward_seconds + cost.backward_seconds + cost.step_seconds, Chosen(one))
         for option in _options(pricer, layer, kind, group, question.batch)
         for one in (_inside(layer, outer, option),)
         if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
     ]
-    return found or [(0.0, Chosen(_inside(layer, outer, Strategy(data=group)), alike=group))]
+    return widest or [(0.0, Chosen(_inside(layer, outer, Strategy(data=group)), alike=group))]
 
 
 def _options(pricer: LayerPricer, layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
@@ -210,8 +210,8 @@ def _options(pricer: LayerPricer, layer: LayerKind, kind: Method, group: int, ba
     if kind not in SLICES or not pricer.profile.pictures.gathers_each:
         return options(layer, kind, group, batch)
     by = SLICES[kind]
-    own = Strategy(filters=group) if by == "filters" else Strategy(channels=group)
-    return [own] if each_divides(layer, by, group) else []
+    sliced = Strategy(filters=group) if by == "filters" else Strategy(channels=group)
+    return [sliced] if each_divides(layer, by, group) else []
 
 
 def moving_seconds(pricer: LayerPricer, question: RowQuestion, chosen: Sequence[Chosen]) -> float:
@@ -234,5 +234,5 @@ def move_seconds(pricer: LayerPricer, question: RowQuestion, size: int, left: Ch
         return 2 * pricer.redistribution(size, question.global_batch, left.strategy, right.strategy)
     ranks = RankGroup(question.width, 1, question.replicas)
     size *= question.batch
-    whole = Communication(Collective.ALL_GATHER, size, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
-    return float(pricer.links.seconds(whole))
+    gather = Communication(Collective.ALL_GATHER, size, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
+    return float(pricer.links.seconds(gather))

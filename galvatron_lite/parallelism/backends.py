@@ -116,8 +116,8 @@ def _trains(strategy: Strategy) -> bool:
     if strategy.offloads_activations and strategy.zero_stage > 1:
         return False
     ways = strategy.expert * strategy.tensor if strategy.expert_tensor == 0 else strategy.expert
-    whole = strategy.expert_tensor == 1 and strategy.tensor > 1 and strategy.sequence_parallel
-    return inside[1:] == [1, 1, 1] and strategy.devices % ways == 0 and (strategy.expert_tensor == 0 or whole)
+    sliced_experts = strategy.expert_tensor == 1 and strategy.tensor > 1 and strategy.sequence_parallel
+    return inside[1:] == [1, 1, 1] and strategy.devices % ways == 0 and (strategy.expert_tensor == 0 or sliced_experts)
 
 
 SPLIT_BACKWARD: tuple[tuple[str, object], ...] = (
@@ -301,5 +301,5 @@ def check_mode(mode: Mode, backend: Backend, field: str = "--mode") -> None:
         InputError: see above.
     """
     if mode not in backend.modes:
-        known = ", ".join(mode.value for mode in backend.modes)
-        raise InputError(field, mode.value, f"Backend {backend.name} is for {known}.")
+        modes = ", ".join(mode.value for mode in backend.modes)
+        raise InputError(field, mode.value, f"Backend {backend.name} is for {modes}.")

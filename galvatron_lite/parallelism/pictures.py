@@ -68,8 +68,8 @@ def windows_of(operators: tuple[Operator, ...]) -> tuple[Window, ...]:
 
 
 def _window(one: Operator) -> Window:
-    own = sides_of(one)
-    depth, height, width = (Side(1),) * (len(SIDES) - len(own)) + own
+    sides = sides_of(one)
+    depth, height, width = (Side(1),) * (len(SIDES) - len(sides)) + sides
     if one.kind is OperatorClass.CONVOLUTION:
         channels, gradient = (one.shape[0], one.shape[1]), one.backward_flops > one.flops
     else:

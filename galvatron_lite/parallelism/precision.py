@@ -102,16 +102,16 @@ def narrow_norms(model: nn.Module) -> None:
     Args:
         model: that runs inside autocast.
     """
-    known: dict[Hashable, float | None] = {}
+    eps_of: dict[Hashable, float | None] = {}
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             if _is_plain(module):
                 module.forward = partial(_normed, module)  # type: ignore[method-assign]
         elif _may_be_rms(module):
             kind = (type(module), module.get_parameter("weight").shape, *_floats(module))
-            if kind not in known:
-                known[kind] = _eps_of(module)
-            if (eps := known[kind]) is not None:
+            if kind not in eps_of:
+                eps_of[kind] = _eps_of(module)
+            if (eps := eps_of[kind]) is not None:
                 module.forward = partial(_root_normed, module, eps)
 
 
@@ -137,16 +137,16 @@ def _eps_of(module: nn.Module) -> float | None:
         rows = (draw(2, len(weight)) - 0.5) * torch.tensor([[1.0], [1e-3]])
         try:
             with _standing_in(module, {"weight": weight}):
-                found = forward(module, rows)
+                output = forward(module, rows)
             with _standing_in(module, {"weight": weight.bfloat16()}):
                 narrow = forward(module, rows.bfloat16())
         except Exception:  # whatever the user's code does
             return None
-        if not isinstance(found, Tensor) or found.shape != rows.shape or narrow.dtype is not torch.bfloat16:
+        if not isinstance(output, Tensor) or output.shape != rows.shape or narrow.dtype is not torch.bfloat16:
             return None
         squares = rows.double().square().mean(-1, keepdim=True)
         for eps in _floats(module):
-            if torch.allclose(found.double(), rows * (squares + eps).rsqrt() * weight, rtol=1e-5, atol=1e-7):
+            if torch.allclose(output.double(), rows * (squares + eps).rsqrt() * weight, rtol=1e-5, atol=1e-7):
                 return eps
     return None
 
@@ -188,8 +188,8 @@ def narrow_experts(model: nn.Module) -> None:
 def hold_frozen(model: nn.Module) -> None:
     """Let matmuls and convolutions whose weights are frozen share a copy of them over a step, in place."""
     for module in model.modules():
-        own = module.parameters(recurse=False)
-        if isinstance(module, _CAST) and any(not one.requires_grad for one in own):
+        parameters = module.parameters(recurse=False)
+        if isinstance(module, _CAST) and any(not one.requires_grad for one in parameters):
             forward = partial(_with_held, module, module.forward)
             module.forward = forward  # type: ignore[method-assign]
 
@@ -219,8 +219,8 @@ def _narrowed(
     dtype = autocast_dtype(hidden)
     if dtype is None:
         return forward(hidden, *args, **options)
-    own = module.named_parameters(recurse=False)
-    wide = {name: one for name, one in own if one.is_floating_point() and one.dtype != dtype}
+    parameters = module.named_parameters(recurse=False)
+    wide = {name: one for name, one in parameters if one.is_floating_point() and one.dtype != dtype}
     with _standing_in(module, {name: copied(one, dtype) for name, one in wide.items()}):
         return forward(hidden.to(dtype), *args, **options)
 

@@ -38,18 +38,18 @@ class ProcessGroups:
         """The group of these ranks for a purpose; ``dist.GroupMember.NON_GROUP_MEMBER`` where this rank is none."""
         key = purpose, tuple(ranks)
         if key not in self._made:
-            known = self._before.get(key)
-            self._made[key] = self._new(ranks, purpose) if known is None else known
+            existing = self._before.get(key)
+            self._made[key] = self._new(ranks, purpose) if existing is None else existing
         return self._made[key]
 
     def _new(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._patience, group_desc=purpose)
-        return made
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._patience, group_desc=purpose)
+        return group
 
     def create(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
         """Make every group; the one this rank is in, or None."""
-        made = [(ranks, self.group(ranks, purpose)) for ranks in groups]
-        return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+        created = [(ranks, self.group(ranks, purpose)) for ranks in groups]
+        return next((group for ranks, group in created if dist.get_rank() in ranks), None)
 
     def settle(self) -> None:
         """Forget the groups of the plan before."""

@@ -83,8 +83,10 @@ def spread_of(strategy: Either) -> StateSpread:
     pixels = strategy.spatial > 1
     context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["width"], strides["context"]))
     zero, data = RankAxis(strategy.zero, strides["zero"]), RankAxis(strategy.replicas, strides["data"])
-    split, whole = (RankAxis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
-    return StateSpread(_joined(split, zero, strategy.devices), _joined(whole, data, strategy.devices))
+    split, replicated = (
+        RankAxis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded))
+    )
+    return StateSpread(_joined(split, zero, strategy.devices), _joined(replicated, data, strategy.devices))
 
 
 def _joined(inner: RankAxis, outer: RankAxis, devices: Whole) -> RankGroup:
@@ -148,8 +150,8 @@ def rank_group(size: Whole, stride: Whole, siblings: Whole) -> RankGroup:
 def told_apart(groups: RankGroup) -> DistinctGroups:
     """The groups that an array of them has."""
     codes = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
-    found, place = np.unique(codes, return_inverse=True)
-    return DistinctGroups([_group_of(int(code)) for code in found], place)
+    distinct, place = np.unique(codes, return_inverse=True)
+    return DistinctGroups([_group_of(int(code)) for code in distinct], place)
 
 
 def _group_of(code: int) -> RankGroup:

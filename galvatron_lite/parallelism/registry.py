@@ -101,8 +101,8 @@ def fields_in(word: str) -> dict[str, object] | None:
     """The fields that a word of a short name sets: the inverse of ``short_name``; None for words that say nothing."""
     if word in (UNSPLIT, FORMER):
         return {}
-    found = (one.read(word) for one in pinned())
-    return next((fields for fields in found if fields is not None), None)
+    readings = (one.read(word) for one in pinned())
+    return next((fields for fields in readings if fields is not None), None)
 
 
 def parts_of() -> dict[str, tuple[str, ...]]:

@@ -27,10 +27,10 @@ def mirrored(extent: int, degree: int, rank: int) -> tuple[Range, ...]:
 
 def part_of(pieces: tuple[Range, ...], start: int, stop: int) -> tuple[Range, ...]:
     """Of items that lie in these pieces one after the other, those from the one numbered ``start`` to ``stop``."""
-    found, before = list[Range](), 0
+    ranges, before = list[Range](), 0
     for first, last in pieces:
         low, high = max(start - before, 0), min(stop - before, last - first)
         if low < high:
-            found.append((first + low, first + high))
+            ranges.append((first + low, first + high))
         before += last - first
-    return tuple(found)
+    return tuple(ranges)

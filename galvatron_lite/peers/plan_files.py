@@ -31,11 +31,11 @@ def any_plan(data: object, path: Path, profile: Profile, batch: int | None = Non
     try:
         return plan_from(data, profile.graph, str(path))
     except InputError as error:
-        said = data.get("model") if isinstance(data, Mapping) else None
-        if said in (None, profile.graph.name):
+        name = data.get("model") if isinstance(data, Mapping) else None
+        if name in (None, profile.graph.name):
             raise
         other = (
-            f"The plan is of {said}, and is to be priced for {profile.graph.name}, of which profile {profile.name} is."
+            f"The plan is of {name}, and is to be priced for {profile.graph.name}, of which profile {profile.name} is."
         )
         other = f"{other} Give --profile or --model of the plan's own."
         raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
@@ -54,11 +54,11 @@ def priced_settings(
         batch: samples a step, where the file does not say, or where they are to be others.
     """
     stack = target_named(target).stack
-    known = find(stack)
-    plan, reading = read_settings(path, target, known.graph, known.cluster.devices, batch)
+    settings = find(stack)
+    plan, reading = read_settings(path, target, settings.graph, settings.cluster.devices, batch)
     if reading.settings.deepspeed and stack != DEEPSPEED_FILE.stack:
-        known = find(DEEPSPEED_FILE.stack)
-    done = priced(plan, known, mem, batch)
+        settings = find(DEEPSPEED_FILE.stack)
+    done = priced(plan, settings, mem, batch)
     assert done.provenance is not None
     ignored = (f"not looked at: {', '.join(reading.ignored)}",) if reading.ignored else ()
     notes = (f"read: {', '.join(reading.read)}", *ignored, *reading.notes, *done.provenance.notes)
@@ -91,7 +91,7 @@ def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None
 
 def _notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
     graph, cluster = profile.graph, profile.cluster
-    said = (
+    notes = (
         (plan.global_batch != at.global_batch,
          f"the plan is of batch {plan.global_batch} in {plan.microbatches} micro-batches, "
          f"priced at {at.global_batch} in {at.microbatches}"),
@@ -100,7 +100,7 @@ def _notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
         (plan.devices < cluster.devices,
          f"the plan takes {plan.devices} of the {cluster.devices} devices of {cluster.name}"),
     )  # fmt: skip
-    return tuple(line for holds, line in said if holds)
+    return tuple(line for holds, line in notes if holds)
 
 
 def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: int | None = None) -> Plan:

@@ -71,8 +71,8 @@ def stage_groups(plan: Plan) -> list[range]:
     same = groupby(range(len(plan.stages)), key=does.__getitem__)
     groups: list[range] = []
     for numbers in (list(alike) for _, alike in same):
-        whole = len(numbers) >= _ALIKE
-        groups += [range(numbers[0], numbers[-1] + 1)] if whole else [range(number, number + 1) for number in numbers]
+        merges = len(numbers) >= _ALIKE
+        groups += [range(numbers[0], numbers[-1] + 1)] if merges else [range(number, number + 1) for number in numbers]
     return groups
 
 
@@ -204,23 +204,23 @@ def _layers(runs: Sequence[LayerRun]) -> str:
 
 def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
     """The branches that a plan places, in its order."""
-    known = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
+    branches = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
     placed: list[Branch] = []
     for number, one in enumerate(plan.branches):
-        if one.name not in known:
-            has = f"has {', '.join(known)}" if known else "has no independent branches"
+        if one.name not in branches:
+            has = f"has {', '.join(branches)}" if branches else "has no independent branches"
             raise InputError(f"branches.{number}.name", one.name, f"The model {graph.name} {has}.")
         if any(one.name == other.name for other in placed):
             raise InputError(f"branches.{number}.name", one.name, "It is placed already.")
-        placed.append(known[one.name])
+        placed.append(branches[one.name])
     return placed
 
 
 def layers_of_parts(graph: ModelGraph, plan: Plan) -> list[tuple[Layer, ...]]:
     """The layers of the trunk, then those of each branch that a plan places, in its order."""
     placed = placed_branches(graph, plan)
-    known = {layer.name: layer for layer in graph.layers}
-    return [trunk_of(graph, placed), *(tuple(known[name] for name in branch.layers) for branch in placed)]
+    by_name = {layer.name: layer for layer in graph.layers}
+    return [trunk_of(graph, placed), *(tuple(by_name[name] for name in branch.layers) for branch in placed)]
 
 
 _SAME_SIZE = 0.02
@@ -312,7 +312,7 @@ def _layer_names(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Str
 def _in_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
     """The same of a plan with branches: the trunk's layers, then those of each branch."""
     runs = [plan.stages[0].runs, *(branch.runs for branch in plan.branches)]
-    for own, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
-        strategies = [run.strategy for run in own for _ in range(run.count)]
+    for part, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
+        strategies = [run.strategy for run in part for _ in range(run.count)]
         for layer, strategy in zip(layers, strategies, strict=True):
             yield graph.kind_of(layer), strategy

@@ -64,8 +64,8 @@ def file_named(plan: object) -> Iterator[None]:
 def _remedy(data: object, path: Path) -> str:
     if not isinstance(data, dict) or "version" in data or not data.keys() & {"runs", "stages"}:
         return f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
-    way = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"
-    return f"A plan written by hand is held against the model and priced first: {way}; then give priced.yaml."
+    command = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"
+    return f"A plan written by hand is held against the model and priced first: {command}; then give priced.yaml."
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -156,8 +156,8 @@ def _check_branches(plan: Plan, field: str) -> None:
 
 def _factors(strategy: Strategy) -> str:
     """The product that must be the devices of a stage: degrees of every layer, and those of pictures that are used."""
-    told = [name for name in DEGREES if name in DEGREES[:4] or getattr(strategy, name) > 1]
-    return " x ".join((*dict(strategy.more), *told))
+    names = [name for name in DEGREES if name in DEGREES[:4] or getattr(strategy, name) > 1]
+    return " x ".join((*dict(strategy.more), *names))
 
 
 def _check_run(plan: Plan, run: LayerRun, field: str, devices: int, owner: str) -> None:
@@ -211,10 +211,10 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
 
 
 def _check_asked(plan: Plan, backend: Backend) -> None:
-    asked = backend.required(plan.schedule) if len(plan.stages) > 1 else ()
+    required = backend.required(plan.schedule) if len(plan.stages) > 1 else ()
     for number, stage in enumerate(plan.stages):
         for run in stage.runs:
-            for name, value in asked:
+            for name, value in required:
                 if getattr(run.strategy, name) != value:
                     place = f"plan, stages.{number}, strategy of {run.first}"
                     remedy = f"Under {plan.schedule} {backend.name} needs {name} {value}; "
@@ -228,8 +228,8 @@ def _check_kind(plan: Plan, backend: Backend) -> None:
         remedy = f"{backend.name} runs no pipelines in {plan.mode.value}, only prices them: plan with --fix pp=1."
         raise InputError("plan, stages", len(plan.stages), remedy)
     if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
-        known = ", ".join(schedule.value for schedule in backend.schedules)
-        raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")
+        schedules = ", ".join(schedule.value for schedule in backend.schedules)
+        raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {schedules}.")
     if (plan.branches or plan.cyclic is not None) and not backend.beside:
         what = "branches" if plan.branches else "cyclic"
         raise InputError(f"plan, {what}", "given", f"{backend.name} trains with all layers one after the other alone.")

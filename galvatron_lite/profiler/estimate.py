@@ -277,13 +277,13 @@ def estimate_profile(
     near = cluster.levels[0].size
     each = stack.pictures.gathers_each
     every = _every(graph, cluster.devices, near, samples, each)
-    asked = tuple(every if wanted is None else _offered(graph, wanted, expert))
+    strategies = tuple(every if wanted is None else _offered(graph, wanted, expert))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
         return DeviceFigures(
             device,
-            tuple(_points(graph, machines, stack, asked)),
+            tuple(_points(graph, machines, stack, strategies)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
             HostOverhead(
                 step=host.step_host,
@@ -402,17 +402,17 @@ def _offered(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iter
 def _points(
     graph: ModelGraph, machines: Sequence[Machine], stack: Stack, requests: Sequence[_Asked]
 ) -> Iterator[LayerPoint]:
-    stop, known = stack.early_stop, dict[tuple[str, int, bool, float, int, str, int], LayerTimes]()
+    stop, cache = stack.early_stop, dict[tuple[str, int, bool, float, int, str, int], LayerTimes]()
     kinds = dict[tuple[str, str, int], LayerKind]()
     for key, degree, split, recompute, samples, expert, by, sliced in requests:
         if (key, by, sliced) not in kinds:
             whole = graph.kinds[key]
             kinds[key, by, sliced] = sliced_kind(whole, by, sliced, stack.pictures.gathers_each) if by else whole
         kind, place = kinds[key, by, sliced], (key, degree, split, samples, expert, by, sliced)
-        times = known.get(place)
+        times = cache.get(place)
         if times is None:
             every = [layer_times(item, kind, stack.states, samples, degree, split, expert, stop) for item in machines]
-            times = known[place] = max(every, key=lambda item: item.forward + item.backward)
+            times = cache[place] = max(every, key=lambda item: item.forward + item.backward)
         point = _point(key, kind, times, samples, degree, split, recompute, expert)
         yield replace(point, filters=sliced if by == "filters" else 1, channels=sliced if by == "channels" else 1)
 

@@ -216,14 +216,14 @@ def machine_of(
 def _rates(
     device: Device, precision: str, reached: DeviceConstants, stack: StackConstants, uneven: bool
 ) -> tuple[Rates, float]:
-    for known in _FALLBACK.get(precision, (precision, "fp32")):
-        if known in device.peak:
+    for precision_name in _FALLBACK.get(precision, (precision, "fp32")):
+        if precision_name in device.peak:
             break
     else:
         raise InputError("--precision", precision, f"{device.name} has peaks for {', '.join(device.peak)} only.")
-    peak, gpu = device.peak[known], not device.name.upper().startswith("CPU")
-    kernel = NARROW_KERNELS.get(precision, 1.0) if known in NARROW else 1.0
-    unit = peak * _share(reached, known) * kernel / stack.matmul / device.units
+    peak, gpu = device.peak[precision_name], not device.name.upper().startswith("CPU")
+    kernel = NARROW_KERNELS.get(precision, 1.0) if precision_name in NARROW else 1.0
+    unit = peak * _share(reached, precision_name) * kernel / stack.matmul / device.units
     bandwidth = device.memory_bandwidth * reached.memory / stack.memory
     item_bytes = ITEM_BYTES.get(precision, 1)
     launch, tail = device.launch_overhead, KERNEL_TAIL

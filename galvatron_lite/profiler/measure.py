@@ -145,15 +145,15 @@ def measure_profile(
     place = pick_device(device)
     if "RANK" in os.environ:
         join(place)
-    whole = model if isinstance(model, nn.Module) else model()
+    built = model if isinstance(model, nn.Module) else model()
     if graph is None:
-        graph = trace(whole, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
+        graph = trace(built, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
     machine = agree(cluster or probe(_world(), place.type))
     counts = sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES))
     rule = BRIEF_RULE if brief and rule is DEFAULT_RULE else rule
     scope = Scope(
         graph=graph,
-        parameter_precision=precision_of(whole),
+        parameter_precision=precision_of(built),
         samples=tuple(dict.fromkeys((counts[0], counts[-1]))) if brief else counts,
         degrees=tuple(tensor_degrees or divisors(_world())),
         world=_world(),
@@ -162,7 +162,7 @@ def measure_profile(
         rule=rule,
         whole=brief,
     )
-    tasks = make_tasks(scope, LayerBench(whole, graph, batch, loss_fn, place, rule, branch_seconds))
+    tasks = make_tasks(scope, LayerBench(built, graph, batch, loss_fn, place, rule, branch_seconds))
     title, root = name or graph.name, Path(folder)
     if (refused := agree(unwritable(root) if first_rank() else None)) is not None:
         raise refused
@@ -310,8 +310,8 @@ def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bo
     fewer = steps.get(setting.samples)
     if fewer is None:
         return True
-    known = results.get(layer_key(replace(setting, samples=fewer)))
-    return known is not None and known["working"] * setting.samples / fewer < scope.cluster.device.memory
+    smaller = results.get(layer_key(replace(setting, samples=fewer)))
+    return smaller is not None and smaller["working"] * setting.samples / fewer < scope.cluster.device.memory
 
 
 def assemble(name: str, scope: Scope, results: Results) -> Profile:

@@ -241,7 +241,7 @@ class LayerBench:
     def _measured(self, setting: LayerSetting) -> LayerPoint:
         call, block = self._calls_at(ceil(setting.samples))[setting.kind], self._blocks[setting.kind]
         kind = self.graph.kinds[setting.kind]
-        args, kwargs = (cut_pictures(given, kind, setting.grid) for given in (call.args, call.kwargs))
+        args, kwargs = (cut_pictures(values, kind, setting.grid) for values in (call.args, call.kwargs))
         call = replace(call, args=args, kwargs=kwargs)
         if setting.tensor > 1 and setting.kind not in self._plans:
             self._plans[setting.kind] = infer_block(block, call.args, call.kwargs)
@@ -275,29 +275,29 @@ class LayerBench:
             module = model.get_submodule(path)
             Slicing(infer_channels(module, call.args, call.kwargs, setting.by, setting.ways)).slice(module)
         calls, batch = self._calls_at(ceil(setting.samples)), self._batch_at(ceil(setting.samples))
-        given = EdgeInput(skeleton.twin(model), calls, batch, self.loss_fn, self.graph.precision)
-        points = measure_edges(given, (setting, setting), self.device, self.rule)
+        edges = EdgeInput(skeleton.twin(model), calls, batch, self.loss_fn, self.graph.precision)
+        points = measure_edges(edges, (setting, setting), self.device, self.rule)
         return points[_EDGES.index(layer.role)]
 
     def _measure_edges(self, settings: tuple[LayerSetting, LayerSetting], batch: Any) -> tuple[LayerPoint, LayerPoint]:
         calls = self._calls_at(ceil(settings[0].samples))
-        given = EdgeInput(self._sharded(settings[0].tensor), calls, batch, self.loss_fn, self.graph.precision)
-        return measure_edges(given, settings, self.device, self.rule)
+        edges = EdgeInput(self._sharded(settings[0].tensor), calls, batch, self.loss_fn, self.graph.precision)
+        return measure_edges(edges, settings, self.device, self.rule)
 
     def measure_overhead(self, most: int = 1) -> HostOverhead:
         """The runtime's overhead around the most frequent kind of block, at one sample, and of calls of branches.
 
         ``most``: samples at which what grows with pixels is measured besides.
         """
-        kind, found = self._frequent_kind(), HostOverhead()
+        kind, overhead = self._frequent_kind(), HostOverhead()
         if kind is not None:
             calls = {samples: self._calls_at(samples)[kind] for samples in (most, 1)}
-            found = measure_overhead(
+            overhead = measure_overhead(
                 self._blocks[kind], calls, self.graph.kinds[kind], self.batch, self.device, self.rule
             )
         if self.branch_seconds is not None and launched() and find_regions(self.graph):
-            found = replace(found, branch=self.branch_seconds(self.device, self.rule))
-        return found
+            overhead = replace(overhead, branch=self.branch_seconds(self.device, self.rule))
+        return overhead
 
     def measure_waiting(self, most: int) -> BlockingCost:
         """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""

@@ -50,8 +50,8 @@ def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) ->
 
 
 def _device(device: Device, throughput: Throughput, precision: str) -> Device:
-    known = {} if device.source == "measured" else device.peak
-    peak = {**device.peak, precision: max(throughput.matmul, throughput.attention), **known}
+    peaks = {} if device.source == "measured" else device.peak
+    peak = {**device.peak, precision: max(throughput.matmul, throughput.attention), **peaks}
     return replace(device, peak=peak, memory_bandwidth=throughput.bandwidth, launch_overhead=throughput.launch)
 
 
@@ -101,12 +101,12 @@ def measure_optimizer(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> 
     small = _optimizer(_SMALL_TENSORS, 16, device)
     large = _optimizer(4, items, device)
     per_tensor = time_call(small.step, device, rule).seconds / _SMALL_TENSORS
-    whole = time_call(large.step, device, rule).seconds
+    many = time_call(large.step, device, rule).seconds
     one, two = (_working(count, items, device) for count in (1, 2))
     return OptimizerCost(
         name="adamw",
         state_bytes=_state_bytes(large),
-        seconds_per_item=max(whole - 4 * per_tensor, whole / 2) / (4 * items),
+        seconds_per_item=max(many - 4 * per_tensor, many / 2) / (4 * items),
         seconds_per_tensor=per_tensor,
         working_bytes=one / items,
         working_share=float(one > 0 and two > 1.5 * one),
@@ -203,19 +203,19 @@ def prepare(
     """A call that communicates ``size`` bytes (see ``CollectivePoint.size``) in float32 over preallocated zeros."""
     ranks = dist.get_world_size(group)
     items = max(size // 4 // ranks, 1)
-    whole, part = torch.zeros(items * ranks, device=device), torch.zeros(items, device=device)
+    full, part = torch.zeros(items * ranks, device=device), torch.zeros(items, device=device)
     if collective is Collective.ALL_REDUCE:
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(full, group=group)
     if collective is Collective.ALL_GATHER:
-        return lambda: all_gather(whole, part, group)
+        return lambda: all_gather(full, part, group)
     if collective is Collective.REDUCE_SCATTER:
-        return lambda: reduce_scatter(part, whole, group)
+        return lambda: reduce_scatter(part, full, group)
     if collective is Collective.ALL_TO_ALL:
-        out = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(out, whole, group=group)
+        out = torch.empty_like(full)
+        return lambda: dist.all_to_all_single(out, full, group=group)
     if collective is Collective.BROADCAST:
-        return lambda: dist.broadcast(whole, group=group, group_src=0)
-    return lambda: _send_or_receive(whole, group)
+        return lambda: dist.broadcast(full, group=group, group_src=0)
+    return lambda: _send_or_receive(full, group)
 
 
 def _send_or_receive(tensor: Tensor, group: dist.ProcessGroup | None) -> object:
@@ -270,8 +270,8 @@ def _round(
     brief = replace(rule, warmup=1, most=rule.least, seconds=rule.seconds / _ROUNDS)
     alone = time_call(lambda: dist.all_reduce(message), device, brief, Across.MAX).seconds
     each = time_call(piece, device, brief).seconds
-    found = together(message, piece, alone, each)
-    return found.seconds / (max(found.pieces, 0.5) * each), found.seconds / alone
+    seconds = together(message, piece, alone, each)
+    return seconds.seconds / (max(seconds.pieces, 0.5) * each), seconds.seconds / alone
 
 
 def _agreed(compute: float, communication: float) -> Overlap:

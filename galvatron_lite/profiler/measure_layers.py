@@ -87,13 +87,13 @@ def on_share(
         shapes = iter(wholes)
 
         def marked(tensor: Tensor) -> Tensor:
-            whole = next(shapes)
-            if len(whole) != _PICTURE + sides or not tensor.is_floating_point():
+            full_shape = next(shapes)
+            if len(full_shape) != _PICTURE + sides or not tensor.is_floating_point():
                 return tensor
-            return from_local(tensor.view_as(tensor), image_specs(whole, groups), PIXELS_RULES)
+            return from_local(tensor.view_as(tensor), image_specs(full_shape, groups), PIXELS_RULES)
 
-        given, named = map_tensors((args, kwargs), marked)
-        return map_tensors(plain(*given, **named), to_local)
+        marked_args, named = map_tensors((args, kwargs), marked)
+        return map_tensors(plain(*marked_args, **named), to_local)
 
     block.forward = run
     return block
@@ -268,10 +268,10 @@ def local_call(call: SegmentCall, degree: int) -> SegmentCall:
     """The call with the hidden state's tokens (dim 1) cut to one rank's share; tensors shaped like it are cut too."""
     if degree == 1:
         return call
-    whole = hidden_state(call.args, call.kwargs)
+    hidden = hidden_state(call.args, call.kwargs)
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor.chunk(degree, dim=1)[0].contiguous() if tensor is whole else tensor
+        return tensor.chunk(degree, dim=1)[0].contiguous() if tensor is hidden else tensor
 
     return replace(call, args=map_tensors(call.args, cut), kwargs=map_tensors(call.kwargs, cut))
 

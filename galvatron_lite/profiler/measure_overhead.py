@@ -167,11 +167,11 @@ def _spatial_point(
     if grid is None:
         return 0.0, 0.0
     size = kind.kept[Recompute.NONE].total * samples * share_on(kind, grid)
-    args, kwargs = (cut_pictures(given, kind, grid) for given in (call.args, call.kwargs))
-    own, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
+    args, kwargs = (cut_pictures(values, kind, grid) for values in (call.args, call.kwargs))
+    local, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
-    terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, own)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, own))
+    terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, local)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, local))
     try:
         return size, max(time_difference(terms, device, rule).seconds, 0.0)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
@@ -291,10 +291,10 @@ def _point(
     size = storage_bytes([hidden_state(call.args, call.kwargs)])
 
     def chain(shards: TensorGroup) -> Callable[[Lap], object]:
-        made = BlockChain(block)
-        for layer in made.blocks:
+        blocks = BlockChain(block)
+        for layer in blocks.blocks:
             shard_layer(layer, plan, shards)
-        return chain_run(made, call)
+        return chain_run(blocks, call)
 
     # forward and backward of a block together reduce as often as its forward gathers and scatters
     each = 1.0 / (CHAIN_LAYERS * plan.collectives)

@@ -73,11 +73,11 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
 
     Only allocations of the calling thread, and of the threads autograd runs backward on, are seen on CPU.
     """
-    found = PeakMemory(torch.device(device))
-    if found.device.type == "cuda":
-        yield from _track_cuda(found)
+    peak = PeakMemory(torch.device(device))
+    if peak.device.type == "cuda":
+        yield from _track_cuda(peak)
     else:
-        yield from _track_cpu(found)
+        yield from _track_cpu(peak)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -254,14 +254,14 @@ class Profile(Strict):
 
     def on(self, cluster: Cluster) -> Profile:
         """The profile of some of its devices; where they are all of one type, with the figures of that type."""
-        known = replace(self, cluster=cluster)
-        return known.only(0) if self.types and cluster.alike else known
+        moved = replace(self, cluster=cluster)
+        return moved.only(0) if self.types and cluster.alike else moved
 
     def only(self, kind: int) -> Profile:
         """The profile of a cluster of as many devices of one type (a place in ``cluster.types``)."""
         cluster = self.cluster.only(kind)
-        found = (figures for figures in self.types if figures.device == cluster.device.name)
-        own = next(found, None)
+        matching = (figures for figures in self.types if figures.device == cluster.device.name)
+        own = next(matching, None)
         if own is None:
             return replace(self, cluster=cluster, types=())
         return replace(

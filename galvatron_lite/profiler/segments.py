@@ -161,11 +161,11 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The boundary tensor among a block's arguments: the first floating tensor; the first tensor (an embedding's ids)
     where there is none.
     """
-    given = list(tensors_of((args, kwargs)))
-    found = next((tensor for tensor in given if tensor.is_floating_point()), next(iter(given), None))
-    if found is None:
+    tensors = list(tensors_of((args, kwargs)))
+    hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), next(iter(tensors), None))
+    if hidden is None:
         raise TraceError("block", "its arguments", "A block must be given a tensor; name other blocks (blocks=...).")
-    return found
+    return hidden
 
 
 def run_on(run: Callable[..., Any], call: SegmentCall, hidden: Tensor) -> Any:

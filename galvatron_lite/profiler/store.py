@@ -158,10 +158,10 @@ def kept_profile(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile |
     of another forward pass, shape of a sample or loss, is told and passed over.
     """
     here = _this_machine()
-    for path, known in (*_measured_shapes(model, graph, folder, here), *_others(model, folder, here)):
-        if known.graph == graph:
+    for path, stored in (*_measured_shapes(model, graph, folder, here), *_others(model, folder, here)):
+        if stored.graph == graph:
             LOG.info(f"profile {path} is of this model on this machine: taken")
-            return known
+            return stored
     return None
 
 
@@ -205,31 +205,35 @@ def _measured_shapes(
     """What scripts have measured of models of these shapes."""
     for path in sorted(folder.glob(f"*/{profile_name(model)}.yaml")):
         try:
-            known = read_profile(path)
+            stored = read_profile(path)
         except FileFormatError as error:
             _warn(f"{error} It is measured anew.")
             continue
-        if other_hardware(known, here):
+        if other_hardware(stored, here):
             continue
-        if known.graph != graph:
-            before = f"{graph.name} as it ran before: {_change(known.graph, graph)}"
+        if stored.graph != graph:
+            before = f"{graph.name} as it ran before: {_change(stored.graph, graph)}"
             _warn(f"Profile {path} is of {before}. It is passed over.")
-        yield path, known
+        yield path, stored
 
 
 def _others(model: nn.Module, folder: Path, here: Cluster) -> Iterator[tuple[Path, Profile]]:
     """What ``galvatron profile`` has measured on this machine, the last one first; files of other machines, which do
     not have its fingerprint in them, are not parsed."""
-    host, own = here.fingerprint.get("host", ""), f"{profile_name(model)}.yaml"
+    host, file_name = here.fingerprint.get("host", ""), f"{profile_name(model)}.yaml"
     for path in dict.fromkeys((*_last(folder), *sorted(folder.glob("*/*.yaml")))):
-        if path.name == own or not host or host not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.name == file_name or not host or host not in path.read_text(encoding="utf-8", errors="replace"):
             continue
         try:
-            known = read_profile(path)
+            stored = read_profile(path)
         except FileFormatError:
             continue
-        if known.origin.kind is OriginKind.MEASURED and known.cluster.fingerprint and not other_hardware(known, here):
-            yield path, known
+        if (
+            stored.origin.kind is OriginKind.MEASURED
+            and stored.cluster.fingerprint
+            and not other_hardware(stored, here)
+        ):
+            yield path, stored
 
 
 def _last(folder: Path) -> tuple[Path, ...]:

@@ -151,13 +151,15 @@ def time_difference(
     begun, rows = time.perf_counter(), list[list[float]]()
     while True:
         rows += _combine([in_turn() for _ in range(rule.least)], across, group)
-        found = _difference([sum(t.weight * own for t, own in zip(terms, row, strict=True)) for row in rows])
+        difference = _difference(
+            [sum(t.weight * seconds for t, seconds in zip(terms, row, strict=True)) for row in rows]
+        )
         spent = _slowest(time.perf_counter() - begun, group)
-        patience = 1 if found.is_clear else _PATIENCE
+        patience = 1 if difference.is_clear else _PATIENCE
         # a moment in which the machine stood still may have taken all of the time
-        is_late = spent >= patience * len(terms) * rule.seconds and (found.is_clear or len(rows) > rule.least)
-        if is_late or len(rows) >= patience * rule.most or found.noise <= rule.spread * abs(found.seconds):
-            return found
+        is_late = spent >= patience * len(terms) * rule.seconds and (difference.is_clear or len(rows) > rule.least)
+        if is_late or len(rows) >= patience * rule.most or difference.noise <= rule.spread * abs(difference.seconds):
+            return difference
 
 
 def single_part(run: Callable[[], object]) -> Callable[[Lap], object]:
@@ -282,11 +284,11 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
         raw = path.read_bytes()
     except OSError:
         return []
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
+    lines = raw[: raw.rfind(b"\n") + 1]
+    if len(lines) < len(raw):
         with path.open("r+b") as stream:
-            stream.truncate(len(whole))
-    parsed = [_parse(line) for line in whole.splitlines()]
+            stream.truncate(len(lines))
+    parsed = [_parse(line) for line in lines.splitlines()]
     return [line for line in parsed if line is not None]
 
 
@@ -358,11 +360,11 @@ def notices(title: str) -> Progress:
 
     Training scripts have no place of their own for it, and minutes of silence look like a hang.
     """
-    told = [float("-inf")]
+    last = [float("-inf")]
 
     def tell(done: int, total: int, label: str) -> None:
-        if monotonic() - told[0] >= EVERY:
-            told[0] = monotonic()
+        if monotonic() - last[0] >= EVERY:
+            last[0] = monotonic()
             LOG.info(f"{title}: {done} of {total} ({label})")
 
     return tell

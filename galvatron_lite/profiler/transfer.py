@@ -202,8 +202,8 @@ def class_factors(profile: Profile, machine: Machine, stack: Stack) -> StackCons
     if not points:
         return prior
     measured = [point.forward + point.backward for point in points]
-    found = learn(predict, measured, np.zeros(len(LEARNT)), WIDTHS, _NOISE)
-    return moved_constants(prior, found.values)
+    learnt = learn(predict, measured, np.zeros(len(LEARNT)), WIDTHS, _NOISE)
+    return moved_constants(prior, learnt.values)
 
 
 WIDTHS = [SCALES["stacks"][name].deviation for name in LEARNT]
@@ -230,8 +230,8 @@ def class_ratios(profile: Profile, here: Machine, there: Machine) -> list[ClassR
             for place, machine in enumerate((here, there)):
                 times = operator_seconds(machine, operator, 1)
                 both[place] += times.forward + times.backward
-    found = [ClassRatio(kind, *both) for kind, both in seconds.items() if min(both) > 0]
-    return sorted(found, key=lambda one: -one.here)
+    ratios = [ClassRatio(kind, *both) for kind, both in seconds.items() if min(both) > 0]
+    return sorted(ratios, key=lambda one: -one.here)
 
 
 def _times(profile: Profile, machine: Machine, stack: Stack, point: LayerPoint) -> LayerTimes:
@@ -270,18 +270,18 @@ def factors_of(profile: Profile, sheet: Sequence[Level]) -> tuple[LevelFactor, .
     fits = [fit for fit in profile.fits if _top(profile.cluster, fit) < len(sheet)]
     levels = tuple(replace(level, size=size) for level, size in zip(sheet, sizes, strict=False))
     cluster = replace(profile.cluster, levels=levels)
-    asked = [(fit, size) for fit in fits for size in SIZES]
-    measured = [fit.latency + size / fit.bandwidth for fit, size in asked]
+    questions = [(fit, size) for fit in fits for size in SIZES]
+    measured = [fit.latency + size / fit.bandwidth for fit, size in questions]
 
     def predict(places: Vector) -> Vector:
         changed = replace(cluster, levels=_scaled(cluster.levels, places))
-        return np.log([_law(changed, fit, size) for fit, size in asked])
+        return np.log([_law(changed, fit, size) for fit, size in questions])
 
     count = len(cluster.levels)
-    found = learn(predict, measured, np.zeros(2 * count), np.tile(_WIDTHS, count), _FIT_NOISE, rounds=6).values
+    values = learn(predict, measured, np.zeros(2 * count), np.tile(_WIDTHS, count), _FIT_NOISE, rounds=6).values
     crossing = [sum(_top(profile.cluster, fit) == place for fit in fits) for place in range(count)]
     return tuple(
-        LevelFactor(level.name, float(np.exp(found[2 * place])), float(np.exp(found[2 * place + 1])), crossing[place])
+        LevelFactor(level.name, float(np.exp(values[2 * place])), float(np.exp(values[2 * place + 1])), crossing[place])
         for place, level in enumerate(cluster.levels)
     )
 
@@ -320,25 +320,25 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
     same = device_type(profile.cluster.device.name) == device_type(cluster.device.name)
     if not profile.fits or not same:
         return replace(moved, fits=(), collectives=(), communication_origin=_unmeasured(profile, cluster))
-    levels, said = list(cluster.levels), list[str]()
+    levels, notes = list(cluster.levels), list[str]()
     factors = {factor.level: factor for factor in factors_of(profile, levels) if factor.fits}
     for place, level in enumerate(levels):
         factor = factors.get(level.name)
         if factor is None:
-            said.append(f"{level.name} by its sheet")
+            notes.append(f"{level.name} by its sheet")
         elif not 1 / _ALIKE < factor.bandwidth < _ALIKE:
-            said.append(f"{level.name} by its sheet: links here are of another kind (x{factor.bandwidth:.2g})")
+            notes.append(f"{level.name} by its sheet: links here are of another kind (x{factor.bandwidth:.2g})")
         else:
             (corrected,) = _scaled([level], np.log([factor.bandwidth, factor.latency]))
             source = ", ".join(filter(None, (level.source, "corrected by what was measured")))
             levels[place] = replace(corrected, source=source)
             scaled = f"bandwidth x{factor.bandwidth:.2f}, latency x{factor.latency:.2f} of its sheet"
-            said.append(f"{level.name} as measured on {profile.cluster.devices} devices ({scaled})")
+            notes.append(f"{level.name} as measured on {profile.cluster.devices} devices ({scaled})")
     node = profile.cluster.levels[0].size
     kept = node == cluster.levels[0].size
     software = constants_for_stack(load_calibration(), profile.stack or GALVATRON.name)
     straggling = profile.straggling or software.straggling
-    said.append(f"stragglers {straggling:.2%} for each doubling of nodes, calibrated")
+    notes.append(f"stragglers {straggling:.2%} for each doubling of nodes, calibrated")
     return replace(
         moved,
         cluster=replace(cluster, levels=tuple(levels)),
@@ -349,7 +349,7 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
             if kept and (collective.group - 1) * collective.stride < profile.cluster.levels[0].size
         ),
         straggling=straggling,
-        communication_origin=replace(profile.communication_origin, kind=OriginKind.ESTIMATED, source="; ".join(said)),
+        communication_origin=replace(profile.communication_origin, kind=OriginKind.ESTIMATED, source="; ".join(notes)),
     )
 
 

@@ -197,12 +197,12 @@ class StepFigures:
 
 def predicted(plan: Plan) -> StepFigures:
     """What a plan is predicted to do; nothing of one written by hand."""
-    found = plan.prediction
-    if found is None:
+    prediction = plan.prediction
+    if prediction is None:
         return StepFigures()
-    tokens = found.tokens_per_second if found.tokens_per_second != found.samples_per_second else 0.0
+    tokens = prediction.tokens_per_second if prediction.tokens_per_second != prediction.samples_per_second else 0.0
     memory = max((stage.memory.total - stage.memory.context for stage in plan.stages), default=0)
-    return StepFigures(found.step_seconds, found.samples_per_second, tokens, found.mfu, max(memory, 0))
+    return StepFigures(prediction.step_seconds, prediction.samples_per_second, tokens, prediction.mfu, max(memory, 0))
 
 
 def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
@@ -223,8 +223,12 @@ def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
 
 def tokens_of_sample(plan: Plan) -> float:
     """Tokens of a sample that a plan was made for; 1 where the model has none, or nothing was predicted."""
-    found = plan.prediction
-    return 1.0 if found is None or not found.samples_per_second else found.tokens_per_second / found.samples_per_second
+    prediction = plan.prediction
+    return (
+        1.0
+        if prediction is None or not prediction.samples_per_second
+        else prediction.tokens_per_second / prediction.samples_per_second
+    )
 
 
 STEP = "galvatron.step "

@@ -103,18 +103,18 @@ def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[
     Raises:
         FileFormatError: a file that cannot be read.
     """
-    predictor, found, skipped = Predictor(calibration), list[MeasuredStep](), Counter[str]()
+    predictor, observations, skipped = Predictor(calibration), list[MeasuredStep](), Counter[str]()
     for path in paths:
         if path.is_dir() and is_run(path):
-            found.append(_logged(path))
+            observations.append(_logged(path))
             continue
         for run in read_runs(path):
-            if (known := observation_of(run, predictor)) is not None:
-                found.append(known)
+            if (observation := observation_of(run, predictor)) is not None:
+                observations.append(observation)
             else:
                 outcome = predictor.predict(run)
                 skipped[outcome.reason if isinstance(outcome, SkipError) else "no step time"] += 1
-    return found, dict(skipped)
+    return observations, dict(skipped)
 
 
 _APART = {"run_id", "source", "line", "notes", "derived", "quality", "iter_time_s", "tokens_per_s_per_gpu",
@@ -238,14 +238,14 @@ def calibrate(
     kind = min(errors, key=lambda name: (errors[name], name != "unchanged"))
     answer = answers.get(kind)
     places = start if answer is None else start + answer.basis @ answer.learnt.values
-    made = with_places(base, parameters, places.tolist()) if answer is not None else base
+    calibrated = with_places(base, parameters, places.tolist()) if answer is not None else base
     after = _mean_error(prices.logs(places), seconds)
     constants = () if answer is None else tuple(_constants(answer, parameters, start, base))
     if answer is not None:
-        made = _with_origins(made, {parameter.owner for parameter in parameters}, source, runs, after)
+        calibrated = _with_origins(calibrated, {parameter.owner for parameter in parameters}, source, runs, after)
     models = frozenset(run.model for run in runs)
     return CalibrationResult(
-        made, kind, constants, len(runs), len(groups), models, errors["unchanged"], after, errors, skipped or {}
+        calibrated, kind, constants, len(runs), len(groups), models, errors["unchanged"], after, errors, skipped or {}
     )
 
 
@@ -288,12 +288,12 @@ def _constants(
     places = start + answer.basis @ answer.learnt.values
     spread = np.sqrt((answer.basis**2) @ (answer.learnt.deviations**2))
     prior = np.sqrt((answer.basis**2) @ (answer.widths**2))
-    told = 1 - (spread / np.where(prior > 0, prior, 1.0)) ** 2
-    for at in np.argsort(-told, kind="stable"):
-        if prior[at] > 0 and told[at] > _TOLD:
+    certainty = 1 - (spread / np.where(prior > 0, prior, 1.0)) ** 2
+    for at in np.argsort(-certainty, kind="stable"):
+        if prior[at] > 0 and certainty[at] > _TOLD:
             parameter, tried = parameters[at], (places[at], places[at] - spread[at], places[at] + spread[at])
             value, low, high = (value_of(with_places(base, [parameter], [place]), parameter) for place in tried)
-            yield LearntConstant(parameter.name, value_of(base, parameter), value, low, high, float(told[at]))
+            yield LearntConstant(parameter.name, value_of(base, parameter), value, low, high, float(certainty[at]))
 
 
 def _with_origins(

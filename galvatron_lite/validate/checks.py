@@ -127,10 +127,10 @@ def check_understood(run: PublishedRun) -> None:
         ("pp_schedule", run.pp_schedule if (run.pp or 1) > 1 else None, _SCHEDULE.search,
          "1f1b, gpipe, interleaved, zb-1p, zb-2p or zb-v"),
     )  # fmt: skip
-    for name, value, known, choices in words:
-        if value is not None and not known(value.strip().lower()):
-            said = str(InputError(name, value, f"Give {choices}, or leave it out."))
-            raise SkipError("a value is not understood", said)
+    for name, value, understood, choices in words:
+        if value is not None and not understood(value.strip().lower()):
+            message = str(InputError(name, value, f"Give {choices}, or leave it out."))
+            raise SkipError("a value is not understood", message)
     degrees = (
         ("tp", tensor, bool(run.heads and run.heads % tensor), f"It must divide heads ({run.heads})."),
         ("ep", expert, expert > 1 and experts == 1, "A model without n_experts has no experts to spread."),
@@ -156,8 +156,8 @@ def taken_otherwise(run: PublishedRun) -> Iterator[str]:
     device, devices, node = device_of(run.gpu), run.n_gpus or 1, run.gpus_per_node or 1
     if device is not None:
         alike = [name for name in known_devices() if name.split("-")[0] == device.name.split("-")[0]]
-        told = run.gpu_mem_gb is not None or re.search(r"gb|sxm|pcie|nvl", (run.gpu or "").lower())
-        if len(alike) > 1 and not told:
+        specific = run.gpu_mem_gb is not None or re.search(r"gb|sxm|pcie|nvl", (run.gpu or "").lower())
+        if len(alike) > 1 and not specific:
             yield f"gpu {run.gpu!r} is one of {', '.join(alike)}: {device.name}"
         if run.gpu_mem_gb is not None and abs(run.gpu_mem_gb * 1e9 / device.memory - 1) > _MEMORY_SLACK:
             yield f"gpu_mem_gb {run.gpu_mem_gb:g} contradicts gpu {run.gpu!r}: {device.name}"
@@ -299,9 +299,9 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
 def folds_experts(run: PublishedRun) -> bool:
     """Whether experts are whole on their devices: as a run says, else where its devices leave no other way."""
     tensor, spread = run.tp or 1, run.ep or 1
-    said = integer_argument(run.remarks, "expert-tensor-parallel-size")
+    stated = integer_argument(run.remarks, "expert-tensor-parallel-size")
     left = (run.n_gpus or 1) // ((run.pp or 1) * spread)
-    return tensor > 1 and min(said or tensor, max(left, 1)) == 1
+    return tensor > 1 and min(stated or tensor, max(left, 1)) == 1
 
 
 def _states(run: PublishedRun, stack: Stack, precision: str, optimizer: str) -> StateLayout:

@@ -66,9 +66,9 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
         graph = _together(graph)
     if graph is not None and stack.name in _PARTITIONING and (balance := layer_balance(run.remarks)):
         return _partitioned(canonical(run.model), side, precision, stack.kernels, last, balance)
-    found = _TOTALS.search(run.remarks)
-    if graph is None and found and run.params_b:
-        totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
+    match = _TOTALS.search(run.remarks)
+    if graph is None and match and run.params_b:
+        totals = (float(match[1]) * 1e9, float(match[2]) * 1e6, run.params_b * 1e9)
         graph = _summed(canonical(run.model), totals, side, precision, last) if min(totals) > 0 else None
     if graph is None:
         raise SkipError("image network known neither by name nor by totals")
@@ -77,8 +77,8 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
 
 def layer_balance(notes: str) -> tuple[int, ...]:
     """Layers a stage where a run says so (``layer balance [9, 15]``); empty where it does not."""
-    found = _BALANCE.search(notes)
-    return tuple(int(count) for count in found[1].split(",")) if found else ()
+    match = _BALANCE.search(notes)
+    return tuple(int(count) for count in match[1].split(",")) if match else ()
 
 
 @lru_cache(maxsize=2048)
@@ -159,8 +159,8 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape:
     if missing:
         raise SkipError(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
     if run.heads and run.hidden and run.hidden % run.heads and integer_argument(run.remarks, "kv-channels") is None:
-        said = f"heads: {run.heads} does not divide hidden ({run.hidden}). Mend it, or say kv-channels=... in notes."
-        raise SkipError("head size not stated", said)
+        message = f"heads: {run.heads} does not divide hidden ({run.hidden}). Mend it, or say kv-channels=... in notes."
+        raise SkipError("head size not stated", message)
     if "moe" in arch or (run.n_experts or 0) > 1:
         return _mixture(run, stack)
     if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
@@ -243,8 +243,8 @@ def _mixture(run: PublishedRun, stack: Stack) -> Shape:
 
 def dense_layers(pattern: str | None) -> int:
     """Plain blocks before the first mixture, from Megatron-LM's ``--moe-layer-freq`` (``([0]*3+[1]*12)``)."""
-    found = re.match(r"\(?\[0\]\*(\d+)\+", pattern or "")
-    return int(found[1]) if found else 0
+    match = re.match(r"\(?\[0\]\*(\d+)\+", pattern or "")
+    return int(match[1]) if match else 0
 
 
 def _two_stacks(run: PublishedRun, stack: Stack) -> Shape:
@@ -255,7 +255,7 @@ def _two_stacks(run: PublishedRun, stack: Stack) -> Shape:
     # Encoder block: 4 projections and the MLP; decoder block: 8 projections and the MLP (Vaswani et al. 2017).
     pair = 12 * hidden**2 + 2 * (3 if run.gated_mlp else 2) * hidden * ffn
     table = (run.vocab or 0) * hidden
-    said = (run.params_b or 0.0) * 1e9
-    if said and abs(said - table - layers * pair) > abs(said - table - layers / 2 * pair):
+    stated = (run.params_b or 0.0) * 1e9
+    if stated and abs(stated - table - layers * pair) > abs(stated - table - layers / 2 * pair):
         fields |= {"layers": max(layers // 2, 1)}
     return EncoderDecoderShape(**fields)  # type: ignore[arg-type]

@@ -40,43 +40,43 @@ def compute_precision(text: str | None, device: Device) -> str:
 
     Of precisions narrower than 16 bits only matmuls are; what they are called is what estimates know them by.
     """
-    said = (text or "bf16").lower()
-    if "fp4" in said:
+    word = (text or "bf16").lower()
+    if "fp4" in word:
         return "nvfp4"
-    if "fp8" in said:
-        if "rowwise" in said:
+    if "fp8" in word:
+        if "rowwise" in word:
             return "fp8-rowwise"
-        return "mxfp8" if "mxfp8" in said else "fp8"
-    if "bf16" in said and "fp16" not in said:
+        return "mxfp8" if "mxfp8" in word else "fp8"
+    if "bf16" in word and "fp16" not in word:
         return "bf16"
-    if "fp16" in said:
+    if "fp16" in word:
         return "fp16"
-    if "tf32" in said:
+    if "tf32" in word:
         return "tf32" if "tf32" in device.peak else "fp32"
-    return "fp32" if "fp32" in said else "bf16"
+    return "fp32" if "fp32" in word else "bf16"
 
 
 def recompute_of(text: str | None) -> Recompute:
     """What is computed again in most layers; nothing where nothing is said."""
-    said = (text or "none").lower()
-    if said.startswith("full"):
+    word = (text or "none").lower()
+    if word.startswith("full"):
         return Recompute.FULL
-    return Recompute.SELECTIVE if said.startswith("selective") else Recompute.NONE
+    return Recompute.SELECTIVE if word.startswith("selective") else Recompute.NONE
 
 
 def schedule_of(text: str | None, virtual: int) -> Schedule:
     """Order of micro-batches; 1F1B where nothing is said, interleaved where there are virtual stages."""
-    said = (text or "").lower()
+    word = (text or "").lower()
     for words, schedule in _SCHEDULES.items():
-        if re.search(words, said):
+        if re.search(words, word):
             return schedule
-    return Schedule.INTERLEAVED if "interleaved" in said or virtual > 1 else Schedule.ONE_F_ONE_B
+    return Schedule.INTERLEAVED if "interleaved" in word or virtual > 1 else Schedule.ONE_F_ONE_B
 
 
 def argument(notes: str, name: str) -> str | None:
     """The value of a command-line argument quoted in the notes (``kv-channels=128``)."""
-    found = re.search(rf"(?<![\w-]){re.escape(name)}=([^,;\s]+)", notes)
-    return found[1] if found else None
+    match = re.search(rf"(?<![\w-]){re.escape(name)}=([^,;\s]+)", notes)
+    return match[1] if match else None
 
 
 def integer_argument(notes: str, name: str) -> int | None:
@@ -110,8 +110,8 @@ def batch_of(run: PublishedRun) -> Batch:
         count = int(run.grad_accum or 1)
         return Batch(each * count, each, count)
     if run.global_batch % each:
-        said = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
-        raise SkipError("batch does not divide", said)
+        message = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
+        raise SkipError("batch does not divide", message)
     return Batch(run.global_batch, each, run.global_batch // each)
 
 
@@ -196,15 +196,15 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
     (``Stack.splits_by_work``) does that.
     """
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
-    said = run.remarks
-    first, last = (integer_argument(said, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    remarks = run.remarks
+    first, last = (integer_argument(remarks, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if stack is not None and stack.splits_by_work and stages > 1:
         return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:
         if first + last + stages - 2 > blocks or min(first, last) < 1:
             raise SkipError("more stages than blocks", f"notes: {first} and {last} at the ends, layers: {blocks}.")
         return [first, *even(blocks - first - last, stages - 2), last]
-    counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
+    counted = "counted as a layer" in remarks or "counted as layers" in remarks or "one layer fewer" in remarks
     if stages > 1 and (blocks + 2) % stages == 0 and (counted or blocks % stages):
         each = (blocks + 2) // stages
         return [each - 1, *[each] * (stages - 2), each - 1]
@@ -278,8 +278,8 @@ Price = Callable[[Plan], Plan]
 
 def leaves_recompute_open(text: str | None) -> bool:
     """Whether a run does not say what it computes again."""
-    said = (text or "unknown").lower()
-    return "unknown" in said or "none stated" in said
+    word = (text or "unknown").lower()
+    return "unknown" in word or "none stated" in word
 
 
 def fitting(run: PublishedRun, plan: Plan, graph: ModelGraph, price: Price, capacity: int) -> Plan:

@@ -46,12 +46,12 @@ def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
     for name in sorted(passed - set(NOT_USED)):
         near = get_close_matches(name.lower(), KINDS, 1, 0.75)
         unread.append(f"{name} (meant {near[0]}?)" if near else name)
-    found = {
+    by_family = {
         "lines that are no JSON object, each counted as a row not scored": broken,
         "run_id given more than once, all of them counted": repeated,
         "fields passed over": unread,
     }
-    return tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in found.items() if names)
+    return tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in by_family.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -68,8 +68,8 @@ def implausible(judged: Iterable[ScoredRun]) -> list[str]:
     """A hint about units where predictions are off by more than ``IMPLAUSIBLE`` times."""
     odd = [one.run.run_id for one in judged if one.scored and _factor(one) > log(IMPLAUSIBLE)]
     units = "iter_time_s is in seconds, peak_mem_gb in GiB, throughputs a second"
-    said = f"off by more than {IMPLAUSIBLE:.0f} times, check the units ({units})"
-    return [f"{said}: {_some(odd)}"] if odd else []
+    message = f"off by more than {IMPLAUSIBLE:.0f} times, check the units ({units})"
+    return [f"{message}: {_some(odd)}"] if odd else []
 
 
 def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
@@ -98,8 +98,8 @@ def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
     for name, family in scores.items():
         missing = family.rows - family.scored
         reasons = family.skipped | {FAILED: missing - sum(family.skipped.values())}
-        said = "; ".join(f"{reason} ({count})" for reason, count in reasons.items() if count > 0)
-        lines += [f"{name}: {missing} of {family.rows} not scored: {said}"] if said else []
+        reasons_text = "; ".join(f"{reason} ({count})" for reason, count in reasons.items() if count > 0)
+        lines += [f"{name}: {missing} of {family.rows} not scored: {reasons_text}"] if reasons_text else []
     return lines
 
 
@@ -169,8 +169,8 @@ def worst_lines(one: ScoredRun) -> list[str]:
             off = "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
             values = " measured ".join(f"{value / unit:{form}}{suffix or ' GiB'}," for value in (predicted, known))
             split = ((part, value / unit) for part, value in asdict(parts).items() if value)
-            said = ", ".join(f"{part} {value:.3g}{suffix}" for part, value in split)
-            lines.append(f"  {name} {values.removesuffix(',')}{off}: {said}")
+            parts_text = ", ".join(f"{part} {value:.3g}{suffix}" for part, value in split)
+            lines.append(f"  {name} {values.removesuffix(',')}{off}: {parts_text}")
     taken = assumptions(run)
     return [*lines, *(["  assumed: " + "; ".join(taken)] if taken else [])]
 
@@ -205,21 +205,21 @@ def scatter(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str] = la
         parts.append(f'<g class="c{colour(place)}" {big}>{mark(place, 0, 0)}</g>')
         parts.append(caption(_NAMES + 12, top + 12.5, f"{name} ({len(points)})"))
         parts.append(caption(_NAMES + 268, top + 12.5, medians[name], "end"))
-    said = "; ".join(f"{name} ({len(points)} runs): {medians[name]}" for name, points in series.items())
-    words = f"{summary}. Median absolute error by group: {said}."
+    legend = "; ".join(f"{name} ({len(points)} runs): {medians[name]}" for name, points in series.items())
+    words = f"{summary}. Median absolute error by group: {legend}."
     return document(_NAMES + 280, _TOP + max(_SIDE, _ROW * len(series)) + 56, title, parts, words)
 
 
 def _series(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str]) -> Series:
-    found: dict[str, list[Point]] = defaultdict(list)
+    series: dict[str, list[Point]] = defaultdict(list)
     for one in judged:
         if one.time and isinstance(one.outcome, Predicted) and one.measured is not None:
-            found[key(one.run)].append((one.measured.step_seconds or 0.0, one.outcome.step_seconds))
-    if len(found) <= MARKS:
-        return found
-    largest = sorted(found, key=lambda name: -len(found[name]))[: MARKS - 1]
-    kept = {name: points for name, points in found.items() if name in largest}
-    return kept | {OTHERS: [point for name, points in found.items() if name not in largest for point in points]}
+            series[key(one.run)].append((one.measured.step_seconds or 0.0, one.outcome.step_seconds))
+    if len(series) <= MARKS:
+        return series
+    largest = sorted(series, key=lambda name: -len(series[name]))[: MARKS - 1]
+    kept = {name: points for name, points in series.items() if name in largest}
+    return kept | {OTHERS: [point for name, points in series.items() if name not in largest for point in points]}
 
 
 def _errors(*series: Sequence[Point]) -> list[float]:

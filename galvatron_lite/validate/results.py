@@ -139,7 +139,7 @@ def score(judged: Sequence[ScoredRun]) -> Scores:
     groups = [group for group in decision_groups(judged) if len(group) > 1]
     regrets = [100 * regret(group) for group in groups]
     ranked = [spearman(group) for group in groups if len(group) >= LEAST_RANKED]
-    known = [value for value in ranked if value is not None]
+    ratios = [value for value in ranked if value is not None]
     predicted = [(one, one.outcome) for one in judged if isinstance(one.outcome, Predicted)]
     over = [one for one, outcome in predicted if outcome.device_memory > outcome.capacity]
     return Scores(
@@ -154,7 +154,7 @@ def score(judged: Sequence[ScoredRun]) -> Scores:
         spearman=spearman(pairs) if len(pairs) >= LEAST_RANKED else None,
         regret=_mean(regrets),
         regret_max=max(regrets, default=None),
-        group_spearman=_mean(known),
+        group_spearman=_mean(ratios),
         groups=len(groups),
         timed=len(times),
         weighed=len(memories),

@@ -141,7 +141,7 @@ def pairs_of(
 def _settings(runs: Iterable[PublishedRun], predictor: Predictor) -> list[Setting]:
     """One for every device, batch and micro-batch, but where a step would be beyond the peak of its devices: PyTorch of
     2020 to 2022 multiplied in TF32 where tables say fp32."""
-    known = defaultdict[tuple[str, int, int | None], list[Setting]](list)
+    settings = defaultdict[tuple[str, int, int | None], list[Setting]](list)
     for run in runs:
         try:
             understood, batch = predictor.understand(run), batch_of(run)
@@ -150,8 +150,8 @@ def _settings(runs: Iterable[PublishedRun], predictor: Predictor) -> list[Settin
         seconds, prediction = measured_of(run, batch).step_seconds, understood.prediction
         if seconds and prediction.mfu * prediction.step_seconds <= seconds:
             key = (understood.cluster.device.name, batch.size, run.micro_batch)
-            known[key].append(Setting(understood, seconds, batch.size))
-    return [replace(members[0], seconds=median(member.seconds for member in members)) for members in known.values()]
+            settings[key].append(Setting(understood, seconds, batch.size))
+    return [replace(members[0], seconds=median(member.seconds for member in members)) for members in settings.values()]
 
 
 def _learnt(settings: Sequence[Setting], predictor: Predictor) -> StackConstants:
@@ -265,17 +265,17 @@ def scale_up_scores(
 def _family(name: str, runs: Sequence[PublishedRun], predictor: Predictor) -> ScaleUpScores | None:
     large = [run for run in runs if (run.n_gpus or 0) >= LARGE and predictor.judge(run).time is not None]
     small = [observation_of(run, predictor) for run in runs if 0 < (run.n_gpus or 0) <= SMALL] if large else []
-    known = [one for one in small if one is not None]
+    usable = [one for one in small if one is not None]
     try:
-        made = calibrate(known, predictor.calibration)
+        calibrated = calibrate(usable, predictor.calibration)
     except InputError:  # too few small runs to learn from
         return None
-    learnt, models = Predictor(made.calibration, predictor.graphs), {one.model for one in known}
+    learnt, models = Predictor(calibrated.calibration, predictor.graphs), {one.model for one in usable}
     seen = tuple((run.model or "") in models for run in large)
-    errors = [_error(run, learnt if there or len(made.models) > 1 else predictor)
+    errors = [_error(run, learnt if there or len(calibrated.models) > 1 else predictor)
               for run, there in zip(large, seen, strict=True)]  # fmt: skip
     before, most = [_error(run, predictor) for run in large], max(run.n_gpus or 0 for run in large)
-    return ScaleUpScores(name, len(known), len(errors), most, made.kind, tuple(errors), tuple(before), seen)
+    return ScaleUpScores(name, len(usable), len(errors), most, calibrated.kind, tuple(errors), tuple(before), seen)
 
 
 def _error(run: PublishedRun, predictor: Predictor) -> float:

@@ -59,8 +59,8 @@ def with_run(shown: PlanView, run: RecordedRun) -> PlanView:
     """With what was measured, and a word where the run was of another plan."""
     if _bare(run.plan) == _bare(shown.plan):
         return replace(shown, run=run)
-    said = f"The run in {run.folder} was last under another plan than this one: what was measured is of that plan."
-    return replace(shown, run=run, missing=(*shown.missing, said))
+    warning = f"The run in {run.folder} was last under another plan than this one: what was measured is of that plan."
+    return replace(shown, run=run, missing=(*shown.missing, warning))
 
 
 def _bare(plan: Plan) -> Plan:
@@ -109,10 +109,10 @@ def _setting_of(plan: Plan, profile: Profile) -> PlanSetting:
     made_from = plan.provenance
     assert made_from is not None
     cluster = first_devices(profile.cluster, plan.devices)
-    known = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
+    on_cluster = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
     budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
     margin = 0.0 if plan.provenance is None else plan.provenance.margin
-    return PlanSetting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
+    return PlanSetting(on_cluster, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
 
 
 def _front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:

@@ -104,14 +104,14 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
 
 
 def _cards_of(shown: PlanView) -> list[_Card]:
-    plan, said = shown.plan, shown.plan.prediction
-    assert said is not None
+    plan, prediction = shown.plan, shown.plan.prediction
+    assert prediction is not None
     unit = "pass" if plan.mode is Mode.INFERENCE else "step"
     batch = f"{plan.microbatches} micro-batches of {plan.microbatch}" if plan.microbatches > 1 else "in one micro-batch"
     return [
-        _Card(f"{unit.capitalize()} time", format_seconds(said.step_seconds), _proof(plan)),
-        _Card("Samples a second", format_count(said.samples_per_second), _tokens(said)),
-        _Card("MFU", f"{100 * said.mfu:.1f} %", "of the devices' peak", share=said.mfu),
+        _Card(f"{unit.capitalize()} time", format_seconds(prediction.step_seconds), _proof(plan)),
+        _Card("Samples a second", format_count(prediction.samples_per_second), _tokens(prediction)),
+        _Card("MFU", f"{100 * prediction.mfu:.1f} %", "of the devices' peak", share=prediction.mfu),
         _memory_card(plan),
         _Card("Devices", f"{plan.devices}", f"{_device_of(shown)}; {_pipeline(plan)}"),
         _Card("Batch", f"{plan.global_batch}", f"{batch}, {plan.precision}"),
@@ -164,7 +164,7 @@ def _pipeline(plan: Plan) -> str:
 
 def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_TableRow]:
     parts = parts_of(plan)
-    found = []
+    rows = []
     for _, same in groupby(
         parts, key=lambda part: (part[0].isdigit(), tuple((run.strategy, run.count) for run in part[1]))
     ):
@@ -175,10 +175,8 @@ def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_Ta
             layers = run.first if run.first == last else f"{run.first} … {last}"
             look = looks[run.strategy]
             count = f"{run.count}" if len(own) == 1 else f"{run.count} a stage"
-            found.append(
-                _TableRow((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words))
-            )
-    return found
+            rows.append(_TableRow((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words)))
+    return rows
 
 
 def _time_of(plan: Plan) -> list[_SharePart]:
@@ -201,11 +199,11 @@ def _ranks_of(group: GroupTimeline, plan: Plan) -> str:
 def _group_rows(step: Timeline, plan: Plan) -> list[_TableRow]:
     rows = []
     for group in step.groups:
-        own = group.end - group.begin + step.host if step.overlapping else step.span
+        busy = group.end - group.begin + step.host if step.overlapping else step.span
         once = sum(one.end - one.start for one in group.closing)
         rows.append(_TableRow((
-            name_of(group), _ranks_of(group, plan), f"{len(group.passes)}", percent(group.busy / own),
-            percent(max(1.0 - (group.busy + step.host) / own, 0.0)),
+            name_of(group), _ranks_of(group, plan), f"{len(group.passes)}", percent(group.busy / busy),
+            percent(max(1.0 - (group.busy + step.host) / busy, 0.0)),
             format_seconds(group.begin) if group.begin else "0 s",
             format_seconds(group.passes[-1].free),
             format_seconds(once) if once else "–",
@@ -243,16 +241,16 @@ def _dimensions_shown(shown: PlanView) -> tuple[DeviceGroups, ...]:
 
 
 def _marks_of(shown: PlanView) -> list[PlanMark]:
-    plan, said = shown.plan, shown.plan.prediction
-    assert said is not None
-    found = [PlanMark(said.peak_memory, said.step_seconds, "plan", "this plan")]
+    plan, prediction = shown.plan, shown.plan.prediction
+    assert prediction is not None
+    marks = [PlanMark(prediction.peak_memory, prediction.step_seconds, "plan", "this plan")]
     for point in () if shown.front is None else shown.front.points:
-        if point.plan is not None and (point.peak, point.seconds) != (said.peak_memory, said.step_seconds):
-            found.append(PlanMark(point.peak, point.seconds, "front", summary(point.plan)))
+        if point.plan is not None and (point.peak, point.seconds) != (prediction.peak_memory, prediction.step_seconds):
+            marks.append(PlanMark(point.peak, point.seconds, "front", summary(point.plan)))
     for alternative in plan.alternatives:
         kind = "other" if alternative.fits else "overfull"
-        found.append(PlanMark(alternative.peak_memory, alternative.step_seconds, kind, alternative.summary))
-    return found
+        marks.append(PlanMark(alternative.peak_memory, alternative.step_seconds, kind, alternative.summary))
+    return marks
 
 
 def _front_rows(marks: Sequence[PlanMark]) -> list[_TableRow]:
@@ -324,9 +322,9 @@ def _against(shown: Sequence[PlanView]) -> list[_TableRow]:
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("galvatron_lite.analysis.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    found.filters |= {"seconds": format_seconds, "capfirst": lambda words: words[:1].upper() + words[1:]}
-    return found
+    environment.filters |= {"seconds": format_seconds, "capfirst": lambda words: words[:1].upper() + words[1:]}
+    return environment

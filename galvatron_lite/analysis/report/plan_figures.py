@@ -43,16 +43,16 @@ def looks_of(plans: Sequence[Plan]) -> dict[Strategy, StrategyStyle]:
     for strategy, count in (pair for plan in plans for pair in _runs(plan)):
         counts[strategy] = counts.get(strategy, 0) + count
     shades: dict[str, int] = {}
-    found = {}
+    looks = {}
     for place, (strategy, count) in enumerate(counts.items()):
         hue = _hue_of(strategy)
         shade = shades.get(hue, 0) % SHADES
         shades[hue] = shades.get(hue, 0) + 1
         fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
-        found[strategy] = StrategyStyle(
+        looks[strategy] = StrategyStyle(
             _letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count
         )
-    return found
+    return looks
 
 
 def _runs(plan: Plan) -> Iterable[tuple[Strategy, int]]:
@@ -105,8 +105,8 @@ def layer_strip(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> Markup:
 
 def parts_of(plan: Plan) -> list[Part]:
     """Stages, then branches, with their names."""
-    found: list[Part] = [(str(number), stage.runs) for number, stage in enumerate(plan.stages)]
-    return found + [(branch.name, branch.runs) for branch in plan.branches]
+    parts: list[Part] = [(str(number), stage.runs) for number, stage in enumerate(plan.stages)]
+    return parts + [(branch.name, branch.runs) for branch in plan.branches]
 
 
 def _part(
@@ -157,10 +157,10 @@ class DeviceGroups:
 
 def groups_in(plan: Plan, node: int) -> list[DeviceGroups]:
     """The groups of the pipeline, and of every dimension that the plan's most frequent strategies use."""
-    found = []
+    groups = []
     if plan.pipeline > 1:
         size = plan.stage_devices
-        found.append(_groups("pipeline stages", "all layers", plan.devices, node, lambda rank: rank // size))
+        groups.append(_groups("pipeline stages", "all layers", plan.devices, node, lambda rank: rank // size))
     seen: set[str] = set()
     for strategy, layers in _frequent(plan):
         for name, degree, stride in dimensions_of(strategy):
@@ -171,8 +171,8 @@ def groups_in(plan: Plan, node: int) -> list[DeviceGroups]:
                     """The least rank of a rank's group."""
                     return rank - (rank % stage) // stride % degree * stride
 
-                found.append(_groups(name, layers, plan.devices, node, first))
-    return found
+                groups.append(_groups(name, layers, plan.devices, node, first))
+    return groups
 
 
 def _frequent(plan: Plan) -> list[tuple[Strategy, str]]:
@@ -186,12 +186,12 @@ def _frequent(plan: Plan) -> list[tuple[Strategy, str]]:
 
 def dimensions_of(strategy: Strategy) -> list[tuple[str, int, int]]:
     """Dimensions that split a layer: name, degree, and ranks from one member to the next."""
-    inner, found = 1, [("expert", strategy.expert, int(expert_slices(strategy)))]
+    inner, dimensions = 1, [("expert", strategy.expert, int(expert_slices(strategy)))]
     for name in reversed(degree_names()):  # ranks are row-major, the last degree innermost
         degree = int(getattr(strategy, name))
-        found.append((name, degree, inner))
+        dimensions.append((name, degree, inner))
         inner *= degree
-    return [one for one in reversed(found) if one[1] > 1]
+    return [one for one in reversed(dimensions) if one[1] > 1]
 
 
 def _groups(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> DeviceGroups:

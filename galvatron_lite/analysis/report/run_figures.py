@@ -89,10 +89,10 @@ def _mark(mark: PlanMark, x: float, y: float) -> Markup:
 
 def _stairs(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """From each plan to the next with less memory: it is the fastest down to there."""
-    found = points[:1]
+    stairs = points[:1]
     for (_, above), (x, y) in pairwise(points):
-        found += [(x, above), (x, y)]
-    return found
+        stairs += [(x, above), (x, y)]
+    return stairs
 
 
 RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS = 640.0, 220.0, (70.0, 14.0, 14.0, 30.0)
@@ -142,15 +142,20 @@ def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[_Be
     tokens = median(step.tokens / step.seconds for step in steps if step.seconds)
     memory = max((record.memory for records in run.ranks for record in records), default=0)
     memory = memory or max(step.memory for step in steps)
-    said = plan.prediction
+    prediction = plan.prediction
     rows = [
-        _beside("step time", seconds, said.step_seconds, format_seconds, _LENGTH),
-        _beside("samples a second", rate, said.samples_per_second, format_count),
-        _beside("tokens a second", tokens, said.tokens_per_second, format_count),
-        _beside("MFU", said.mfu * said.step_seconds / seconds, said.mfu, lambda value: f"{100 * value:.1f} %"),
+        _beside("step time", seconds, prediction.step_seconds, format_seconds, _LENGTH),
+        _beside("samples a second", rate, prediction.samples_per_second, format_count),
+        _beside("tokens a second", tokens, prediction.tokens_per_second, format_count),
+        _beside(
+            "MFU",
+            prediction.mfu * prediction.step_seconds / seconds,
+            prediction.mfu,
+            lambda value: f"{100 * value:.1f} %",
+        ),
     ]
     if memory:
-        rows.append(_beside("peak memory of a device", memory, said.peak_memory, format_bytes))
+        rows.append(_beside("peak memory of a device", memory, prediction.peak_memory, format_bytes))
     return rows
 
 
@@ -175,17 +180,17 @@ def _parts(run: RecordedRun, plan: Plan) -> tuple[_Beside, ...]:
         return ()
     names = sorted({part for record in last for part in record.parts})
     time = plan.prediction.time
-    said = {
+    predicted = {
         "forward": time.forward, "backward": time.backward + time.recompute, "waiting": time.pipeline,
         "optimizer": time.optimizer,
     }  # fmt: skip
     rows = []
     for name in names:
         found = mean(record.parts.get(name, 0.0) for record in last)
-        own = said.get(name.value)
+        expected = predicted.get(name.value)
         rows.append(
             (_PARTS.get(name.value, name.value), format_seconds(found),
-             "" if own is None else format_seconds(own), _off(own or 0.0, found, _LENGTH))
+             "" if expected is None else format_seconds(expected), _off(expected or 0.0, found, _LENGTH))
         )  # fmt: skip
     return tuple(rows)
 
@@ -193,7 +198,7 @@ def _parts(run: RecordedRun, plan: Plan) -> tuple[_Beside, ...]:
 def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
     every = -(-len(steps) // _POINTS)
     means = [steps[at : at + every] for at in range(0, len(steps), every)]
-    points = [(mean(step.step for step in own), mean(step.seconds for step in own)) for own in means]
+    points = [(mean(step.step for step in window), mean(step.seconds for step in window)) for window in means]
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1.0)
     top = 1.15 * max(predicted, *(seconds for _, seconds in points))
     frame = Frame(RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS, last, top, x_start=first)

@@ -243,21 +243,21 @@ Level = tuple[float, MemoryBreakdown]  # from when on, and what there is
 
 
 def _levels(group: GroupTimeline) -> list[Level]:
-    found = [(0.0, group.resting)]
+    levels = [(0.0, group.resting)]
     for pass_, during, after in zip(group.passes, group.during, group.after, strict=True):
-        found += [(pass_.start, during), (pass_.end, after)]
-    found += [(closing.start, closing.memory) for closing in group.closing]
-    return found
+        levels += [(pass_.start, during), (pass_.end, after)]
+    levels += [(closing.start, closing.memory) for closing in group.closing]
+    return levels
 
 
 def _stairs(group: GroupTimeline, span: float) -> list[Level]:
     """The levels, or of many the greatest in each column of the picture; the last goes on to the end."""
-    found = _levels(group)
-    if len(found) > 2 * _COLUMNS:
-        found = _greatest(found, span)
-    kept = [found[0]]
-    kept += [level for before, level in pairwise(found) if level[1] != before[1]]
-    return [*kept, (span, found[-1][1])]
+    levels = _levels(group)
+    if len(levels) > 2 * _COLUMNS:
+        levels = _greatest(levels, span)
+    kept = [levels[0]]
+    kept += [level for before, level in pairwise(levels) if level[1] != before[1]]
+    return [*kept, (span, levels[-1][1])]
 
 
 def _greatest(levels: list[Level], span: float) -> list[Level]:
@@ -266,8 +266,8 @@ def _greatest(levels: list[Level], span: float) -> list[Level]:
     for (start, memory), (end, _) in zip(levels, [*levels[1:], (span, levels[-1][1])], strict=True):
         last = max(int(start / width), int(end / width - 1e-9))
         for place in range(int(start / width), min(last, _COLUMNS - 1) + 1):
-            known = columns.get(place)
-            columns[place] = memory if known is None or memory.total > known.total else known
+            greatest = columns.get(place)
+            columns[place] = memory if greatest is None or memory.total > greatest.total else greatest
     return [(place * width, columns[place]) for place in sorted(columns)]
 
 

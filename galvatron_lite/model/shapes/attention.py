@@ -129,10 +129,17 @@ def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool
     passes = ("scale", "mask", "bias") if biased else ("scale", "mask")
     x = scores
     for each in passes:
-        made = tape.value(x.items, x.part)
+        weights = tape.value(x.items, x.part)
         moved, added = 2 * x.bytes, each == "bias"
         x = tape.memory(
-            f"{name}.{each}", (x,), made, moved, 0 if added else moved, core=True, fusible=True, shares_gradient=added
+            f"{name}.{each}",
+            (x,),
+            weights,
+            moved,
+            0 if added else moved,
+            core=True,
+            fusible=True,
+            shares_gradient=added,
         )
     wide = out if out.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     moved, back = x.bytes + wide.bytes, 2 * wide.bytes + x.bytes

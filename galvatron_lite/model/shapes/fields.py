@@ -312,12 +312,12 @@ def complete(shape: Shape) -> Shape:
     _check_sizes(shape)
     match shape:
         case EncoderDecoderShape():
-            whole = replace(
+            filled = replace(
                 shape,
                 decoder_layers=shape.decoder_layers or shape.layers,
                 decoder_seq_len=shape.decoder_seq_len or shape.seq_len,
             )
-            return _complete_transformer(whole)
+            return _complete_transformer(filled)
         case MoeShape():
             return _complete_moe(shape)
         case VitShape():
@@ -381,8 +381,8 @@ def _complete_moe(shape: MoeShape) -> MoeShape:
         raise InputError("expert_groups", (shape.expert_groups, shape.chosen_groups), remedy)
     if shape.capacity < 1:
         raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
-    whole = _complete_transformer(shape)
-    return replace(whole, moe_ffn=whole.moe_ffn or whole.ffn_hidden)
+    filled = _complete_transformer(shape)
+    return replace(filled, moe_ffn=filled.moe_ffn or filled.ffn_hidden)
 
 
 def _complete_vit(shape: VitShape) -> VitShape:
@@ -437,10 +437,10 @@ _SIDES = re.compile(r"^([1-9]\d*)(?:x([1-9]\d*))?$")
 
 def sides_of(image: str) -> tuple[int, int]:
     """Height and width."""
-    found = _SIDES.match(image.lower())
-    if found is None:
+    match = _SIDES.match(image.lower())
+    if match is None:
         raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def sizes_of(shape: Shape, name: str, image: str) -> dict[str, object]:

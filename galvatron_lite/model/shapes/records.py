@@ -87,9 +87,9 @@ def selected(records: Sequence[Record], inputs: Sequence[Value], meaning: Select
     """What selective recomputation keeps, by what it means (see ``Selective``)."""
     if meaning == "attention":
         entering = [value for call, _ in records if call.core for value in call.inputs]
-        made = {call.output.key for call, _ in records if call.core}
+        outputs = {call.output.key for call, _ in records if call.core}
         outside = saved_by(call for call, _ in records if not call.core)
-        return [*outside, *(value for value in entering if value.key not in made)]
+        return [*outside, *(value for value in entering if value.key not in outputs)]
     if meaning == "norms":
         cheap = {records[index][0].output.key for index in _norms_and_activations(records)}
         return [value for value in saved_by(call for call, _ in records) if value.key not in cheap]

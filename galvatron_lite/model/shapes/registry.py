@@ -58,16 +58,16 @@ def build_graph(
     """
     if precision not in ITEM_BYTES:
         raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
-    whole = complete(shape if sequence is None else _with_sequence(shape, sequence))
+    completed = complete(shape if sequence is None else _with_sequence(shape, sequence))
     chosen = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
     chosen = replace(chosen, fp8=True) if precision == "fp8" else chosen
     how = activation_bytes(precision), chosen
     if trainable is None:
-        return _graph(whole, precision, *how)
-    if isinstance(whole, PictureShape) and not isinstance(whole, VitShape):
+        return _graph(completed, precision, *how)
+    if isinstance(completed, PictureShape) and not isinstance(completed, VitShape):
         remedy = "Networks of convolutions by name train whole: give the model itself, FILE.py:FACTORY."
         raise InputError("--freeze", ", ".join(trainable.freeze) or None, remedy)
-    return with_trainable(lambda: _graph(whole, precision, *how), trainable)
+    return with_trainable(lambda: _graph(completed, precision, *how), trainable)
 
 
 def _with_sequence(shape: Shape, sequence: int) -> Shape:
@@ -161,8 +161,8 @@ def shape_from_flags(flags: Mapping[str, str]) -> Shape:
     data: dict[str, Any] = {_FLAGS.get(name, name): value for name, value in named.items()}
     kind = SHAPES.get(str(data.get("arch", "decoder")))
     if kind is not None:
-        known = {item.name for item in fields(kind)}
-        for name in data.keys() - known:
-            raise InputError(f"--{name.replace('_', '-')}", data[name], f"Known: {', '.join(sorted(known))}.")
+        field_names = {item.name for item in fields(kind)}
+        for name in data.keys() - field_names:
+            raise InputError(f"--{name.replace('_', '-')}", data[name], f"Known: {', '.join(sorted(field_names))}.")
     lists = {name: tuple(str(value).split(",")) for name, value in data.items() if name in _LISTS or "," in str(value)}
     return shape_from_data({"name": "flags"} | data | lists, "shape flags", strict=False)

@@ -319,8 +319,8 @@ class Tape:
         }
         if overwrites_anchors(records):
             del choices[Recompute.SELECTIVE]
-        told = self.kernels.compiled or self.kernels.selective != "operators"
-        return {choice: kept for choice, kept in choices.items() if told or kept.total <= saved.total}
+        marks_all = self.kernels.compiled or self.kernels.selective != "operators"
+        return {choice: kept for choice, kept in choices.items() if marks_all or kept.total <= saved.total}
 
 
 def sharding_of(value: Value) -> Sharding:

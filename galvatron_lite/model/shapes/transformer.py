@@ -277,9 +277,9 @@ def _projections(
     """Queries of ``x``, keys and values of ``source`` or ``x``: three matmuls, or as few as the kernels allow."""
     widths = (shape.attention_width, shape.kv_width, shape.kv_width)
     if not tape.kernels.merged_projections:
-        made = [_column(tape, shape, f"{name}.{part}", x if part == "q" or source is None else source, width)
+        projected = [_column(tape, shape, f"{name}.{part}", x if part == "q" or source is None else source, width)
                 for part, width in zip("qkv", widths, strict=True)]  # fmt: skip
-        return made[0], made[1], made[2]
+        return projected[0], projected[1], projected[2]
     tokens = x.items // shape.hidden
     if source is None:
         qkv = _column(tape, shape, f"{name}.qkv", x, sum(widths))
@@ -311,8 +311,8 @@ def _inner(tape: Tape, shape: TransformerShape, x: Value, ffn: int, name: str) -
     """What the down projection takes."""
     relu, kernels = shape.activation == "relu", tape.kernels
     if not shape.gated_mlp:
-        made = ops.activation(tape, f"{name}.act", _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
-        return _dropped(tape, shape, name, made)
+        activated = ops.activation(tape, f"{name}.act", _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
+        return _dropped(tape, shape, name, activated)
     if kernels.merged_projections:
         both = _column(tape, shape, f"{name}.gate_up", x, 2 * ffn)
         return ops.gated(tape, view(both, both.items // 2), view(both, both.items // 2), keeps_output=relu)

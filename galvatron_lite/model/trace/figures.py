@@ -45,13 +45,13 @@ def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), d
     _check_alike(small.recording, large.recording)
     sizes = {number: slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
-    made = {event for event in recording.events if event > 0}.difference(large.leaving)
+    events = {event for event in recording.events if event > 0}.difference(large.leaving)
     taken = set(large.chain).difference(large.leaving)
 
     def kept_of(storages: Collection[int]) -> int:
         return sum(sizes[number] for number in recording.kept if number in storages)
 
-    kept, overwrites = kept_of(made), _overwritten(recording, large.chain)
+    kept, overwrites = kept_of(events), _overwritten(recording, large.chain)
     entering = sum(sizes.get(number, 0) for number in large.chain)
     forward, backward = _peaks(recording, sizes)
     return RegionFigures(

@@ -87,11 +87,11 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave(self, args: Any, output: Any) -> Any:
         """The module that began last has run; returns its output, with copies of inputs that it did not write."""
         path, handed = self._running[-1], output
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
-        again = [tensor for tensor in tensors_of(output) if tensor.untyped_storage()._cdata in given]
+        arguments = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+        again = [tensor for tensor in tensors_of(output) if tensor.untyped_storage()._cdata in arguments]
         if again:
-            own = reduce(or_, (bit for name, bit in self.modules.items() if at(name, path)))
-            kept = {id(tensor) for tensor in again if not self.made_of([tensor]) & own}
+            bits = reduce(or_, (bit for name, bit in self.modules.items() if at(name, path)))
+            kept = {id(tensor) for tensor in again if not self.made_of([tensor]) & bits}
             handed = map_tensors(output, lambda one: self._apart(one) if id(one) in kept else one)
         self._running.pop()
         return handed if type(handed) is type(output) else output
@@ -108,58 +108,58 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def made_of(self, tensors: Iterable[Tensor]) -> int:
         """What tensors are made of, all together."""
-        found = 0
+        bits = 0
         for tensor in tensors:
-            found = _union(found, int(self._made.get(tensor.untyped_storage(), 0)))  # type: ignore[no-untyped-call]
-        return found
+            bits = _union(bits, int(self._made.get(tensor.untyped_storage(), 0)))  # type: ignore[no-untyped-call]
+        return bits
 
     def reaching(self, outputs: Iterable[Tensor], model: nn.Module) -> int:
         """What a run's outputs are made of, with what decided what was run and what the model remembers of the run.
 
         A buffer that the outputs read may have been written in the run before.
         """
-        found = self.made_of(outputs) | self._decided | self.made_of(_remembered(model))
+        bits = self.made_of(outputs) | self._decided | self.made_of(_remembered(model))
         written = {bit: self.made_of([model.get_buffer(name)]) for name, bit in self.buffers.items()}
         while True:
-            more = found
-            for bit, made in written.items():
-                more = more | made if more & bit else more
-            if more == found:
-                return found
-            found = more
+            more = bits
+            for bit, sources in written.items():
+                more = more | sources if more & bit else more
+            if more == bits:
+                return bits
+            bits = more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and note what its outputs are made of."""
         kwargs = kwargs or {}
         taken = [*tensors_of(args), *tensors_of(kwargs)]
         path = self._running[-1]
-        made = self._note_taken(taken, path)
+        bits = self._note_taken(taken, path)
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._decided |= made
-            self.asked.append((path, made))
+            self._decided |= bits
+            self.asked.append((path, bits))
         output = func(*args, **kwargs)
         self.work[path] += flops(func, args, kwargs, output)
-        made = _union(made, self.modules[path] | self._decided)
+        bits = _union(bits, self.modules[path] | self._decided)
         looked_at = {tensor.untyped_storage()._cdata for tensor in taken}
         for tensor in tensors_of(output):
             if tensor.untyped_storage()._cdata not in looked_at:
-                self._add(tensor, made)
+                self._add(tensor, bits)
         for tensor in _written(func, args, kwargs):
-            self._write(tensor, made)
+            self._write(tensor, bits)
         return output
 
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
-        own, made = self.modules[path], self._decided
+        module_bits, bits = self.modules[path], self._decided
         for tensor in taken:
-            found = self.made_of([tensor])
-            made = _union(made, found)
-            if found & self.batch and not found & own:
-                self.entries[path].add(found)
+            tensor_bits = self.made_of([tensor])
+            bits = _union(bits, tensor_bits)
+            if tensor_bits & self.batch and not tensor_bits & module_bits:
+                self.entries[path].add(tensor_bits)
             name = self._names.get(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             if name is not None:
                 self.readers[name].add(path)
-        self.given[path] = _union(self.given[path], made)
-        return made
+        self.given[path] = _union(self.given[path], bits)
+        return bits
 
     def _write(self, tensor: Tensor, sources: int) -> None:
         storage = tensor.untyped_storage()
@@ -223,7 +223,7 @@ def needs_of(flow: DataFlow, model: nn.Module, groups: Mapping[str, Collection[s
     A group that is given what code elsewhere made of parameters that one other group alone holds needs that one.
     """
     homes, bits = held_by(flow.modules, groups), group_bits(flow, model, groups)
-    every, given = sum(bits.values()), dict.fromkeys(groups, 0)
+    every, passed_on = sum(bits.values()), dict.fromkeys(groups, 0)
     found = {name: Needs() for name in groups}
     for path, name in homes.items():
         needs = found[name]
@@ -231,9 +231,9 @@ def needs_of(flow: DataFlow, model: nn.Module, groups: Mapping[str, Collection[s
         needs.work += flow.work[path]
         needs.busy += flow.work[path] > 0
         needs.batch = needs.batch or any(not entry & every for entry in flow.entries[path])
-        given[name] |= flow.given[path]
+        passed_on[name] |= flow.given[path]
     for name, needs in found.items():
-        needs.earlier |= {other for other, bit in bits.items() if other != name and given[name] & bit}
+        needs.earlier |= {other for other, bit in bits.items() if other != name and passed_on[name] & bit}
     return found
 
 
@@ -251,21 +251,21 @@ def group_bits(flow: DataFlow, model: nn.Module, groups: Mapping[str, Collection
 def holders_of(model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
     """The groups that hold each parameter, by its name; several hold a shared one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, set[str]] = {}
+    holders: dict[str, set[str]] = {}
     for group, paths in groups.items():
         for parameter in (parameter for path in paths for parameter in model.get_submodule(path).parameters()):
-            found.setdefault(names[id(parameter)], set()).add(group)
-    return found
+            holders.setdefault(names[id(parameter)], set()).add(group)
+    return holders
 
 
 def held_by(paths: Collection[str], groups: Mapping[str, Collection[str]]) -> dict[str, str]:
     """The group that holds each path: that of the nearest module around it; paths outside all groups are left out."""
     owner = {path: name for name, members in groups.items() for path in members}
-    found: dict[str, str] = {}
+    holders: dict[str, str] = {}
     for path in paths:
         above = path
         while above and above not in owner:
             above = above.rpartition(".")[0]
         if above in owner:
-            found[path] = owner[above]
-    return found
+            holders[path] = owner[above]
+    return holders

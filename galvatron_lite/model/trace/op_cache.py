@@ -60,12 +60,12 @@ class OpCache:
             # private, as in torch's own fake tensors: what is made here is no operation of the model's
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 return self._repeat(answer, tensors)
-        found = compute(*args, **kwargs)
+        outputs = compute(*args, **kwargs)
         if full_key not in self._answers:
             if len(self._answers) >= MOST:
                 self._answers.clear()
-            self._answers[full_key] = self._outputs_of(found, tensors)
-        return found
+            self._answers[full_key] = self._outputs_of(outputs, tensors)
+        return outputs
 
     def traits_of(self, tensor: Tensor) -> Traits | None:
         """All that an operation can know of a tensor; None where there may be more."""
@@ -117,15 +117,15 @@ class OpCache:
         if outputs is None:
             return CachedOutputs((), None)
         if isinstance(outputs, Tensor):
-            made = self._spec_of(outputs, tensors)
-            return None if made is None else CachedOutputs((made,), None)
+            spec = self._spec_of(outputs, tensors)
+            return None if spec is None else CachedOutputs((spec,), None)
         if type(outputs) not in (list, tuple):
             return None
         every = [self._spec_of(output, tensors) for output in outputs]
         fresh = [
             id(output.untyped_storage())
-            for output, made in zip(outputs, every, strict=True)
-            if made and made.source < 0
+            for output, spec in zip(outputs, every, strict=True)
+            if spec and spec.source < 0
         ]
         if any(one is None for one in every) or len(set(fresh)) < len(fresh):
             return None
@@ -139,9 +139,9 @@ class OpCache:
             if tensor is output:
                 return OutputSpec(number, True, traits)
         storages = [id(tensor.untyped_storage()) for tensor in tensors]
-        own = id(output.untyped_storage())
-        if own in storages:
-            return OutputSpec(storages.index(own), False, traits)
+        storage = id(output.untyped_storage())
+        if storage in storages:
+            return OutputSpec(storages.index(storage), False, traits)
         _, shape, stride, offset, _ = traits
         if offset or output.untyped_storage().nbytes() != _room(shape, stride) * output.itemsize:
             return None

@@ -191,16 +191,16 @@ def _normed(
     if not input.is_meta or (weight is not None and weight.dtype != input.dtype):
         plain: Tensor = func(input, normalized_shape, weight, eps)
         return plain
-    made: Tensor = rms_norm(input, weight, input.numel() // prod(normalized_shape))[0]
-    return made
+    normed: Tensor = rms_norm(input, weight, input.numel() // prod(normalized_shape))[0]
+    return normed
 
 
 def _shaped(func: Any, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
     if offs is None or not mat_a.is_meta or mat_a.dim() != 2 or mat_b.dim() != 3:
         plain: Tensor = func(mat_a, mat_b, offs=offs, **options)
         return plain
-    made: Tensor = grouped(mat_a, mat_b, offs)
-    return made
+    output: Tensor = grouped(mat_a, mat_b, offs)
+    return output
 
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
@@ -240,8 +240,8 @@ def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -
     if name == "_grouped_mm":
         return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
     if name == "convolution_backward":
-        made, taken, weight, transposed, wanted = (args[place] for place in (0, 1, 2, 7, 10))
-        pixels = prod((taken if transposed else made).shape[2:])
+        gradient, taken, weight, transposed, wanted = (args[place] for place in (0, 1, 2, 7, 10))
+        pixels = prod((taken if transposed else gradient).shape[2:])
         return int(2 * taken.shape[0] * pixels * weight.numel() * sum(wanted[:2]))
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
@@ -254,8 +254,8 @@ def _attention_flops(name: str, args: Sequence[Any]) -> int:
     shapes = [(prod(one.shape[:-3]), heads, *one.shape[-2:]) for one in (query, key, value)]
     if name == "attention":
         return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-    made = (*shapes[0][:-1], shapes[2][-1])
-    return int(sdpa_backward_flop_count(made, *shapes))  # type: ignore[no-untyped-call]
+    output = (*shapes[0][:-1], shapes[2][-1])
+    return int(sdpa_backward_flop_count(output, *shapes))  # type: ignore[no-untyped-call]
 
 
 def _rows(args: Sequence[Any]) -> tuple[int, int, int]:

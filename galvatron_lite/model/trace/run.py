@@ -176,9 +176,9 @@ def chain_inputs(calls: Sequence[BlockCall], paths: Collection[str]) -> tuple[in
     """
     for before, call in zip([None, *calls[:-1]], calls, strict=True):
         if call.path in paths and before is not None:
-            given = [tensor.untyped_storage() for tensor in tensors_of(before.output)]
+            storages = [tensor.untyped_storage() for tensor in tensors_of(before.output)]
             taken = [tensor.untyped_storage() for tensor in call.inputs]
-            places = tuple(i for i, storage in enumerate(taken) if any(storage is other for other in given))
+            places = tuple(i for i, storage in enumerate(taken) if any(storage is other for other in storages))
             if places:
                 return places
     call = next(call for call in calls if call.path in paths)

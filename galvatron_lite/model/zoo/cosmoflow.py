@@ -62,8 +62,8 @@ class CosmoFlow(nn.Module):
         x = torch.flatten(self.convolutions(volumes), 1)
         for layer in self.hidden:
             x = F.leaky_relu(layer(x), inplace=True)
-        found: Tensor = self.output(x)
-        return found if targets is None else F.mse_loss(found, targets)
+        prediction: Tensor = self.output(x)
+        return prediction if targets is None else F.mse_loss(prediction, targets)
 
     def example_batch(self, samples: int) -> dict[str, Tensor]:
         """Random volumes and numbers."""

@@ -50,9 +50,9 @@ class Experts(nn.Module):
         ends = torch.searchsorted(index.flatten()[order], numbers).int()
         rows = hidden[order // index.shape[-1]]
         gate, up = (_grouped(rows, weight, ends) for weight in (self.gate_proj, self.up_proj))
-        made = _grouped(self.act(gate) * up, self.down_proj, ends)
+        output = _grouped(self.act(gate) * up, self.down_proj, ends)
         # index_copy would keep the rows for backward
-        copies = torch.empty_like(made).index_put((order,), made).view(*index.shape, hidden.shape[-1])
+        copies = torch.empty_like(output).index_put((order,), output).view(*index.shape, hidden.shape[-1])
         return (copies * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 

@@ -60,8 +60,8 @@ def birds_eye_view(scans: Sequence[Tensor], grid: VoxelGrid, count: int = 16) ->
         count: scans that are needed.
     """
     if isinstance(scans, Tensor) or len(scans) != count:
-        given = tuple(scans.shape) if isinstance(scans, Tensor) else len(scans)
-        raise InputError("scans", given, f"Give a list of {count} point clouds (points, 3), oldest first.")
+        shape = tuple(scans.shape) if isinstance(scans, Tensor) else len(scans)
+        raise InputError("scans", shape, f"Give a list of {count} point clouds (points, 3), oldest first.")
     for place, scan in enumerate(scans):
         _check(scan, place)
     view = torch.zeros(count * grid.side**2, device=scans[0].device)
@@ -211,8 +211,8 @@ class Pyramid(nn.Module):
             x = down(x)
             kept.append(side(x))
         out: Tensor = kept[-1]
-        for up, own, skip in zip(self.ups, reversed(kept), [*kept[-2::-1], pictures], strict=True):
-            out = up(out if self.chained else own, skip)
+        for up, lateral, skip in zip(self.ups, reversed(kept), [*kept[-2::-1], pictures], strict=True):
+            out = up(out if self.chained else lateral, skip)
         return out
 
 

@@ -73,10 +73,10 @@ class BranchSite:
 def border_of(graph: ModelGraph, layers: Collection[str]) -> BranchTraffic:
     """What enters and leaves some layers of a graph that says which tensors go between them."""
     read = sum(t.size for t in graph.tensors if t.producer not in layers and not set(layers).isdisjoint(t.readers))
-    given = sum(t.size for t in graph.tensors if t.producer in layers and not set(layers).issuperset(t.readers))
-    told = {tensor.producer for tensor in graph.tensors}
-    ends = (layer for layer in graph.layers if layer.name in layers and layer.name not in told)
-    return BranchTraffic(read, given, sum(graph.kind_of(layer).output_bytes for layer in ends))
+    entering = sum(t.size for t in graph.tensors if t.producer in layers and not set(layers).issuperset(t.readers))
+    producers = {tensor.producer for tensor in graph.tensors}
+    ends = (layer for layer in graph.layers if layer.name in layers and layer.name not in producers)
+    return BranchTraffic(read, entering, sum(graph.kind_of(layer).output_bytes for layer in ends))
 
 
 def moves(border: BranchTraffic, site: BranchSite, training: bool = True) -> tuple[Communication, ...]:
@@ -85,8 +85,10 @@ def moves(border: BranchTraffic, site: BranchSite, training: bool = True) -> tup
         return ()
     both = (Moment.FORWARD, Moment.BACKWARD) if training else (Moment.FORWARD,)
     samples = site.microbatch
-    whole = Communication(Collective.BROADCAST, border.results * samples, site.everyone, Moment.FORWARD, False, 1, NAME)
-    found = [whole]
+    broadcast = Communication(
+        Collective.BROADCAST, border.results * samples, site.everyone, Moment.FORWARD, False, 1, NAME
+    )
+    found = [broadcast]
     if site.spread:
         found += [_exchange(border.read * samples * _lacking(site), site, moment) for moment in both]
         found += [_exchange(border.given * samples * _leaving(site), site, moment) for moment in both]
@@ -212,8 +214,8 @@ def assign(jobs: Sequence[Job], devices: int, room: int, node: int, least: int =
     sizes = {size for job in jobs for size in job if size <= devices}
     if 3 ** len(jobs) * devices * len(sizes) <= MOST_WORK:
         return exact(jobs, devices, room, node, least)
-    found = longest_first(jobs, devices, room, node, least)
-    return None if found is None else Assignment(found, proven=False)
+    assignment = longest_first(jobs, devices, room, node, least)
+    return None if assignment is None else Assignment(assignment, proven=False)
 
 
 def places(devices: int, sizes: Iterable[int], node: int) -> list[range]:
@@ -246,13 +248,13 @@ def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 
             return () if needed else (((), ()),)
         if first >= devices:
             return ()
-        found = list[tuple[Phases, tuple[BranchGroup, ...]]]()
+        options = list[tuple[Phases, tuple[BranchGroup, ...]]]()
         for place in by_start.get(first, ()):
             for subset in _subsets(left):
                 teams = team(subset, len(place))
                 rest = best(left ^ subset, place.stop, max(needed - 1, 0)) if teams else ()
-                found += [_with(BranchGroup(first, len(place), team), tail) for team in teams for tail in rest]
-        return _pareto([*found, *best(left, first + 1, needed)])
+                options += [_with(BranchGroup(first, len(place), team), tail) for team in teams for tail in rest]
+        return _pareto([*options, *best(left, first + 1, needed)])
 
     ends = best((1 << len(jobs)) - 1, 0, least)
     groups = min(ends, key=lambda end: sum(end[0]))[1] if ends else ()
@@ -302,13 +304,13 @@ def longest_first(
 
     Groups without a branch count: there are ``least`` to choose from, be they used or not.
     """
-    found = []
+    phases = []
     for size in sorted({size for job in jobs for size in job}):
         every = [place for place in places(devices, [size], node) if place.start % size == 0]
         for count in range(least, min(len(every), len(jobs)) + 1):
             groups = on_groups(jobs, every[:count], room)
-            found += [] if groups is None else [groups]
-    return min(found, key=makespan, default=None)
+            phases += [] if groups is None else [groups]
+    return min(phases, key=makespan, default=None)
 
 
 def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[BranchGroup, ...] | None:
@@ -330,9 +332,9 @@ def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[
         _, group, longer = min(ends, key=lambda end: end[:2])
         taken[group] = longer
     return tuple(
-        BranchGroup(place.start, len(place), tuple(sorted(own, key=lambda pair: pair[0])))
-        for place, own in zip(groups, taken, strict=True)
-        if own
+        BranchGroup(place.start, len(place), tuple(sorted(jobs_of_group, key=lambda pair: pair[0])))
+        for place, jobs_of_group in zip(groups, taken, strict=True)
+        if jobs_of_group
     )
 
 

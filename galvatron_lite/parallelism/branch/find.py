@@ -70,21 +70,21 @@ class _Finder:
 
     def _region(self, parts: Sequence[int]) -> BranchRegion:
         branches = tuple(self._branch(part) for part in parts)
-        own = {layer for branch in branches for layer in branch.layers}
+        inside = {layer for branch in branches for layer in branch.layers}
         place = {layer.name: number for number, layer in enumerate(self.graph.layers)}
         batch = {layer.name for layer in self.graph.layers if layer.role is Role.BEFORE}
-        read = (tensor for tensor in self.graph.tensors if not own.isdisjoint(tensor.readers))
-        entry = {one.producer for one in read if one.size or one.producer not in batch} - own
-        sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in own)
-        leaving = {reader for readers in sent for reader in readers} - own
+        read = (tensor for tensor in self.graph.tensors if not inside.isdisjoint(tensor.readers))
+        entry = {one.producer for one in read if one.size or one.producer not in batch} - inside
+        sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in inside)
+        leaving = {reader for readers in sent for reader in readers} - inside
         return BranchRegion(branches, *(tuple(sorted(names, key=place.__getitem__)) for names in (entry, leaving)))
 
     def _branch(self, part: int) -> Branch:
-        own = {self.order.names[place] for place in bits(part)}
-        layers = tuple(layer.name for layer in self.graph.layers if layer.name in own)
-        roots = roots_of(self.graph, own)
+        names = {self.order.names[place] for place in bits(part)}
+        layers = tuple(layer.name for layer in self.graph.layers if layer.name in names)
+        roots = roots_of(self.graph, names)
         inside = tuple(self.regions(part))
-        return Branch((*roots, *layers)[0], layers, roots, *_traffic(self.graph, own), inside)
+        return Branch((*roots, *layers)[0], layers, roots, *_traffic(self.graph, names), inside)
 
 
 def _traffic(graph: ModelGraph, members: Collection[str]) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def _traffic(graph: ModelGraph, members: Collection[str]) -> tuple[int, int]:
     A layer that reads nothing others made reads the model's inputs, which several such may share: the largest counts.
     """
     heard = {reader for tensor in graph.tensors if tensor.size for reader in tensor.readers}
-    given = [
+    entering = [
         graph.kind_of(layer).input_bytes for layer in graph.layers if layer.name in members and layer.name not in heard
     ]
     read = (
@@ -102,7 +102,7 @@ def _traffic(graph: ModelGraph, members: Collection[str]) -> tuple[int, int]:
     sent = (
         t.size for t in graph.tensors if t.producer in members and any(reader not in members for reader in t.readers)
     )
-    return max(given, default=0) + sum(read), sum(sent)
+    return max(entering, default=0) + sum(read), sum(sent)
 
 
 def roots_of(graph: ModelGraph, layers: Collection[str]) -> tuple[str, ...]:
@@ -110,12 +110,19 @@ def roots_of(graph: ModelGraph, layers: Collection[str]) -> tuple[str, ...]:
 
     Where no layer of the graph tells its modules, layers count as modules of their names.
     """
-    told = any(layer.modules for layer in graph.layers)
+    has_modules = any(layer.modules for layer in graph.layers)
     paths = {
-        layer.name: layer.modules if told or layer.role is not Role.BLOCK else (layer.name,) for layer in graph.layers
+        layer.name: layer.modules if has_modules or layer.role is not Role.BLOCK else (layer.name,)
+        for layer in graph.layers
     }
-    others = {above for name, own in paths.items() if name not in layers for path in own for above in _up(path)}
-    held = [path for name, own in paths.items() if name in layers for path in own]
+    others = {
+        above
+        for name, layer_paths in paths.items()
+        if name not in layers
+        for path in layer_paths
+        for above in _up(path)
+    }
+    held = [path for name, layer_paths in paths.items() if name in layers for path in layer_paths]
     return tuple(dict.fromkeys(_highest(path, others) for path in held))
 
 
@@ -137,17 +144,17 @@ def part_of(graph: ModelGraph, layers: Collection[str]) -> ModelGraph:
 
     Layers that read nothing of each other stay apart: an empty tensor between them says that they are no chain.
     """
-    own = tuple(layer for layer in graph.layers if layer.name in layers)
+    inside = tuple(layer for layer in graph.layers if layer.name in layers)
     tensors = tuple(
         replace(tensor, readers=readers)
         for tensor in graph.tensors
         if tensor.producer in layers and (readers := tuple(name for name in tensor.readers if name in layers))
     )
-    if not tensors and len(own) > 1 and graph.tensors:
-        tensors = (Passed(own[0].name, (own[-1].name,), 0),)
+    if not tensors and len(inside) > 1 and graph.tensors:
+        tensors = (Passed(inside[0].name, (inside[-1].name,), 0),)
     ties = tuple(tie for tie in graph.ties if {tie.first, tie.second} <= set(layers))
-    kinds = {layer.kind: graph.kinds[layer.kind] for layer in own}
-    return replace(graph, layers=own, kinds=kinds, tensors=tensors, ties=ties)
+    kinds = {layer.kind: graph.kinds[layer.kind] for layer in inside}
+    return replace(graph, layers=inside, kinds=kinds, tensors=tensors, ties=ties)
 
 
 def trunk_of(graph: ModelGraph, placed: Sequence[Branch]) -> tuple[Layer, ...]:

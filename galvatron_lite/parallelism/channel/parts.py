@@ -187,19 +187,23 @@ def gathered_items(kind: LayerKind) -> list[int]:
     Of two that are as large as what leaves the layer, the second is taken to be added to the first. Before and after
     the blocks what a module makes is gathered at once, as the model's own code runs behind it.
     """
-    made = lone_pictures(kind)
-    return [items for place, (items, _) in enumerate(made) if not is_added(made, place, kind.dims.out_channels)]
+    feature_maps = lone_pictures(kind)
+    return [
+        items
+        for place, (items, _) in enumerate(feature_maps)
+        if not is_added(feature_maps, place, kind.dims.out_channels)
+    ]
 
 
 def lone_pictures(kind: LayerKind) -> list[tuple[int, int]]:
     """Items and channels of all that no operator takes up."""
     parts = parts_of(kind.operators, "filters")
-    found: list[tuple[int, int]] = []
+    feature_maps: list[tuple[int, int]] = []
     for place, (one, part) in enumerate(parts):
         if part is OperatorPart.GATHERED:
             behind = () if kind.name in EDGES else parts[place + 1 :]
-            found.append((_left_of(one, behind), channels_of(one)[1]))
-    return found
+            feature_maps.append((_left_of(one, behind), channels_of(one)[1]))
+    return feature_maps
 
 
 def is_added(pictures: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
@@ -231,7 +235,7 @@ def pixel_norms(kind: LayerKind, by: str) -> list[float]:
 
     Norms have two items for each channel, of the precision of weights or fp32; learned scales have one.
     """
-    channels, found = kind.dims.in_channels, list[float]()
+    channels, norms = kind.dims.in_channels, list[float]()
     shared = by == "channels" or kind.name not in EDGES
     for one, part in parts_of(kind.operators, by):
         if has_weights(one):
@@ -242,8 +246,8 @@ def pixel_norms(kind: LayerKind, by: str) -> list[float]:
             and one.weight_bytes in _norm_bytes(kind, channels)
             and not one.statistics
         ):
-            found.append(2 * one.shape[0] / channels)
-    return found
+            norms.append(2 * one.shape[0] / channels)
+    return norms
 
 
 def _norm_bytes(kind: LayerKind, channels: int) -> tuple[int, int]:
@@ -286,13 +290,15 @@ def _kept_share(kind: LayerKind, by: str, degree: int, choice: Recompute) -> flo
     if choice is Recompute.FULL:
         return 1.0
     inputs = [(_input_items(one), part) for one, part in parts_of(kind.operators, by) if _keeps_input(one)]
-    whole = sum(items for items, _ in inputs)
+    total = sum(items for items, _ in inputs)
     held = sum(
         items / (degree if part in (OperatorPart.CHANNELS, OperatorPart.SHARED) else 1) for items, part in inputs
     )
-    made, leaving = lone_pictures(kind), kind.dims.out_channels
-    held += sum(items / degree for place, (items, _) in enumerate(made) if is_added(made, place, leaving))
-    return held / whole if whole else 1.0
+    feature_maps, leaving = lone_pictures(kind), kind.dims.out_channels
+    held += sum(
+        items / degree for place, (items, _) in enumerate(feature_maps) if is_added(feature_maps, place, leaving)
+    )
+    return held / total if total else 1.0
 
 
 def _keeps_input(one: Operator) -> bool:

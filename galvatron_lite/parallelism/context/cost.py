@@ -71,8 +71,8 @@ class ContextDimension(Dimension):
 
     def in_words(self, strategy: Strategy) -> str:
         """See ``Dimension.in_words``."""
-        said = f"tokens shared by {strategy.context}" + " (heads exchanged)" * strategy.ulysses
-        return said if strategy.context > 1 else ""
+        words = f"tokens shared by {strategy.context}" + " (heads exchanged)" * strategy.ulysses
+        return words if strategy.context > 1 else ""
 
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
@@ -96,7 +96,9 @@ class ContextDimension(Dimension):
             return [off]
         degrees = [degree for degree in divisors(devices)[1:] if kind.dims.sequence % degree == 0]
         ways = (False, True) if attention_of(kind) else (False,)
-        on: list[dict[str, object]] = [{"context": degree, "ulysses": way} for way in ways for degree in degrees]
+        on: list[dict[str, object]] = [
+            {"context": degree, "ulysses": ulysses} for ulysses in ways for degree in degrees
+        ]
         return [off, *on]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:

@@ -68,10 +68,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> 
         return _plain(query, key, value, block)
     wide = query, _widened(key, query), _widened(value, query)
     if query.is_cuda:
-        found = _aten._scaled_dot_product_flash_attention(*wide, 0.0, block.before, False, scale=block.scale)
+        results = _aten._scaled_dot_product_flash_attention(*wide, 0.0, block.before, False, scale=block.scale)
     else:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, block.before, scale=block.scale)
-    return found[0], found[1]
+        results = _aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, block.before, scale=block.scale)
+    return results[0], results[1]
 
 
 def attend_backward(
@@ -81,16 +81,18 @@ def attend_backward(
     if not _is_fused(query, value, block):
         return _plain_backward(gradient, query, key, value, output, sums, block)
     wide = query, _widened(key, query), _widened(value, query)
-    given = gradient.contiguous(), *wide, output, sums
+    arguments = gradient.contiguous(), *wide, output, sums
     if query.is_cuda:
         none = torch.empty(0, dtype=torch.int64, device=query.device)
         lengths = query.shape[-2], key.shape[-2]
-        found = _aten._scaled_dot_product_flash_attention_backward(
-            *given, None, None, *lengths, 0.0, block.before, none, none, scale=block.scale
+        results = _aten._scaled_dot_product_flash_attention_backward(
+            *arguments, None, None, *lengths, 0.0, block.before, none, none, scale=block.scale
         )
     else:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, block.before, scale=block.scale)
-    return found[0], _narrowed(found[1], key), _narrowed(found[2], value)
+        results = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *arguments, 0.0, block.before, scale=block.scale
+        )
+    return results[0], _narrowed(results[1], key), _narrowed(results[2], value)
 
 
 def _is_fused(query: Tensor, value: Tensor, block: AttentionBlock) -> bool:
@@ -131,21 +133,21 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> 
 def _plain_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = []
+    gradients = []
     keys, values = torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
     shared = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(-1, keepdim=True)
     for rows, chances in _rows(query, key, block):
         weights = _softmax(_scores(query, key, rows, block), sums[:, :, rows])
-        given = gradient[:, :, rows].to(sums.dtype)
-        inner = _by_heads(given, value.to(sums.dtype).mT)
+        upstream = gradient[:, :, rows].to(sums.dtype)
+        inner = _by_heads(upstream, value.to(sums.dtype).mT)
         kept = weights
         if chances is not None:
             kept, inner = weights * chances, inner * chances
         scores = weights * (inner - shared[:, :, rows]) * block.scale
-        values += _over_queries(kept, given, value)
+        values += _over_queries(kept, upstream, value)
         keys += _over_queries(scores, query[:, :, rows].to(sums.dtype), key)
-        found.append(_by_heads(scores, key.to(sums.dtype)))
-    return torch.cat(found, 2), keys, values
+        gradients.append(_by_heads(scores, key.to(sums.dtype)))
+    return torch.cat(gradients, 2), keys, values
 
 
 def _rows(query: Tensor, key: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, Tensor | None]]:

@@ -29,16 +29,16 @@ def _embedding(call: Call) -> Any:
     if not isinstance(ids, ShardedTensor) or specs_of(table):
         return on_full(call)
     with locals_only():
-        given = {name: one for name, one in call.kwargs.items() if name not in ("input", "weight")}
-        return wrap_locals(call.function(to_local(ids), table, *call.args[2:], **given), ids.specs, call.rules)
+        options = {name: one for name, one in call.kwargs.items() if name not in ("input", "weight")}
+        return wrap_locals(call.function(to_local(ids), table, *call.args[2:], **options), ids.specs, call.rules)
 
 
 def _addmm(call: Call) -> Any:
     """``addmm(bias, rows, weight)``: each row by itself."""
     call = input_first(call)
     bias, rows, weight = call.args[0], argument(call, 1, "mat1"), argument(call, 2, "mat2")
-    whole = not specs_of(bias) and not specs_of(weight) and bias.dim() == 1
-    if not whole or not isinstance(rows, ShardedTensor) or any(cut.dim for cut in rows.specs):
+    replicated = not specs_of(bias) and not specs_of(weight) and bias.dim() == 1
+    if not replicated or not isinstance(rows, ShardedTensor) or any(cut.dim for cut in rows.specs):
         return on_full(call)
     with locals_only():
         return wrap_locals(call.function(*call.args, **call.kwargs), rows.specs, call.rules)
@@ -55,9 +55,9 @@ def _gather(call: Call) -> Any:
     if unlike or spec_at(specs_of(tensor), place) is not None:
         return on_full(call)
     with locals_only():
-        own = align(tensor, tuple(cut for cut in cuts if cut.dim != place), dims)
+        aligned = align(tensor, tuple(cut for cut in cuts if cut.dim != place), dims)
         # what is saved for backward must be plain: recomputation compares its shape
-        return wrap_locals(call.function(own, dim, to_local(align(index, cuts, dims))), cuts, call.rules)
+        return wrap_locals(call.function(aligned, dim, to_local(align(index, cuts, dims))), cuts, call.rules)
 
 
 HANDLERS: Mapping[str, Handler] = {

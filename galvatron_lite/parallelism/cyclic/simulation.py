@@ -192,12 +192,12 @@ def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Ho
     for process, one in reversed(every):
         following.append(next_of[process].receives if process in next_of else ())
         next_of[process] = one
-    found: list[Holding] = []
+    result: list[Holding] = []
     for (process, one), coming in zip(every, reversed(following), strict=True):
         if one.moment.time // (2 * workers) == STEADY + LOOKED - 1:
-            found.append(processes[process].holding(process, one, coming))
+            result.append(processes[process].holding(process, one, coming))
         processes[process].run(one)
-    return tuple(found)
+    return tuple(result)
 
 
 @dataclass(slots=True)

@@ -144,12 +144,12 @@ def _visit(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Ten
 def _run_here(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
     if spread.slices is None:
         return _linked(run(rows, numbers), rows)
-    line, own = spread.slices, len(rows)
-    counts = line.swap(torch.full((line.size,), own, device=rows.device), [1] * line.size, [1] * line.size).tolist()
-    sent = [own] * line.size
+    line, count = spread.slices, len(rows)
+    counts = line.swap(torch.full((line.size,), count, device=rows.device), [1] * line.size, [1] * line.size).tolist()
+    sent = [count] * line.size
     every = _exchanged(rows.repeat(line.size, 1), line, sent, counts)
     parts = _linked(run(every, line.swap(numbers.repeat(line.size), sent, counts)), every)
-    return _exchanged(parts, line, counts, sent).view(line.size, own, parts.shape[-1]).sum(0)
+    return _exchanged(parts, line, counts, sent).view(line.size, count, parts.shape[-1]).sum(0)
 
 
 def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -343,8 +343,8 @@ def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor,
     alike = all([cut.dim for cut in specs_of(one)] == [0] for one in (hidden, index, weights))
     if not isinstance(hidden, ShardedTensor) or not alike:
         return forward(hidden, index, weights, **options)
-    made: Tensor = wrap_locals(forward(*map(to_local, (hidden, index, weights)), **options), cuts, hidden.rules)
-    return made
+    output: Tensor = wrap_locals(forward(*map(to_local, (hidden, index, weights)), **options), cuts, hidden.rules)
+    return output
 
 
 def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | None) -> dict[str, ParameterShard]:
@@ -354,8 +354,8 @@ def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | No
     shards: dict[str, ParameterShard] = {}
     for name in mixture.parameters:
         parameter = module.get_parameter(name)
-        whole = tuple(parameter.shape)
-        shard = ParameterShard(Placement.SHARDED, whole, line.size, line.rank, 0, (mixture.experts,))
+        full_shape = tuple(parameter.shape)
+        shard = ParameterShard(Placement.SHARDED, full_shape, line.size, line.rank, 0, (mixture.experts,))
         parameter.data = slice_full(parameter.data, shard).clone()
         parameter.grad = None
         shards[name] = shard

@@ -59,8 +59,8 @@ class ExpertDimension(Dimension):
 
     def word(self, strategy: Strategy) -> str:
         """``expert4``, ``expert4-whole``."""
-        whole = strategy.expert_tensor and strategy.tensor > 1
-        return f"expert{strategy.expert}" + ("-whole" if whole else "") if strategy.expert > 1 else ""
+        slices_experts = strategy.expert_tensor and strategy.tensor > 1
+        return f"expert{strategy.expert}" + ("-whole" if slices_experts else "") if strategy.expert > 1 else ""
 
     def in_words(self, strategy: Strategy) -> str:
         """See ``Dimension.in_words``."""
@@ -118,12 +118,12 @@ class ExpertDimension(Dimension):
         (Megatron-Core demands it); whole experts only where none lies on two ranks of a tensor group, which had better
         slice it.
         """
-        degree, tensor, whole = chosen["expert"], chosen["tensor"], chosen["expert_tensor"] == 1
+        degree, tensor, slices_experts = chosen["expert"], chosen["tensor"], chosen["expert_tensor"] == 1
         if degree == 1:
             return True
-        legal = (tensor > 1 or not whole) and room.devices % (degree * (1 if whole else tensor)) == 0
+        legal = (tensor > 1 or not slices_experts) and room.devices % (degree * (1 if slices_experts else tensor)) == 0
         shared = tensor == 1 or chosen["sequence_parallel"] or not kind.sequence_parallel
-        return legal and (room.node is None or (shared and not (whole and degree < tensor)))
+        return legal and (room.node is None or (shared and not (slices_experts and degree < tensor)))
 
     def reason(self, kind: LayerKind) -> str:
         """Says so of a mixture whose experts cannot be spread, or are not counted."""
@@ -142,12 +142,12 @@ class ExpertDimension(Dimension):
         if never(spread) or kind.expert_parameters == 0:
             return work
         ways = degree * expert_slices(strategy)
-        own, frozen = (where(spread, items / ways, 0.0) for items in (kind.expert_parameters, kind.frozen_experts))
-        items = where(spread, work.parameters - kind.expert_parameters / strategy.tensor + own, work.parameters)
+        local, frozen = (where(spread, items / ways, 0.0) for items in (kind.expert_parameters, kind.frozen_experts))
+        items = where(spread, work.parameters - kind.expert_parameters / strategy.tensor + local, work.parameters)
         rest = where(spread, work.frozen_items - kind.frozen_experts / strategy.tensor + frozen, work.frozen_items)
         exchanges = self._exchanges(kind, strategy, _tokens(work, strategy), context)
         sliced = work.sliced(items, rest).sending(*exchanges)
-        return replace(sliced, expert_items=own, frozen_experts=frozen)
+        return replace(sliced, expert_items=local, frozen_experts=frozen)
 
     def _exchanges(
         self, kind: LayerKind, strategy: Either, share: Real, context: DimensionContext
@@ -155,13 +155,13 @@ class ExpertDimension(Dimension):
         size, slices, spread = kind.dispatched_bytes * share, expert_slices(strategy), strategy.expert > 1
         group, part = _route(kind, strategy, context.node_devices)
         near = RankGroup(slices, 1, strategy.devices // slices)
-        out, whole = size * part, size * slices
+        out, sliced_size = size * part, size * slices
         calls, load = (spread & (size > 0)) * 2, rank_load(kind, strategy.expert)
         joins = (calls > 0) * (strategy.sequence_parallel & (slices > 1))
         for moment in (Moment.FORWARD, Moment.BACKWARD):
             yield Communication(Collective.ALL_TO_ALL, out, group, moment, False, calls, self.name, load)
             for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-                yield Communication(sort, whole, near, moment, False, joins, "tensor", load)
+                yield Communication(sort, sliced_size, near, moment, False, joins, "tensor", load)
 
 
 def _route(kind: LayerKind, strategy: Either, node_devices: int) -> tuple[RankGroup, Real]:
@@ -188,12 +188,12 @@ def reached(places: int, routing: Routing) -> float:
     groups, chosen, copies = routing.groups, routing.chosen_groups, routing.choices
     if places % groups == 0:
         return places * chosen / groups * (1 - (1 - groups / (places * chosen)) ** copies)
-    own, rest = divmod(groups, places)
+    per_place, rest = divmod(groups, places)
     if rest:
         return reached(places, replace(routing, groups=1, chosen_groups=1))
     ways = [
-        comb(own, j) * comb(groups - own, chosen - j) * (1 - j / chosen) ** copies
-        for j in range(own + 1)
+        comb(per_place, j) * comb(groups - per_place, chosen - j) * (1 - j / chosen) ** copies
+        for j in range(per_place + 1)
         if j <= chosen
     ]
     return places * (1 - sum(ways) / comb(groups, chosen))
@@ -214,6 +214,6 @@ def rank_load(kind: LayerKind, degree: Whole) -> Real:
 
 def _tokens(work: LayerWork, strategy: Either) -> Real:
     """Samples whose copies one rank sends: sequence parallelism, or experts that are not sliced, share them further."""
-    whole = work.samples / strategy.batch_degree
+    samples = work.samples / strategy.batch_degree
     shared = strategy.sequence_parallel | (expert_slices(strategy) < strategy.tensor)
-    return where(shared, whole / strategy.tensor, whole)
+    return where(shared, samples / strategy.tensor, samples)

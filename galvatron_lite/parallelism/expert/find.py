@@ -35,16 +35,16 @@ def find_mixtures(block: nn.Module) -> tuple[BlockMixture, ...]:
 
 def _stacked(block: nn.Module) -> Iterator[BlockMixture]:
     for path, module in block.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not own or type(module).__module__.startswith("torch.nn."):
+        parameters = dict(module.named_parameters(recurse=False))
+        if not parameters or type(module).__module__.startswith("torch.nn."):
             continue
-        extents = {parameter.shape[0] for parameter in own.values() if parameter.dim() > 1}
-        flat = any(parameter.dim() < 2 for parameter in own.values())
-        if len(extents) != 1 or flat or max(parameter.dim() for parameter in own.values()) != 3:
+        extents = {parameter.shape[0] for parameter in parameters.values() if parameter.dim() > 1}
+        flat = any(parameter.dim() < 2 for parameter in parameters.values())
+        if len(extents) != 1 or flat or max(parameter.dim() for parameter in parameters.values()) != 3:
             continue
         (experts,) = extents
         if experts > 1:
-            yield BlockMixture(path, experts, tuple(own), _unlike(module))
+            yield BlockMixture(path, experts, tuple(parameters), _unlike(module))
 
 
 def _listed(block: nn.Module) -> Iterator[BlockMixture]:

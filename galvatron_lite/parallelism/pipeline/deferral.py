@@ -178,8 +178,8 @@ class _GroupedMatmul:
     def weight_gradient(self, value: Tensor, gradient: Tensor, _: torch.Size, options: tuple[Any, ...]) -> Tensor:
         ends, transposed = options
         left, right = (gradient, value) if transposed else (value, gradient)
-        made = nn.functional.grouped_mm(left.transpose(-2, -1), right, offs=ends)
-        return made.transpose(-2, -1) if transposed else made
+        product = nn.functional.grouped_mm(left.transpose(-2, -1), right, offs=ends)
+        return product.transpose(-2, -1) if transposed else product
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
@@ -238,8 +238,8 @@ class _WeightGradient:
     def make(self, value: Tensor, gradient: Tensor) -> None:
         """Make it as backward would: hooks behind it run."""
         with torch.no_grad():
-            made = self.product.weight_gradient(value, gradient, self.shape, self.options).to(self.dtype)
-        torch.autograd.backward(self.edge, made)
+            computed = self.product.weight_gradient(value, gradient, self.shape, self.options).to(self.dtype)
+        torch.autograd.backward(self.edge, computed)
 
 
 class _Product(torch.autograd.Function):

@@ -61,8 +61,8 @@ class RecomputeDimension(Dimension):
 
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
-        found = {"recompute": Recompute.FULL, "selective": Recompute.SELECTIVE}.get(word)
-        return None if found is None else {"recompute": found}
+        mode = {"recompute": Recompute.FULL, "selective": Recompute.SELECTIVE}.get(word)
+        return None if mode is None else {"recompute": mode}
 
     def features(self, strategy: Strategy) -> set[str]:
         """See ``Dimension.features``."""

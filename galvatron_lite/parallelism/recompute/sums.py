@@ -32,9 +32,9 @@ class KeptSums:
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """The sum: made and kept in forward, returned in backward."""
         if not self._again:
-            made = make()
-            self._sums.append((made.detach(), made._version))
-            return made
+            total = make()
+            self._sums.append((total.detach(), total._version))
+            return total
         kept, version = self._sums.popleft()
         if kept._version != version:
             raise RuntimeError(f"A sum {MUTATED}.")

@@ -114,8 +114,8 @@ def _spec_after(before: Shape, after: Shape, spec: ShardSpec) -> ShardSpec | Non
     if 0 in before or spec.extent == 1:
         return None
     if isinstance(spec.group, OrderedGroup):
-        found = ordered_dim_after(before, after, spec.dim, spec.extent, spec.group)
-        return None if found is None else ShardSpec(found[0], after[found[0]], found[1])
+        dim_after = ordered_dim_after(before, after, spec.dim, spec.extent, spec.group)
+        return None if dim_after is None else ShardSpec(dim_after[0], after[dim_after[0]], dim_after[1])
     outer, fewest = prod(before[: spec.dim]), spec.group.size
     for dim, extent in enumerate(after):
         # no dim that leaves ranks without items, unless there are such before

@@ -90,8 +90,8 @@ class SpatialDimension(Dimension):
 
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
-        found = re.fullmatch(r"spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", word, re.ASCII)
-        return {"depth": int(found[1] or 1), "height": int(found[2]), "width": int(found[3])} if found else None
+        match = re.fullmatch(r"spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", word, re.ASCII)
+        return {"depth": int(match[1] or 1), "height": int(match[2]), "width": int(match[3])} if match else None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, and degrees that leave each device a pixel of every picture, and what its neighbours need."""
@@ -123,8 +123,8 @@ class SpatialDimension(Dimension):
 
     def reason(self, kind: LayerKind) -> str:
         """Why pictures that are too small stay whole."""
-        said = [refusal(kind, place, 2) for place, extent in enumerate(extents_of(kind)) if extent > 1]
-        return f"spatial: {kind.name}: {said[0]}" if splits_pixels(kind) and all(said) else ""
+        reasons = [refusal(kind, place, 2) for place, extent in enumerate(extents_of(kind)) if extent > 1]
+        return f"spatial: {kind.name}: {reasons[0]}" if splits_pixels(kind) and all(reasons) else ""
 
     def runs_on(self, device: Device, kind: LayerKind, strategy: Either) -> Flag:  # noqa: ARG002
         """Pixels of pictures that are large enough."""
@@ -168,8 +168,10 @@ def pixels_of(kind: LayerKind, strategy: Either) -> GridLayout:
 def _pixels_of_many(kind: LayerKind, many: Strategies) -> GridLayout:
     grids, place = _grids_of(many)
     every = [layout_on(kind, grid) for grid in grids]
-    figures = np.array([[_BORDER(border) for border in laid.borders] for laid in every]).transpose(1, 2, 0)[..., place]
-    share, legal = np.array([laid.share for laid in every]), np.array([laid.legal for laid in every])
+    figures = np.array([[_BORDER(border) for border in layout.borders] for layout in every]).transpose(1, 2, 0)[
+        ..., place
+    ]
+    share, legal = np.array([layout.share for layout in every]), np.array([layout.legal for layout in every])
     return GridLayout(share[place], tuple(SideTraffic(*side) for side in figures), legal[place])
 
 
@@ -177,10 +179,10 @@ def _grids_of(many: Strategies) -> tuple[list[Grid], IntArray]:
     """The grids of strategies, and which of them each has."""
     if "grids" not in many.known:
         columns = np.column_stack((many.depth, many.height, many.width))
-        found, place = np.unique(columns, axis=0, return_inverse=True)
-        many.known["grids"] = [tuple(map(int, grid)) for grid in found], place.reshape(-1)
-    known: tuple[list[Grid], IntArray] = many.known["grids"]
-    return known
+        distinct, place = np.unique(columns, axis=0, return_inverse=True)
+        many.known["grids"] = [tuple(map(int, grid)) for grid in distinct], place.reshape(-1)
+    grids: tuple[list[Grid], IntArray] = many.known["grids"]
+    return grids
 
 
 def samples_of(kind: LayerKind, strategy: Either, microbatch: Real) -> Real:

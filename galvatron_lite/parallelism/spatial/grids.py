@@ -284,8 +284,8 @@ def _needed(side: Side, degree: int) -> int:
     """The most pixels that a device's outputs need, borrowed ones among them."""
     if degree == 1:
         return side.extent
-    own = window_along(side)
-    ranges = (needed(own, side.extent, output_range(own, side.extent, degree, rank)) for rank in range(degree))
+    window = window_along(side)
+    ranges = (needed(window, side.extent, output_range(window, side.extent, degree, rank)) for rank in range(degree))
     return max(min(stop, side.extent) - max(start, 0) for start, stop in ranges)
 
 
@@ -319,7 +319,7 @@ def _refusal(same: KindKey, place: int, degree: int) -> str:
     if extent < degree:
         return f"an extent of {extent} leaves a rank of {degree} without a share"
     sides = (window.sides[place] for window in windows_of(same.kind.operators))
-    return next((said for side in sides if (said := window_refusal(window_along(side), side.extent, degree))), "")
+    return next((reason for side in sides if (reason := window_refusal(window_along(side), side.extent, degree))), "")
 
 
 def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
@@ -338,11 +338,11 @@ def _sensible(same: KindKey, devices: int) -> tuple[Grid, ...]:
     extents = extents_of(same.kind)
     fits = [grid for grid in every if not any(_refusal(same, *pair) for pair in enumerate(grid))]
     single = [grid for grid in fits if sum(degree > 1 for degree in grid) == 1]
-    found = [min(group, key=lambda grid: (_cut(extents, grid), grid)) for group in (single, fits) if group]
-    return tuple(dict.fromkeys(found))
+    grids = [min(group, key=lambda grid: (_cut(extents, grid), grid)) for group in (single, fits) if group]
+    return tuple(dict.fromkeys(grids))
 
 
 def _cut(extents: Extents, grid: Grid) -> int:
     """Pixels along all cuts."""
-    whole = prod(extents)
-    return sum((degree - 1) * (whole // extent) for degree, extent in zip(grid, extents, strict=True))
+    pixels = prod(extents)
+    return sum((degree - 1) * (pixels // extent) for degree, extent in zip(grid, extents, strict=True))

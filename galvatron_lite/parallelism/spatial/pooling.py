@@ -145,8 +145,8 @@ def _pooled(call: Call, options: Mapping[str, Any], function: type[Function], *m
         return wrap_locals(on_locals(call), specs_after(specs, windows), call.rules)
     extents = global_shape(image)[PIXELS:]
     halo = halo_of(halo_sides(extents, windows, shards_in(specs), call.name), specs)
-    made = apply_internal(function, to_local(image), Pool(call.name, windows, halo, extents), *more)
-    return from_local(made, specs_after(specs, windows), call.rules)
+    pooled = apply_internal(function, to_local(image), Pool(call.name, windows, halo, extents), *more)
+    return from_local(pooled, specs_after(specs, windows), call.rules)
 
 
 def _windows(sides: int, options: Mapping[str, Any]) -> tuple[SideWindow, ...]:
@@ -211,10 +211,10 @@ class _MaxPool(Function):
         image = Borrowing(shard.detach(), pool.halo, fill=-torch.inf).arrive()
         dilation = tuple(window.dilation for window in pool.windows)
         function = getattr(functional, pool.name)
-        made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
+        pooled, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
         ctx.pool, ctx.shape, ctx.layout = pool, image.shape, layout_of(shard)
         ctx.save_for_backward(places)
-        return _no_view(made)
+        return _no_view(pooled)
 
     @staticmethod
     @once_differentiable
@@ -233,10 +233,10 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        made = _means(Borrowing(shard.detach(), pool.halo).arrive(), pool, divisor)
-        for factor in _factors(made, pool, counted, divisor):
-            made *= factor
-        return _no_view(made)
+        means = _means(Borrowing(shard.detach(), pool.halo).arrive(), pool, divisor)
+        for factor in _factors(means, pool, counted, divisor):
+            means *= factor
+        return _no_view(means)
 
     @staticmethod
     @once_differentiable
@@ -249,8 +249,8 @@ class _MeanPool(Function):
             for side in halo.sides:
                 shape[side.dim] = side.needed[1] - side.needed[0]
             image = gradient.new_zeros(()).expand(shape).requires_grad_()
-            made = _means(image, ctx.pool, ctx.divisor)
-        (back,) = torch.autograd.grad(made, image, gradient)
+            means = _means(image, ctx.pool, ctx.divisor)
+        (back,) = torch.autograd.grad(means, image, gradient)
         return give_back(back, halo)(), None, None, None
 
 
@@ -265,9 +265,9 @@ def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> 
 
 def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
-    made = {side.dim: side.outputs for side in pool.halo.sides}
+    outputs = {side.dim: side.outputs for side in pool.halo.sides}
     extent = pool.extents[dim - PIXELS]
-    first, last = made.get(dim) or (0, output_extent(window, extent))
+    first, last = outputs.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)
     start, stop = needed(window, extent, (first, last))
     if low <= start and stop <= high:
@@ -285,8 +285,8 @@ def _means(image: Tensor, pool: Pool, divisor: int | None) -> Tensor:
         if len(pool.windows) == 1
         else {"divisor_override": divisor or prod(window.kernel for window in pool.windows)}
     )
-    made: Tensor = function(image, **pool.steps, **places)
-    return made
+    sums: Tensor = function(image, **pool.steps, **places)
+    return sums
 
 
 def _no_view(output: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class TensorDimension(Dimension):
 
     def in_words(self, strategy: Strategy) -> str:
         """See ``Dimension.in_words``."""
-        said = f"matmuls shared by {strategy.tensor}" + ", tokens between them too" * strategy.sequence_parallel
-        return said if strategy.tensor > 1 else ""
+        words = f"matmuls shared by {strategy.tensor}" + ", tokens between them too" * strategy.sequence_parallel
+        return words if strategy.tensor > 1 else ""
 
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
@@ -221,9 +221,9 @@ def _whole_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, sample
     """
     if kind.loss_bytes == 0:
         return 0
-    own = bytes_.tensor * samples
+    size = bytes_.tensor * samples
     gathered = (strategy.tensor > 1) & opposite(_stays_split(kind, strategy))
-    return up(where(gathered, own - (own - spared * samples) / strategy.tensor, 0.0))
+    return up(where(gathered, size - (size - spared * samples) / strategy.tensor, 0.0))
 
 
 def copying(communications: Sequence[Communication], context: DimensionContext) -> Real:

@@ -148,9 +148,9 @@ class _TokenLosses(Function):
     ) -> Tensor:
         wide = _wide(logits)
         place, here = _place(targets, columns)
-        own = [wide.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
-        own += [wide.sum(-1)] if smoothing else []
-        everyone = _gather_figures([*_exponentials(wide, wide is not logits), *own], columns.group)
+        label_logits = [wide.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
+        label_logits += [wide.sum(-1)] if smoothing else []
+        everyone = _gather_figures([*_exponentials(wide, wide is not logits), *label_logits], columns.group)
         total = _total_of(everyone)
         losses = total - (1 - smoothing) * everyone[:, 2].sum(0)
         if smoothing:
@@ -226,17 +226,17 @@ def _itemwise(call: Call) -> Any:
         return _on_full_logits(call)
     with locals_only():
         args = tuple(_beside(arg, logits) for arg in call.args)
-        given = {name: _beside(one, logits) for name, one in call.kwargs.items()}
-        return wrap_locals(call.function(*args, **given), logits.specs, call.rules)
+        options = {name: _beside(one, logits) for name, one in call.kwargs.items()}
+        return wrap_locals(call.function(*args, **options), logits.specs, call.rules)
 
 
 def _fits(other: Tensor, logits: ShardedTensor) -> bool:
     """Whether a tensor is of the same shares, or is broadcast to the whole logits without making them larger."""
-    shape, own = global_shape(logits), global_shape(other)
+    shape, other_shape = global_shape(logits), global_shape(other)
     if isinstance(other, ShardedTensor):
-        return own == shape and other.specs == logits.specs
-    pairs = zip(own[::-1], shape[::-1], strict=False)
-    return len(own) <= len(shape) and all(extent in (1, whole) for extent, whole in pairs)
+        return other_shape == shape and other.specs == logits.specs
+    pairs = zip(other_shape[::-1], shape[::-1], strict=False)
+    return len(other_shape) <= len(shape) and all(extent in (1, full) for extent, full in pairs)
 
 
 def _beside(other: Any, logits: ShardedTensor) -> Any:
@@ -266,8 +266,8 @@ def _as_shape(call: Call, logits: ShardedTensor, after: list[int]) -> Any:
         return _on_full_logits(call)
     local = [*after[:-1], cut.length]
     with locals_only():
-        made = logits.view(local) if call.name == "view" else logits.reshape(local)
-    return _with_columns_at(made, logits, len(after) - 1)
+        reshaped = logits.view(local) if call.name == "view" else logits.reshape(local)
+    return _with_columns_at(reshaped, logits, len(after) - 1)
 
 
 def _sizes(call: Call) -> list[int] | None:
@@ -313,8 +313,8 @@ def _indexed(call: Call) -> Any:
     if not isinstance(logits, ShardedTensor) or not _keeps_last(parts, logits.specs[0].dim, len(global_shape(logits))):
         return _on_full_logits(call)
     with locals_only():
-        made = logits[index]
-    return _with_columns_at(made, logits, made.dim() - 1)
+        part = logits[index]
+    return _with_columns_at(part, logits, part.dim() - 1)
 
 
 def _keeps_last(parts: tuple[Any, ...], columns: int, dims: int) -> bool:

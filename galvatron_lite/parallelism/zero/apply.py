@@ -137,12 +137,12 @@ class GradientSharing:
             for flat, staged in _pairs(view.view(-1), place):
                 staged.copy_(flat)
         sent[:, width:] = flags
-        own = torch.empty_like(sent[0])
-        if replicas is None or not own.is_cuda:
-            first = reduce_scatter(own, sent.view(-1), ranks, async_op=True)
-            self.flight = PendingReduce(own, sent, first, first if replicas is None else None)
+        received = torch.empty_like(sent[0])
+        if replicas is None or not received.is_cuda:
+            first = reduce_scatter(received, sent.view(-1), ranks, async_op=True)
+            self.flight = PendingReduce(received, sent, first, first if replicas is None else None)
         else:
-            self.flight = self._chained(own, sent, ranks, replicas)
+            self.flight = self._chained(received, sent, ranks, replicas)
 
     def _chained(
         self, tensor: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup
@@ -192,18 +192,18 @@ class GradientSharing:
     @torch.no_grad()
     def start_gather(self) -> Callable[[], None]:
         """Start bringing the rows that other ranks updated; call the result to wait, and to write them."""
-        ranks, whole = self.shares[0].ranks, self.shares[0].whole
-        own = whole.new_zeros(self.offsets[-1])
+        ranks, full = self.shares[0].ranks, self.shares[0].whole
+        local = full.new_zeros(self.offsets[-1])
         for share, start in zip(self.shares, self.offsets, strict=False):
             part = share.part.detach()
             assert isinstance(part, DTensor)
             rows = part.to_local()
-            own[start : start + rows.numel()] = rows.reshape(-1)
-        everyone = whole.new_empty(ranks.size(), len(own))
-        work = all_gather(everyone.view(-1), own, ranks, async_op=True)
+            local[start : start + rows.numel()] = rows.reshape(-1)
+        everyone = full.new_empty(ranks.size(), len(local))
+        work = all_gather(everyone.view(-1), local, ranks, async_op=True)
 
         @torch.no_grad()
-        def finish(_sent: Tensor = own) -> None:
+        def finish(_sent: Tensor = local) -> None:
             work.wait()
             for share, place in zip(self.shares, self._places(everyone), strict=True):
                 parameter = share.whole.detach()
@@ -284,12 +284,12 @@ def shard_group(
         ignored_params={*ignored, *_not_sharded(group.modules)},
         shard_placement_fn=lambda parameter: Shard(cut_dim(parameter.shape, ranks, group.zero_stage)),
     )
-    made: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
-    for module in made:
+    wrapped: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
+    for module in wrapped:
         module.set_gradient_divide_factor(1.0)
         # gloo has neither averaging nor pre-multiplied sums
         module.set_force_sum_reduction_for_comms(True)
-    return made
+    return wrapped
 
 
 def _not_sharded(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
@@ -326,8 +326,8 @@ def _is_view(tensor: Tensor) -> bool:
 
 
 def _detach_copy(tensor: Tensor) -> Tensor:
-    made: Tensor = _Detached.apply(tensor)  # type: ignore[no-untyped-call]
-    return made
+    detached: Tensor = _Detached.apply(tensor)  # type: ignore[no-untyped-call]
+    return detached
 
 
 class _Detached(torch.autograd.Function):

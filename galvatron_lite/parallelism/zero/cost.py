@@ -68,13 +68,13 @@ class ZeroDimension(Dimension):
     def in_words(self, strategy: Strategy) -> str:
         """See ``Dimension.in_words``."""
         states = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
-        said = f"{states.get(strategy.zero_stage, 'states')} shared by {strategy.state_shards}"
-        return said if self.word(strategy) else ""
+        words = f"{states.get(strategy.zero_stage, 'states')} shared by {strategy.state_shards}"
+        return words if self.word(strategy) else ""
 
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
-        found = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
-        return {"zero": int(found[2] or 1), "zero_stage": int(found[1])} if found else None
+        match = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
+        return {"zero": int(match[2] or 1), "zero_stage": int(match[1])} if match else None
 
     def features(self, strategy: Strategy) -> set[str]:
         """See ``Dimension.features``."""

@@ -64,14 +64,14 @@ def read_model(
     )
     lengths = [kind.sequence for kind in types]
     key = str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
-    whole, first, last = (
+    total, first, last = (
         _edge_memory(memory, f"other_memory_pp_{part}{ends}", key, memory_path, FIXED[engine][part])
         for part in ("off", "on_first", "on_last")
     )
     _, precision, name = time_path.stem.removesuffix("_all").replace("_profiling", "").split("_", 2)
     line = _edge_line(times, types, key, time_path, mode)
     return HetuModel(
-        name, types, whole, first, last, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}"
+        name, types, total, first, last, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}"
     )
 
 
@@ -84,7 +84,7 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
     reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"
     bandwidths = [(BANDWIDTH.match(key), value) for key, value in _entries(reduce_path).items()]
     near, far = (
-        {int(found[1]): _number(value, reduce_path, found[0]) for found, value in bandwidths if found and found[2] == c}
+        {int(match[1]): _number(value, reduce_path, match[0]) for match, value in bandwidths if match and match[2] == c}
         for c in "10"
     )
     send = {
@@ -106,10 +106,10 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
 def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, CollectiveTable]]:
     tables: dict[str, dict[int, dict[int, float]]] = {"allreduce": {}, "all2all": {}}
     for key, value in _entries(path).items():
-        found = COLLECTIVE_TIME.match(key)
-        if found:
-            share = 0.5 if found[1] == "allreduce" else 1.0
-            tables[found[1]].setdefault(int(found[2]), {})[int(found[3])] = share * _number(value, path, key)
+        match = COLLECTIVE_TIME.match(key)
+        if match:
+            share = 0.5 if match[1] == "allreduce" else 1.0
+            tables[match[1]].setdefault(int(match[2]), {})[int(match[3])] = share * _number(value, path, key)
     gather, exchange = (
         {
             ranks: CollectiveTable(points, _line(points, path, f"{name}_size_{ranks}_*MB_time"))
@@ -128,13 +128,15 @@ def _line(points: Mapping[int, float], path: Path, key: str) -> LinearTime:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if not found:
+    paths = sorted(folder.glob(pattern))
+    if not paths:
         raise InputError(str(folder), pattern, "There is no such file; give the folder of the model's configs.")
-    whole = [path for path in found if path.stem.endswith("_all")] or found
-    if len(whole) > 1:
-        raise InputError(str(folder), pattern, f"Several match ({', '.join(path.name for path in whole)}); keep one.")
-    return whole[0]
+    complete = [path for path in paths if path.stem.endswith("_all")] or paths
+    if len(complete) > 1:
+        raise InputError(
+            str(folder), pattern, f"Several match ({', '.join(path.name for path in complete)}); keep one."
+        )
+    return complete[0]
 
 
 def _entries(path: Path) -> dict[str, Any]:
@@ -146,8 +148,8 @@ def _entries(path: Path) -> dict[str, Any]:
 
 def _get(data: Mapping[str, Any], key: str, path: Path) -> Any:
     if key not in data:
-        known = ", ".join(name for name in data if not name.startswith("layernum"))
-        raise InputError(f"{path}, {key}", None, f"It holds {known[:200] or 'nothing'}. Profile it, or give its name.")
+        names = ", ".join(name for name in data if not name.startswith("layernum"))
+        raise InputError(f"{path}, {key}", None, f"It holds {names[:200] or 'nothing'}. Profile it, or give its name.")
     return data[key]
 
 
@@ -176,18 +178,18 @@ def _layer_type(
     ends: str,
 ) -> LayerType:
     time_path, memory_path = paths
-    found = [(LAYER_TIME.match(key), value) for key, value in times.items()]
-    own = {
+    matches = [(LAYER_TIME.match(key), value) for key, value in times.items()]
+    layer_times = {
         (int(hit[2]), int(hit[3])): _number(value, time_path, hit[0])
-        for hit, value in found
+        for hit, value in matches
         if hit and int(hit[1]) == place
     }
-    if not own:
+    if not layer_times:
         raise InputError(
             f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers."
         )
-    sequence = size.sequence or min(length for _, length in own)
-    forward = _time_line(own, sequence, mode, time_path, f"layertype_{place}")
+    sequence = size.sequence or min(length for _, length in layer_times)
+    forward = _time_line(layer_times, sequence, mode, time_path, f"layertype_{place}")
     name = f"layertype_{place}{ends}"
     by_length = _get(memory, name, memory_path)
     figures, scale = _at_length(by_length, sequence, memory_path)
@@ -233,15 +235,17 @@ def _parabola(points: Mapping[int, float], x: float, degree: int) -> float:
 
 
 def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> LinearTime:
-    found = [(EDGE_TIME.match(name), value) for name, value in times.items()]
+    matches = [(EDGE_TIME.match(name), value) for name, value in times.items()]
     if len(types) > 1:
-        own = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in found if hit and hit[2] == key}
-        if own:
-            return _time_line(own, 0, mode, path, "layertype_other")
-    own = {(int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in found if hit and hit[2].isdigit()}
-    if not own:
+        edge_times = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2] == key}
+        if edge_times:
+            return _time_line(edge_times, 0, mode, path, "layertype_other")
+    edge_times = {
+        (int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2].isdigit()
+    }
+    if not edge_times:
         raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
-    return _time_line(own, types[0].sequence, mode, path, "layertype_other")
+    return _time_line(edge_times, types[0].sequence, mode, path, "layertype_other")
 
 
 def _edge_memory(memory: Mapping[str, Any], name: str, key: str, path: Path, fixed: float) -> EdgeMemory:

@@ -255,9 +255,9 @@ def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
     total = states[1]
     gaps = [(1 - 1 / degree, figure - total / degree) for degree, figure in states.items() if degree > 1]
     weight = sum(share * share for share, _ in gaps)
-    whole = sum(share * gap for share, gap in gaps) / weight if weight else 0.0
-    whole = min(max(whole, 0.0), total)
-    return TensorSplit(tensor=round((total - whole) * MB / STATE_BYTES), whole=round(whole * MB / STATE_BYTES))
+    weighted = sum(share * gap for share, gap in gaps) / weight if weight else 0.0
+    weighted = min(max(weighted, 0.0), total)
+    return TensorSplit(tensor=round((total - weighted) * MB / STATE_BYTES), whole=round(weighted * MB / STATE_BYTES))
 
 
 def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[LayerPoint]:

@@ -161,24 +161,24 @@ def _strategy(
 
 
 def _default(data: Mapping[str, Any], field: str) -> DataType:
-    given = data.get("default_dp_type", "ddp")
-    if given not in ("ddp", "zero2"):
-        raise InputError(f"{field}, default_dp_type", given, "It is ddp or zero2.")
-    return DataType(given)
+    word = data.get("default_dp_type", "ddp")
+    if word not in ("ddp", "zero2"):
+        raise InputError(f"{field}, default_dp_type", word, "It is ddp or zero2.")
+    return DataType(word)
 
 
 def _schedule(data: Mapping[str, Any], field: str) -> str:
-    given = data.get("pipeline_type", "pipedream_flush")
-    if given not in ("gpipe", "pipedream_flush"):
-        raise InputError(f"{field}, pipeline_type", given, "It is gpipe or pipedream_flush.")
-    return str(given)
+    word = data.get("pipeline_type", "pipedream_flush")
+    if word not in ("gpipe", "pipedream_flush"):
+        raise InputError(f"{field}, pipeline_type", word, "It is gpipe or pipedream_flush.")
+    return str(word)
 
 
 def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None) -> int:
-    given = data.get(key, other)
-    if type(given) is not int or given < 0:
-        raise InputError(f"{field}, {key}", given, "It must be a whole number.")
-    return given
+    value = data.get(key, other)
+    if type(value) is not int or value < 0:
+        raise InputError(f"{field}, {key}", value, "It must be a whole number.")
+    return value
 
 
 def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, other: int = 0) -> list[int]:
@@ -273,7 +273,7 @@ def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
         edges: ``first`` or ``last``: whose strategy embedding and head both get where they are unlike; refused if
             empty.
     """
-    schedule = next((name for name, known in SCHEDULES.items() if known is plan.schedule), None)
+    schedule = next((name for name, schedule_of_name in SCHEDULES.items() if schedule_of_name is plan.schedule), None)
     if schedule is None or plan.virtual_stages > 1:
         raise InputError("schedule", plan.schedule.value, f"Hetu-Galvatron runs {', '.join(SCHEDULES)}.")
     named = [
@@ -289,16 +289,16 @@ def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     if len(counts) == 1:
         counts = [len(blocks)]
-    own, edge = [strategy for _, strategy in blocks], (last if edges == "last" else first)[1]
-    replicated = any(one.kind is DataType.DDP and one.data > 1 for one in (*own, edge))
+    strategies, edge = [strategy for _, strategy in blocks], (last if edges == "last" else first)[1]
+    replicated = any(one.kind is DataType.DDP and one.data > 1 for one in (*strategies, edge))
     return HetuPlan(
-        plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(own), edge,
+        plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(strategies), edge,
         schedule, DataType.DDP if replicated else DataType.ZERO2,
     )  # fmt: skip
 
 
 def _hetu_strategy(name: str, one: Strategy) -> HetuStrategy:
-    reason = next((said for unsaid, said in _unsaid(one) if unsaid), "")
+    reason = next((text for unsaid, text in _unsaid(one) if unsaid), "")
     if reason:
         raise InputError(f"strategy of {name}", str(one), f"Hetu-Galvatron's files cannot say it: {reason}.")
     kind = {0: DataType.DDP, 1: DataType.ZERO2, 2: DataType.ZERO2, 3: DataType.ZERO3}[one.zero_stage]

@@ -92,12 +92,12 @@ def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[Collectiv
     bus = PER_MS / hardware.ms_per_mb(ranks, apart=stride > 1)
     rounds = ranks / (ranks - 1)
     yield CollectiveFit(Collective.ALL_REDUCE, ranks, stride, siblings, 0.0, bus * rounds / 2, 0.0)
-    known = (
+    fits = (
         {kind: (table, share, scale) for kind, table, share, scale in _tables(hardware, ranks)} if stride == 1 else {}
     )
     for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
-        if kind in known:
-            table, share, scale = known[kind]
+        if kind in fits:
+            table, share, scale = fits[kind]
             latency, speed = max(table.line.start, 0.0) / 1000 * scale, PER_MS * share / (table.line.slope * scale)
             yield CollectiveFit(kind, ranks, 1, siblings, latency, speed, 0.0)
         else:
@@ -174,9 +174,9 @@ def import_profile(
 ) -> Profile:
     """Our profile from its files."""
     places = (folder, folder / "hardware", folder.parent / "hardware", folder.parent / "hardware_configs")
-    found = hardware or next((place for place in places if any(place.glob("allreduce_bandwidth_*.json"))), folder)
+    place_found = hardware or next((place for place in places if any(place.glob("allreduce_bandwidth_*.json"))), folder)
     model = read_model(folder, sizes, engine=engine)
-    return to_profile(model, read_hardware(found, nodes, gpus), engine, memory)
+    return to_profile(model, read_hardware(place_found, nodes, gpus), engine, memory)
 
 
 ASK = "Give --layers and --hidden, one number for each layer type, joined by commas (24,24)."
@@ -196,9 +196,9 @@ def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = 
     """
     lengths = _numbers(sequence, "--seq") if sequence else []
     if not layers and not hidden:
-        known = _layer_types(folder)
+        layer_types = _layer_types(folder)
         return [Sizes(count, wide, lengths[place] if place < len(lengths) else 0)
-                for place, (count, wide) in enumerate(known)]  # fmt: skip
+                for place, (count, wide) in enumerate(layer_types)]  # fmt: skip
     counts, widths = _numbers(layers, "--layers"), _numbers(hidden, "--hidden")
     lengths = lengths or [0] * len(counts)
     for option, numbers in (("--hidden", widths), ("--seq", lengths)):
@@ -227,12 +227,12 @@ def _layer_types(folder: Path) -> list[tuple[int, int]]:
     except InputError:
         raise InputError("model", name, f"It is none of the shipped ones. {ASK} {WHERE}") from None
     blocks = [layer.kind for layer in graph.layers if layer.role is Role.BLOCK]
-    found = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
+    types = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
     hits = (LAYER_TIME.match(key) for key in read_data(_times(folder)))
     profiled = len({hit[1] for hit in hits if hit})
-    if len(found) != profiled:
-        raise InputError("model", name, f"The profile has {profiled} layer types, ours {len(found)}. {ASK} {WHERE}")
-    return found
+    if len(types) != profiled:
+        raise InputError("model", name, f"The profile has {profiled} layer types, ours {len(types)}. {ASK} {WHERE}")
+    return types
 
 
 def _times(folder: Path) -> Path:

@@ -116,7 +116,7 @@ def read(target: Tool, values: Values, world: World, sequence: int = 0) -> Readi
     Raises:
         InputError: a value that cannot be used, or that changes costs in a way that is not priced; names it.
     """
-    known, said = {one.key for one in target.fields}, dict[str, Any]()
+    keys, said = {one.key for one in target.fields}, dict[str, Any]()
     for one in target.fields:
         if one.key not in values:
             continue
@@ -133,14 +133,14 @@ def read(target: Tool, values: Values, world: World, sequence: int = 0) -> Readi
     for key, name in target.checked.items():
         if has[name] and str(values.get(key, has[name])) not in (str(has[name]), ""):
             raise InputError(f"{world.file}, {key}", values[key], f"The model that is priced has {has[name]}.")
-    beside = {*known, *target.assumed, *target.refused, *target.checked}
+    beside = {*keys, *target.assumed, *target.refused, *target.checked}
     notes = (
         f"{key} is {values.get(key, 'not set')}: priced as {value}"
         for key, value in target.assumed.items()
         if str(values.get(key)).lower() != str(value).lower()
     )
     return Reading(
-        target.settings(said, world), tuple(key for key in values if key in known),
+        target.settings(said, world), tuple(key for key in values if key in keys),
         tuple(key for key in values if key not in beside), tuple(notes),
     )  # fmt: skip
 

@@ -58,10 +58,10 @@ class Settings:
     def says(self) -> dict[str, object]:
         """Every choice by its name."""
         apart = ("devices", "strategy", "stages", "deepspeed")
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
         cut = ", ".join(f"{stage.blocks}{' and edges' * (stage.before or stage.after)}" for stage in self.stages)
         of = {one.name: getattr(self.strategy, one.name) for one in fields(Strategy)}
-        return {**own, "pipeline": self.pipeline, "blocks of stages": cut, **of}
+        return {**values, "pipeline": self.pipeline, "blocks of stages": cut, **of}
 
 
 def settings_of(plan: Plan) -> Settings:
@@ -161,10 +161,10 @@ def simplified(plan: Plan, settings: Settings) -> Iterator[str]:
     for part in (part for stage in _parts(plan) for part in stage):
         run = part.run
         apart = _OF_BLOCKS if part.edge else ("recompute",)
-        own = replace(run.strategy, **{name: getattr(main, name) for name in apart})
-        if own != main:
+        strategy = replace(run.strategy, **{name: getattr(main, name) for name in apart})
+        if strategy != main:
             layers = part.edge or (run.first if run.first == run.last else f"{run.first} … {run.last}")
-            yield f"{layers}: {own}, instead of {main}"
+            yield f"{layers}: {strategy}, instead of {main}"
     yield from _recompute_lost(plan, settings)
 
 
@@ -202,8 +202,8 @@ def plan_from(settings: Settings, graph: ModelGraph) -> Plan:
         done = [0]
         runs = list[LayerRun]()
         for role, alike in groupby(layers, key=lambda layer: layer.role):
-            own = list(alike)
-            runs += layer_runs(own, [_of_layer(settings, graph.kind_of(layer), role, done) for layer in own])
+            group = list(alike)
+            runs += layer_runs(group, [_of_layer(settings, graph.kind_of(layer), role, done) for layer in group])
         stages.append(Stage(tuple(runs)))
         place = end
     return Plan(
@@ -266,11 +266,11 @@ def filled(stated: Mapping[str, object], world: World, stages: Sequence[StageBlo
     if number("zero", -1) not in (-1, zero):
         remedy = f"{devices} devices leave {zero} for it: give --gpus of the run."
         raise InputError(f"{world.file}, shards", stated["zero"], remedy)
-    whole = number("expert") > 1 and tensor > 1 and number("expert_tensor", 0) == 1
+    sliced_experts = number("expert") > 1 and tensor > 1 and number("expert_tensor", 0) == 1
     strategy = Strategy(
         data=data, zero=zero, zero_stage=stage if zero * context > 1 else 0, tensor=tensor, context=context,
         sequence_parallel=bool(stated.get("sequence_parallel")) and tensor > 1, expert=number("expert"),
-        expert_tensor=int(whole), ulysses=bool(stated.get("ulysses")) and context > 1,
+        expert_tensor=int(sliced_experts), ulysses=bool(stated.get("ulysses")) and context > 1,
         recompute=Recompute(str(stated.get("recompute", "none"))), offload=Offload(str(stated.get("offload", "none"))),
     )  # fmt: skip
     batch, samples, count = _batch(stated, world, data * zero)

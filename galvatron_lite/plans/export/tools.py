@@ -79,10 +79,10 @@ def _unsaid(target: Tool, settings: Settings, text: str) -> Iterator[str]:
     for name, value in settings.says().items():
         if again[name] != value:
             hint = f"; {target.hints[name]}" if name in target.hints else ""
-            said = _WORDS.get(name, name.replace("_", " "))
+            words = _WORDS.get(name, name.replace("_", " "))
             instead = getattr(again[name], "value", again[name])
             instead = "not set" if instead in (None, "") else instead
-            yield f"{said} {getattr(value, 'value', value)} (these settings: {instead}){hint}"
+            yield f"{words} {getattr(value, 'value', value)} (these settings: {instead}){hint}"
 
 
 def read_settings(

@@ -185,8 +185,8 @@ def _cosmoflow_head(flow: ImageFlow, shape: CosmoFlowShape) -> None:
     flow.flatten()
     for width in shape.hidden:
         flow.linear(width, bias=shape.bias).activate()
-    found = flow.linear(shape.classes, bias=shape.bias).value
+    prediction = flow.linear(shape.classes, bias=shape.bias).value
     targets = flow.tape.value(shape.classes, Division.WHOLE, grad=False)
     loss = flow.tape.value(1, Division.WHOLE)
-    pair, moved = (found, targets), found.bytes + targets.bytes
-    flow.value = flow.tape.memory("loss", pair, loss, moved, 3 * found.bytes, like=found, saved=pair)
+    pair, moved = (prediction, targets), prediction.bytes + targets.bytes
+    flow.value = flow.tape.memory("loss", pair, loss, moved, 3 * prediction.bytes, like=prediction, saved=pair)

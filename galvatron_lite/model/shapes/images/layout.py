@@ -51,16 +51,16 @@ def fused_norms(graph: ModelGraph) -> ModelGraph:
 
 
 def _fused(kind: LayerKind) -> LayerKind:
-    found: list[Operator] = list(kind.operators[:1])
+    operators: list[Operator] = list(kind.operators[:1])
     for before, one in pairwise(kind.operators):
         if _is(one, "add") and _is(before, "norm"):
             # One pass of three in forward; in backward gradients are added up where the shortcut begins, and it has
             # its own to be written
             item = one.moved // 3
-            found.append(replace(one, moved=item, backward_moved=one.backward_moved + item, count=0))
+            operators.append(replace(one, moved=item, backward_moved=one.backward_moved + item, count=0))
         elif not (_is(one, "relu") and (_is(before, "norm") or _is(before, "add"))):
-            found.append(one)
-    return replace(kind, operators=tuple(found))
+            operators.append(one)
+    return replace(kind, operators=tuple(operators))
 
 
 def _is(one: Operator, name: str) -> bool:
@@ -87,14 +87,14 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
     blocks = [Layer(f"partitions.{place}", kind.name, Role.BLOCK) for place, kind in enumerate(joined)]
     tape = Tape(1)
     before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Division.WHOLE, grad=False),), kinds[0].dims)
-    whole = [before, *joined, kinds[-1]]
-    made = assemble(graph.name, whole, blocks, sequence=graph.sequence, precision=graph.precision)
+    all_kinds = [before, *joined, kinds[-1]]
+    assembled = assemble(graph.name, all_kinds, blocks, sequence=graph.sequence, precision=graph.precision)
     where = {
         layer.name: block.name
         for block, start, end in zip(blocks, starts, ends, strict=True)
         for layer in graph.layers[start:end]
     } | {graph.layers[-1].name: "after"}
-    return replace(made, tensors=_between(graph.tensors, where))
+    return replace(assembled, tensors=_between(graph.tensors, where))
 
 
 def _between(tensors: Sequence[Passed], where: Mapping[str, str]) -> tuple[Passed, ...]:

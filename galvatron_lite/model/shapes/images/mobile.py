@@ -113,9 +113,9 @@ def _rows(text: str) -> tuple[BlockSpec, ...]:
     expansion, channels and squeeze; ``k3.5`` are two kernels, ``g1.2`` convolutions that expand and that project."""
     rows = []
     for word in text.split():
-        found = _ROW.fullmatch(word)
-        assert found is not None, word
-        kind, repeats, kernels, stride, expand, channels, squeeze, up, down, silu, fixed, of_output = found.groups()
+        match = _ROW.fullmatch(word)
+        assert match is not None, word
+        kind, repeats, kernels, stride, expand, channels, squeeze, up, down, silu, fixed, of_output = match.groups()
         rows.append(
             BlockSpec(
                 int(repeats), tuple(map(int, kernels.split("."))), int(stride), float(expand), int(channels),

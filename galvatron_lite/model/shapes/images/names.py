@@ -80,10 +80,10 @@ def once_a_batch(name: str, side: int) -> tuple[float, float]:
     Swin V2's continuous positions: a small MLP (2, 384, heads) over all pairs of places in a window, a block
     (Liu et al. 2022, arXiv:2111.09883, section 3.3); the window of these variants is the side / 32.
     """
-    found = re.fullmatch(r"swinv2_cr_(\w+?)(?:_ns)?_\d+", name)
-    if not found or found[1] not in _BLOCKS_OF_24:
+    match = re.fullmatch(r"swinv2_cr_(\w+?)(?:_ns)?_\d+", name)
+    if not match or match[1] not in _BLOCKS_OF_24:
         return 0.0, 0.0
-    pairs = _BLOCKS_OF_24[found[1]] * (side // 32) ** 4
+    pairs = _BLOCKS_OF_24[match[1]] * (side // 32) ** 4
     return pairs * 384.0, pairs * 384.0 * 2
 
 
@@ -99,13 +99,13 @@ _VIT = {
 
 def vit_of(name: str, side: int = 224) -> VitShape | None:
     """The vision transformer that a name means (ViT, DeiT, BEiT); None: none of these."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(?:vit|deit3?|beit)_(\w+?)(?:_distilled)?_patch(\d+)_\d+(?:_(?:in21k|in21ft1k|in22k|sam|dino))*", name
     )
-    if not found or found[1] not in _VIT:
+    if not match or match[1] not in _VIT:
         return None
-    hidden, heads, layers = _VIT[found[1]]
-    return VitShape(name=name, layers=layers, hidden=hidden, heads=heads, image_size=side, patch=int(found[2]))
+    hidden, heads, layers = _VIT[match[1]]
+    return VitShape(name=name, layers=layers, hidden=hidden, heads=heads, image_size=side, patch=int(match[2]))
 
 
 def graph_of_name(name: str, side: int, precision: str, kernels: Kernels | None = None) -> ModelGraph | None:
@@ -129,8 +129,8 @@ def graph_of_name(name: str, side: int, precision: str, kernels: Kernels | None 
 def _network_of(name: str) -> Network | None:
     if residual := residual_of(name):
         return partial(residual_graph, spec=residual)
-    found = _MOBILE.fullmatch(name)
-    if found and (mobile := mobile_networks().get(found[1])):
+    match = _MOBILE.fullmatch(name)
+    if match and (mobile := mobile_networks().get(match[1])):
         return partial(mobile_graph, spec=mobile)
     spec = _families().get(name.removeprefix("dm_"))
     if isinstance(spec, NormFree):
@@ -138,8 +138,8 @@ def _network_of(name: str) -> Network | None:
     if spec is not None:
         return partial(cross_stage_graph, spec=spec)
     for pattern, add in _NAMES:
-        if found := re.fullmatch(pattern, name):
-            return partial(_of_parts, add, found.groups(default=""))
+        if match := re.fullmatch(pattern, name):
+            return partial(_of_parts, add, match.groups(default=""))
     return None
 
 

@@ -179,26 +179,26 @@ def _heads(flow: ImageFlow, boxes: int) -> None:
 
 def residual_of(name: str) -> Residual | None:
     """The residual network of a name; None: none of this family."""
-    if found := re.fullmatch(r"resnetv2_(50|101|152)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name):
+    if match := re.fullmatch(r"resnetv2_(50|101|152)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name):
         return Residual(
-            depths=_DEPTHS[found[1]], width=64 * int(found[2] or 1), stem=_STEMS.get(found[3], (0,)), preactive=True,
-            average_down=bool(found[3]), grouped_norm=bool(found[2] or found[4]),
+            depths=_DEPTHS[match[1]], width=64 * int(match[2] or 1), stem=_STEMS.get(match[3], (0,)), preactive=True,
+            average_down=bool(match[3]), grouped_norm=bool(match[2] or match[4]),
         )  # fmt: skip
-    found = re.fullmatch(r"resnest(\d+)(d|e)(?:_(\d)s(\d)x(\d+)d)?", name)
-    if found and found[1] in _DEPTHS:
+    match = re.fullmatch(r"resnest(\d+)(d|e)(?:_(\d)s(\d)x(\d+)d)?", name)
+    if match and match[1] in _DEPTHS:
         return Residual(
-            depths=_DEPTHS[found[1]], groups=int(found[4] or 1), group_width=int(found[5] or 64), average_down=True,
-            stem=_STEMS["s" if found[2] == "e" else "d"], radix=int(found[3] or 2), pool_first=bool(found[3]),
+            depths=_DEPTHS[match[1]], groups=int(match[4] or 1), group_width=int(match[5] or 64), average_down=True,
+            stem=_STEMS["s" if match[2] == "e" else "d"], radix=int(match[3] or 2), pool_first=bool(match[3]),
         )  # fmt: skip
-    found = re.fullmatch(_RESNET + TRAINED, name)
-    if not found or found["depth"] not in _DEPTHS:
+    match = re.fullmatch(_RESNET + TRAINED, name)
+    if not match or match["depth"] not in _DEPTHS:
         return None
-    scaled, variant = found["depth"].startswith("rs"), found["variant"] or ""
+    scaled, variant = match["depth"].startswith("rs"), match["variant"] or ""
     variant = "d" if scaled else variant
-    squeeze = {"se": 1 / 16, "eca": -1.0}.get(found["attention"] or "", 0.0)
+    squeeze = {"se": 1 / 16, "eca": -1.0}.get(match["attention"] or "", 0.0)
     return Residual(
-        depths=_DEPTHS[found["depth"]], basic=found["depth"] in ("10", "18", "34"), groups=int(found["groups"] or 1),
-        group_width=128 if found["wide"] else int(found["width"] or 64), stem=_STEMS.get(variant, (64,)),
+        depths=_DEPTHS[match["depth"]], basic=match["depth"] in ("10", "18", "34"), groups=int(match["groups"] or 1),
+        group_width=128 if match["wide"] else int(match["width"] or 64), stem=_STEMS.get(variant, (64,)),
         pool=not scaled, average_down=variant in ("d", "t"), squeeze=0.25 if scaled else squeeze,
-        blur=bool(found["blur"]), early=name.startswith("legacy_") and not found["next"],
+        blur=bool(match["blur"]), early=name.startswith("legacy_") and not match["next"],
     )  # fmt: skip
