@@ -108,8 +108,27 @@ def garbage_waits() -> Iterator[None]:
 def shapes_only(recorder: Recorder) -> Iterator[None]:
     """Tensors are made on the meta device, attention is fused, experts are grouped, and the recorder listens."""
     hooks = saved_tensors_hooks(recorder.keep, lambda kept: kept)
-    with torch.device("meta"), ShapesOnly(), hooks, recorder:
+    with torch.device("meta"), ShapesOnly(), _autocast_on_meta(), hooks, recorder:
         yield
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """``torch.autocast(tensor.device.type)`` in a model's code is that of the CPU: torch has none for meta."""
+    begin, is_enabled = torch.autocast.__init__, torch.is_autocast_enabled
+
+    def begin_anywhere(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, device_type.replace("meta", "cpu"), *args, **kwargs)
+
+    def is_enabled_anywhere(*device_type: str) -> bool:
+        return is_enabled(*(name.replace("meta", "cpu") for name in device_type))
+
+    torch.autocast.__init__ = begin_anywhere  # type: ignore[method-assign]
+    torch.is_autocast_enabled = is_enabled_anywhere  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__, torch.is_autocast_enabled = begin, is_enabled  # type: ignore
 
 
 @contextmanager

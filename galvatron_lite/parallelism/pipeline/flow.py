@@ -157,10 +157,11 @@ class LayerFlow:
     def like(self, path: str, received: Any, sender: str) -> Any:
         """What a module returns on the stage that has it, as far as code between layers sees: tensors without values.
 
-        ``received`` is what ``sender``, another layer's module, returned; a nest of the same form is taken for it.
+        ``received`` is what ``sender``, another layer's module, returned; what had the same form and shapes in the
+        example is like it, so that batches may have other lengths.
         """
         output, other = self.outputs.get(path), self.outputs.get(sender)
-        if output is None or other is None or _form(output) == _form(received):
+        if output is None or other is None or _form(output) == _form(other):
             return map_tensors(received, shape_of)
         rows, few = (next(tensors_of(value)).shape[0] for value in (received, other))
 
@@ -319,8 +320,8 @@ def _borrowed(run: _Run, idle: Mapping[str, int]) -> tuple[tuple[str, int], ...]
     )[:1]
 
 
-def _form(value: Any) -> list[str]:
-    return [place for place, _ in places(value)]
+def _form(value: Any) -> list[tuple[str, torch.Size]]:
+    return [(place, tensor.shape) for place, tensor in places(value)]
 
 
 def _mark_loose(model: nn.Module, layers: Sequence[Layer], idle: Collection[str]) -> None:

@@ -378,8 +378,15 @@ def _gather_places(reference: ReferenceRun, region: Region) -> Iterator[TokenGat
 
 def taking_in(reference: ReferenceRun, region: Region) -> list[str]:
     """Feeders of a region, and its columns that take in what no feeder makes."""
-    fed = (_sources([_input_of(reference, column.path)])[0] <= set(region.feeders) for column in region.columns)
-    return [*region.feeders, *(column.path for column, one in zip(region.columns, fed, strict=True) if not one)]
+    made_of = (_sources([_input_of(reference, column.path)])[0] for column in region.columns)
+    return [
+        *region.feeders,
+        *(
+            column.path
+            for column, feeders in zip(region.columns, made_of, strict=True)
+            if not feeders or not feeders <= set(region.feeders)
+        ),
+    ]
 
 
 def _input_of(reference: ReferenceRun, path: str) -> Tensor:
