@@ -86,7 +86,8 @@ def _join(path: str, name: str) -> str:
 def _repeated_blocks(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
-    runs = _runs(model, "")
+    # a module that two others hold counts where it is met first
+    runs = [run for run in _runs(model, "") if modules.keys() >= set(run)]
     large = [run for run in runs if sum(map(sizes.__getitem__, run)) >= _LEAST_SHARE * sizes[""] and sizes[""]]
     classes = {
         type(modules[run[0]])
@@ -200,7 +201,8 @@ def kind_names(signatures: list[Hashable]) -> list[str]:
 def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -> list[str]:
     """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once.
 
-    A module without a forward, or one that never ran in ``order`` while others inside it did, only holds these.
+    A module without a forward, or one that never ran in ``order`` while others inside it did, only holds these. One that
+    never ran and whose parameters all belong to others is another name of what these hold.
     """
     chosen, ran = set(blocks), set(order)
 
@@ -219,7 +221,9 @@ def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -
     first: dict[int, str] = {}
     for path in walk(model, ""):
         first.setdefault(id(model.get_submodule(path)), path)
-    return list(first.values())
+    parameters = {path: {id(one) for one in model.get_submodule(path).parameters()} for path in first.values()}
+    held = {one for path, ids in parameters.items() if path in ran or path in chosen for one in ids}
+    return [path for path, ids in parameters.items() if path in ran or not ids or not ids <= held or path in chosen]
 
 
 def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:
