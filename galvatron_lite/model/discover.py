@@ -201,8 +201,8 @@ def kind_names(signatures: list[Hashable]) -> list[str]:
 def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -> list[str]:
     """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once.
 
-    A module without a forward, or one that never ran in ``order`` while others inside it did, only holds these. One that
-    never ran and whose parameters all belong to others is another name of what these hold.
+    A module without a forward, or one that never ran in ``order`` while others inside it did, only holds these. One
+    that never ran and whose parameters all belong to others is another name of what these hold.
     """
     chosen, ran = set(blocks), set(order)
 

@@ -91,6 +91,30 @@ def test_modules_that_never_run_only_hold_those_that_do() -> None:
     assert blocks == [f"levels.{level}.blocks.{place}" for level in (0, 1) for place in (0, 1)]
 
 
+class Listed(nn.Module):
+    """Blocks that others hold too: an updater met before them, and wrappers that never run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.ModuleList(Mixer(4) for _ in range(3))
+        self.updater = nn.Module()
+        self.updater.instance = nn.ModuleList(blocks)
+        self.blocks = blocks
+        self.wrappers = nn.ModuleList(nn.Sequential(block) for block in blocks)
+        self.head = nn.Conv1d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+def test_other_names_of_blocks_are_no_layers() -> None:
+    layers = trace(Listed(), torch.randn(2, 4, 8)).layers
+    assert names(layers) == [f"updater.instance.{place}" for place in range(3)]
+    assert [path for layer in layers if layer.role is not Role.BLOCK for path in layer.modules] == ["head"]
+
+
 class Stages(nn.Module):
     """A residual network: stages that change width in their first block, and a small module between them."""
 

@@ -33,6 +33,24 @@ def test_a_module_inside_a_block_that_fails_is_named_with_the_cause() -> None:
         trace(model, batch)
 
 
+class Careful(Mixer):
+    """Works in full precision whatever surrounds it, as rotary embeddings do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
+def test_autocast_by_a_tensor_s_device_is_traced() -> None:
+    model, batch = plain()
+    expected = trace(model, batch).kinds
+    model.body = nn.Sequential(*(Careful(32) for _ in model.body))
+    assert trace(model, batch).kinds.keys() == expected.keys()
+    with pytest.raises(RuntimeError):
+        torch.autocast("meta", enabled=False)
+
+
 def test_a_model_that_does_not_take_the_batch() -> None:
     with pytest.raises(TraceError, match=r"model: 'Plain'.*positional argument"):
         trace(Plain(), torch.zeros(2, 3, 4))

@@ -93,6 +93,31 @@ def overwrites_skip(hidden: Tensor, blocks: nn.ModuleList) -> Tensor:
     return hidden + skip
 
 
+class Windows(nn.Module):
+    """Layers of other shapes, and modules without parameters between them that ask for the right number of dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Conv1d(2, 4, 1), nn.Flatten(2), nn.Unflatten(2, (2, 4)), nn.Linear(4, 3), nn.Flatten(2),
+            nn.Linear(6, 5), nn.Unflatten(2, (5, 1)), nn.Conv2d(4, 1, 1), nn.Flatten(1), nn.Linear(5, 1),
+        )  # fmt: skip
+
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = self.blocks(value)
+        return output
+
+
+def windows() -> tuple[nn.Module, Batch, Layers]:
+    torch.manual_seed(0)
+    model, batch = Windows().double(), (torch.randn(4, 2, 8, dtype=torch.float64),)
+    places = [place for place, module in enumerate(model.blocks) if any(True for _ in module.parameters())]
+    paths = [f"blocks.{place}" for place in places]
+    blocks = [Layer(path, f"kind{path}", Role.BLOCK, (path,)) for path in paths[1:-1]]
+    before, after = Layer("before", "before", Role.BEFORE, paths[:1]), Layer("after", "after", Role.AFTER, paths[-1:])
+    return model, batch, (before, *blocks, after)
+
+
 def runs_again(hidden: Tensor, blocks: nn.ModuleList) -> Tensor:
     for block in (*blocks, *blocks[:1]):
         hidden = block(hidden)
@@ -134,6 +159,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Batch, Layers]]] = {
     "unet-bilinear": lambda: pictures("unet-bilinear-mini"),
     "t5": t5,
     "flat": flat,
+    "windows": windows,
     "first_read_by_last": lambda: glued(first_read_by_last),
     "read_by_several": lambda: glued(read_by_several),
     "overwrites_passing": lambda: glued(overwrites_passing),

@@ -129,6 +129,24 @@ def test_what_couples_tokens_is_split_but_not_by_tokens() -> None:
     assert plan_of(Wrapped(between=lambda x: x.flip(1))).sequence_parallel
 
 
+class Timed(Wrapped):
+    """A block with linears of its own for the time of a sample, as those of diffusion transformers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, state: Tensor, time: Tensor | None = None) -> Any:
+        shift = self.second(torch.tanh(self.first((time or torch.arange(8.0)).to(state.dtype))))
+        return super().forward(state + shift)
+
+
+def test_what_reads_no_hidden_state_is_split_too() -> None:
+    plan = plan_of(Timed())
+    assert {region.rows for region in plan.regions} == {("down",), ("second",)}
+    assert (plan.max_degree, plan.sequence_parallel) == (32, False)
+
+
 def test_results_used_elsewhere_are_refused() -> None:
     class Leaky(nn.Module):
         def __init__(self) -> None:

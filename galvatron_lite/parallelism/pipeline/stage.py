@@ -26,6 +26,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.record import Recorder
+from galvatron_lite.model.trace.run import shapes_only
 from galvatron_lite.parallelism.pipeline.flow import (
     LayerFlow,
     Output,
@@ -381,7 +383,7 @@ def _hollow_with_shape(module: nn.Module, give: Callable[[Any, torch.device], An
         first = next(tensors_of((args, kwargs)), None)
         device, key = torch.get_default_device() if first is None else first.device, _shape_key((args, kwargs))
         if key not in outputs:
-            with torch.no_grad():
+            with torch.no_grad(), shapes_only(Recorder()):
                 outputs[key] = twin(*map_tensors(args, to_meta), **map_tensors(kwargs, to_meta))
         return give(outputs[key], device)
 

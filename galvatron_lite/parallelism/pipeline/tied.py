@@ -43,9 +43,11 @@ def find_shared(model: nn.Module, layers: Sequence[Layer]) -> tuple[SharedParame
     order = {layer.name: position for position, layer in enumerate(layers)}
     holders: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append((name, layer_of(name, layers)))
+        holders.setdefault(id(parameter), []).append((name, _holder(name, layers)))
     shared = []
-    for entries in holders.values():
+    for names in holders.values():
+        # names that lead through modules of no layer are other names of what layers hold
+        entries = [(name, layer) for name, layer in names if layer] or [(names[0][0], layer_of(names[0][0], layers))]
         entries.sort(key=lambda entry: order[entry[1]])
         if len({layer for _, layer in entries}) > 1:
             shared.append(SharedParameter(tuple(n for n, _ in entries), tuple(layer for _, layer in entries)))
@@ -57,10 +59,12 @@ def layer_of(name: str, layers: Sequence[Layer]) -> str:
 
     What no layer's module holds counts to the layer before the blocks.
     """
+    return _holder(name, layers) or next((layer.name for layer in layers if layer.role is Role.BEFORE), layers[0].name)
+
+
+def _holder(name: str, layers: Sequence[Layer]) -> str:
     holders = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
-    if holders:
-        return max(holders)[1]
-    return next((layer.name for layer in layers if layer.role is Role.BEFORE), layers[0].name)
+    return max(holders, default=(0, ""))[1]
 
 
 @dataclass(frozen=True, slots=True)

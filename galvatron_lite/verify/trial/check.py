@@ -269,10 +269,12 @@ def try_model(
     except (SkippedError, InputError) as error:
         # rows of one tensor may number those of another, as edges do nodes: no share of such a batch runs
         return Findings(skipped=str(error), whole=runs_on(double, batch, loss_fn))
+    outside = tuple(observer.seen.outside)
     if again.loss != whole.loss:
         return Findings(
+            outside=outside,
             skipped="the same batch gives another loss again, dropout apart: it is random, or the model keeps "
-            "something from pass to pass, which further micro-batches and recomputation change more often"
+            "something from pass to pass, which further micro-batches and recomputation change more often",
         )
     if not whole.is_finite:
         return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({whole.loss})")
@@ -288,7 +290,7 @@ def try_model(
     taken = model_inputs(double.model, double.batch)
     unread = () if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys()))
     findings = Findings(
-        outside=tuple(observer.seen.outside), buffers=buffers, loose=loose, unread=unread,
+        outside=outside, buffers=buffers, loose=loose, unread=unread,
         unheld=tuple(observer.seen.unheld.values()), written=tuple(sorted(double.written.union(whole.written))),
         differentiates=observer.seen.differentiates,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from galvatron_lite.model.batch import ITEMS, LossFn, call_model, loss_of, map_t
 from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.flow import at
-from galvatron_lite.model.trace.meta import BATCH_NORMS, meta_copy
+from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy
 from galvatron_lite.model.trace.record import ValuesReadError
 from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.parameters.materialize import Materializer
@@ -217,12 +217,13 @@ def run_pass(
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
         watching = nullcontext() if observer is None else observer.watching()
-        with torch.random.fork_rng(devices=[]), watching, terms.inside():
+        with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
             torch.manual_seed(seed)
             batch = map_tensors(batch, torch.clone)  # the model may write into it
             loss = loss_of(call_model(model, batch), batch, loss_fn)
-        loss = loss if scale is None else scale(loss)
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            loss = loss if scale is None else scale(loss)
+        with nullcontext() if observer is None else observer.in_backward():
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
     gradients = {name: one for name, one in zip(parameters, found, strict=True) if one is not None}
@@ -293,7 +294,6 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self.seen, self._model = ObservedPass(), double.model
         self._running: list[str] = []
-        self._read: dict[str, tuple[tuple[str, ...], bool]] = {}
         layers = [path for layer in double.layers for path in layer.modules]
         self._holders: dict[int, tuple[str, list[str], list[str]]] = {}
         for path, module in double.model.named_modules():
@@ -307,15 +307,32 @@ class CallObserver(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the copy runs."""
+        with self._hooked(self._enter, self._leave), self:
+            yield
+        self._note_outside()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """While gradients are taken, where reversible layers run again, without the modules around them."""
+
+        def enter(path: str, module: nn.Module, _: Any) -> None:
+            self._enter(path)
+            self._note_parameters(module.parameters(recurse=False))
+
+        with self._hooked(enter, self._leave):
+            yield
+        self._note_outside()
+
+    @contextmanager
+    def _hooked(self, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
-                enter = module.register_forward_pre_hook(partial(self._enter, path))
-                leave = module.register_forward_hook(self._leave, always_call=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
-            with self:
-                yield
-        self.seen.outside.extend(name for name, direct in self._found.items() if not direct or self._can_run(direct))
+                stack.callback(module.register_forward_pre_hook(partial(enter, path)).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def _note_outside(self) -> None:
+        self.seen.outside = [name for name, direct in self._found.items() if not direct or self._can_run(direct)]
 
     def _can_run(self, paths: Sequence[str]) -> bool:
         """Whether any is a module with a forward; what has none only holds parameters for others, as the root does."""
@@ -346,14 +363,15 @@ class CallObserver(TorchFunctionMode):
             return
         if name == "to" and not isinstance(args[0], nn.Parameter):
             return
-        for one in tensors_of((args, kwargs)):
-            if not isinstance(one, nn.Parameter):
-                continue
+        self._note_parameters(one for one in tensors_of((args, kwargs)) if isinstance(one, nn.Parameter))
+
+    def _note_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        for one in parameters:
             if id(one) in self._originals:
                 self._found.setdefault(self._originals[id(one)], [])
             elif id(one) in self._holders:
                 held, direct, holders = self._holders[id(one)]
-                if holders and not any(at(path, holder) for path in self._running for holder in holders):
+                if holders and not any(holder in self._running for holder in holders):
                     self._found.setdefault(held, direct)
             elif one.requires_grad and torch.is_grad_enabled():
                 self.seen.unheld[id(one)] = str(list(one.shape))
