@@ -202,7 +202,7 @@ def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -
     """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once.
 
     A module without a forward, or one that never ran in ``order`` while others inside it did, only holds these. One
-    that never ran and whose parameters all belong to others is another name of what these hold.
+    that never ran and whose modules with parameters lie in others too is another name of what these hold.
     """
     chosen, ran = set(blocks), set(order)
 
@@ -221,9 +221,15 @@ def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -
     first: dict[int, str] = {}
     for path in walk(model, ""):
         first.setdefault(id(model.get_submodule(path)), path)
-    parameters = {path: {id(one) for one in model.get_submodule(path).parameters()} for path in first.values()}
-    held = {one for path, ids in parameters.items() if path in ran or path in chosen for one in ids}
-    return [path for path, ids in parameters.items() if path in ran or not ids or not ids <= held or path in chosen]
+    owners = {path: _owners(model.get_submodule(path)) for path in first.values()}
+    used = {path for path in owners if path in ran or path in chosen}
+    held = {owner for path in used for owner in owners[path]}
+    return [path for path, inner in owners.items() if path in used or not inner or not inner <= held]
+
+
+def _owners(module: nn.Module) -> set[int]:
+    """Modules that hold parameters themselves."""
+    return {id(inner) for inner in module.modules() if any(True for _ in inner.parameters(recurse=False))}
 
 
 def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:

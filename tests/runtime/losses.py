@@ -50,8 +50,39 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def body(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden)
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps nothing of a block's inside: backward runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, block: Block, *_: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(hidden)
+        with torch.no_grad():
+            return block.body(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        parameters = list(ctx.block.parameters())
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block.body(hidden), gradient, inputs=[hidden])
+            slopes = torch.autograd.grad(ctx.block.body(hidden.detach()), parameters, gradient)
+        return hidden.grad, None, *slopes
+
+
+class Again(Block):
+    """A block that its own backward pass runs again."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = Reversible.apply(hidden, self, *self.parameters())
+        return output
 
 
 class Averaging(Block):
@@ -76,7 +107,8 @@ class Network(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Averaging() if kind == "buffers" else Block() for _ in range(4))
+        block = {"buffers": Averaging, "reversible": Again}.get(kind, Block)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if kind in ("loose buffer", "read buffer"):
             self.register_buffer("average", torch.zeros(HIDDEN))
@@ -94,6 +126,8 @@ class Network(nn.Module):
             hidden = hidden - 5 * self.average
         for block in self.blocks:
             hidden = block(hidden)
+        if self.kind == "inner module":
+            hidden = self.blocks[0].norm(hidden)
         if self.kind == "contrastive":
             one, other = (F.normalize(half.mean(1), dim=-1) for half in hidden.chunk(2, dim=1))
             return F.cross_entropy(5 * one @ other.T, torch.arange(len(one), device=one.device))
@@ -144,7 +178,18 @@ def make(kind: str) -> tuple[nn.Module, Any]:
     labels = tokens.roll(-1, 1)
     labels = (
         labels
-        if kind in ("classes", "buffers", "loose buffer", "read buffer", "penalty", "written", "slope")
+        if kind
+        in (
+            "classes",
+            "buffers",
+            "loose buffer",
+            "read buffer",
+            "penalty",
+            "written",
+            "slope",
+            "inner module",
+            "reversible",
+        )
         or "masked" in kind
         else labels.where(keeps, -1)
     )
