@@ -115,6 +115,29 @@ def test_other_names_of_blocks_are_no_layers() -> None:
     assert [path for layer in layers if layer.role is not Role.BLOCK for path in layer.modules] == ["head"]
 
 
+class Placed(nn.Module):
+    """Blocks that hold, and run, a module which the model holds first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Conv1d(4, 4, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(self.place, Mixer(4)) for _ in range(2))
+        self.head = nn.Conv1d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+def test_a_shared_module_inside_blocks_is_traced() -> None:
+    model = Placed()
+    graph = trace(model, torch.randn(2, 4, 8))
+    assert sum(kind.parameters.total for kind in map(graph.kind_of, graph.layers)) == sum(
+        one.numel() for one in model.parameters()
+    )
+
+
 class Stages(nn.Module):
     """A residual network: stages that change width in their first block, and a small module between them."""
 

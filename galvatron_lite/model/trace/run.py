@@ -71,10 +71,9 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
         entered.pop()
         handed = output if flow is None else flow.leave((args, kwargs), output)
         if path in chosen:
-            seen.calls[-1].output = handed
+            inside.pop().output = handed
             results.update((id(tensor), (path, tensor, 0)) for tensor in tensors_of(handed))
             results.update((key, (home, one, one._version)) for key, (home, one, _) in list(results.items()))
-            inside.pop()
         elif inside and len(module._forward_hooks) > 1:  # the model's own beside ours: transformers collects outputs so
             inside[-1].heard.append(BlockCall(path, args, kwargs, handed))
         return handed
