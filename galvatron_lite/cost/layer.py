@@ -142,9 +142,10 @@ class LayerPricer:
     common: Links | None = None  # prices communication with devices of other types; None: there are none
     # what single strategies do; the same for profiles that differ in seconds of compute and of links alone
     works: dict[tuple[str, ParameterSharing, Strategy, int], LayerWork] = field(default_factory=dict)
+    points: dict[PointKey, tuple[LayerPoint, ...]] = field(default_factory=dict)  # of the profile; indexed where empty
+    compute: float = 1.0  # factor on the seconds of these points
     links: Links = field(init=False)  # prices communication
     _bucket: int = field(init=False)  # bytes of a bucket of gradients
-    _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
     _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)
     _curves: dict[str, Curves] = field(default_factory=dict)
@@ -158,7 +159,7 @@ class LayerPricer:
     def __post_init__(self) -> None:
         """Indexes the profile."""
         self.links = Links(self.profile)
-        self._points = index_points(self.profile.layers)
+        self.points = self.points or index_points(self.profile.layers)
         self._bucket = bucket_of(self.profile.graph.trainable * ITEM_BYTES[self.profile.reduce_precision])
         overhead = self.profile.overhead
         self._host = {item.name: getattr(overhead, item.name) for item in fields(overhead)}
@@ -173,7 +174,7 @@ class LayerPricer:
         if kind is None:
             return self
         if kind not in self._types:
-            self._types[kind] = LayerPricer(self.profile.only(kind), self.links)
+            self._types[kind] = LayerPricer(self.profile.only(kind), self.links, compute=self.compute)
         return self._types[kind]
 
     def price(
@@ -205,9 +206,9 @@ class LayerPricer:
         if points is None:
             return None
         samples = samples_of(self.profile.graph.kinds[kind], strategy, microbatch)
-        figures = figures_at(points, samples)
+        figures = figures_at(points, samples).times(self.compute)
         plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE))
-        again = 0.0 if plain is None else figures.again(figures_at(plain, samples).backward)
+        again = 0.0 if plain is None else figures.again(figures_at(plain, samples).backward * self.compute)
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
     def price_many(
@@ -230,7 +231,7 @@ class LayerPricer:
         many = strategies if isinstance(strategies, Strategies) else Strategies.of(strategies)
         if kind not in self._curves:
             if not self._by_kind:
-                for key, own in self._points.items():
+                for key, own in self.points.items():
                     self._by_kind.setdefault(key[0], {})[key] = own
             self._curves[kind] = Curves.of(kind, self._by_kind.get(kind, {}))
         curves, shape = self._curves[kind], self.profile.graph.kinds[kind]
@@ -240,12 +241,13 @@ class LayerPricer:
         figures, valid = curves.at(code_of(many), samples)
         plain, known = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
         valid = valid & self._runs(shape, many)
-        again = np.where(known, figures.again(plain), 0.0)
+        figures = figures.times(self.compute)
+        again = np.where(known, figures.again(plain * self.compute), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for what a device does under a strategy."""
-        return points_of(self._points, key_of(kind, strategy)) is not None
+        return points_of(self.points, key_of(kind, strategy)) is not None
 
     def worked(self, strategy: Strategy) -> Strategy:
         """What a device does under a strategy that the profile must have figures for, as the least strategy."""
@@ -255,7 +257,7 @@ class LayerPricer:
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
         if not self._runs(self.profile.graph.kinds[kind], strategy):
             return None
-        return points_of(self._points, key_of(kind, strategy))
+        return points_of(self.points, key_of(kind, strategy))
 
     def _runs(self, kind: LayerKind, strategy: Either) -> Flag:
         device = self.profile.cluster.device

@@ -69,6 +69,14 @@ class LayerFigures:
         )
         return LayerFigures(self.forward, self.backward, *sizes)
 
+    def times(self, factor: float) -> LayerFigures:
+        """The same with all seconds times a factor."""
+        if factor == 1.0:
+            return self
+        return LayerFigures(
+            factor * self.forward, factor * self.backward, self.kept, self.working, self.forward_working
+        )
+
     def again(self, plain: Real) -> Real:
         """Seconds of backward that are computing again, from those of a backward that does not."""
         return least(largest(self.backward - plain, 0.0), self.backward)

@@ -25,7 +25,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
-from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
+from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, SolvedPlan, finished, search
 from galvatron_lite.search.problem import Partition, StagePlan, part_of
 from galvatron_lite.search.result import summary
@@ -52,7 +52,10 @@ class Range:
 
 def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
     """The range of each plan, which has its prediction."""
-    others = [LayerPricer(other, works=pricer.works) for other in scenarios_of(pricer.profile)]
+    others = [
+        LayerPricer(profile, works=pricer.works, points=pricer.points, compute=compute)
+        for profile, compute in scenarios_of(pricer.profile)
+    ]
     found = []
     for plan in plans:
         strategies = strategies_of(plan, pricer.profile)
@@ -67,9 +70,11 @@ def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
     return found
 
 
-def scenarios_of(profile: Profile) -> list[Profile]:
-    """The profile as it would be under each scenario: slow links, less hidden, and quick or slow kernels where these
-    were estimated; those that were measured are as they are."""
+def scenarios_of(profile: Profile) -> list[tuple[Profile, float]]:
+    """The profile as it would be under each scenario, with a factor on its compute.
+
+    Scenarios are slow links, less hidden, and quick or slow kernels where these were estimated, not measured.
+    """
     cluster = profile.cluster
     first = min(1, len(cluster.levels) - 1)
     node = cluster.levels[0].size if first else 1
@@ -79,9 +84,6 @@ def scenarios_of(profile: Profile) -> list[Profile]:
             replace(level, bandwidth=LINKS * level.bandwidth) if place >= first else level
             for place, level in enumerate(levels)
         )
-
-    def scaled(points: Sequence[LayerPoint], factor: float) -> tuple[LayerPoint, ...]:
-        return tuple(replace(one, forward=factor * one.forward, backward=factor * one.backward) for one in points)
 
     groups = tuple(replace(group, levels=slowed(group.levels)) for group in cluster.groups)
     near = [(point.group - 1) * point.stride < node for point in profile.fits]
@@ -94,11 +96,9 @@ def scenarios_of(profile: Profile) -> list[Profile]:
         collectives=tuple(point for point in profile.collectives if (point.group - 1) * point.stride < node),
     )  # fmt: skip
     shares = {**dict.fromkeys(_OVERLAPPING, 1.0), **profile.hidden}
-    found = [slow, replace(profile, hidden={cause: HIDDEN * share for cause, share in shares.items()})]
-    for factor in (1.0 - KERNELS, 1.0 + KERNELS) if profile.origin.kind is OriginKind.ESTIMATED else ():
-        types = tuple(replace(one, layers=scaled(one.layers, factor)) for one in profile.types)
-        found.append(replace(profile, layers=scaled(profile.layers, factor), types=types))
-    return found
+    shown = replace(profile, hidden={cause: HIDDEN * share for cause, share in shares.items()})
+    kernels = (1.0 - KERNELS, 1.0 + KERNELS) if profile.origin.kind is OriginKind.ESTIMATED else ()
+    return [(slow, 1.0), (shown, 1.0), *((profile, factor) for factor in kernels)]
 
 
 UNBOUNDED = 2**60

@@ -15,7 +15,7 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Proof, Schedule
-from galvatron_lite.profiler.schema import OriginKind
+from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import (
     SLACK,
@@ -198,7 +198,12 @@ def test_ranges_are_of_plans_priced_anew_without_a_pipeline(seed: int) -> None:
     profile = replace(profile, origin=replace(profile.origin, kind=OriginKind.ESTIMATED))
     plan = find_plan(profile, devices=4, global_batch=8, budget=10**9, runners_up=0)
     (found,) = ranges_of(LayerPricer(profile), [plan])
-    steps = [evaluate(one, plan).prediction for one in (profile, *scenarios_of(profile))]
+
+    def scaled(one: Profile, factor: float) -> Profile:
+        layers = (replace(p, forward=factor * p.forward, backward=factor * p.backward) for p in one.layers)
+        return replace(one, layers=tuple(layers))
+
+    steps = [evaluate(scaled(*one), plan).prediction for one in ((profile, 1.0), *scenarios_of(profile))]
     seconds = [step.step_seconds for step in steps if step is not None]
     assert len(seconds) == 5
     close = 1e-9 if plan.pipeline == 1 else 0.05
