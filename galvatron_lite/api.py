@@ -153,7 +153,7 @@ def fewest_devices(
     }
     targets = [sweeps.Target(goal, value) for goal, value in wanted.items() if value is not None]
     if len(targets) > 1:
-        raise InputError("target", ", ".join(one.goal for one in targets), "Give one of them.")
+        raise InputError("target", ", ".join(target.goal for target in targets), "Give one of them.")
     request = PlanRequest.parse(profile, setup, ("step", "samples", "tokens"))
     target = targets[0] if targets else sweeps.Target(sweeps.Goal.FIT)
     return sweeps.fewest_devices(request.setting, target, request.batch, request.progress)

@@ -55,7 +55,7 @@ def _profile_for(plans: Iterable[_PlanData], request: PlanRequest, stack: str = 
     """The profile of a request, else that of the first plan that says what it was made from."""
     if request.profile is not None or request.estimated:
         return request.profile_on(request.gpus, stack)
-    return profile_of(next((one.plan for one in plans if one.plan is not None and one.plan.provenance), None))
+    return profile_of(next((plan.plan for plan in plans if plan.plan is not None and plan.plan.provenance), None))
 
 
 def read_with_profile(

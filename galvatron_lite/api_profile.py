@@ -272,9 +272,9 @@ def profile_of(plan: Plan | None) -> Profile:
     if plan is None or made_from is None:
         remedy = "The plan names no profile: give --profile FILE, or --model and --cluster."
         raise InputError("--profile", None, remedy)
-    for known in _candidates(plan, made_from):
-        if profile_hash(known) == made_from.profile_hash:
-            return known
+    for candidate in _candidates(plan, made_from):
+        if profile_hash(candidate) == made_from.profile_hash:
+            return candidate
     remedy = (
         f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
         "give --profile FILE, or --model and --cluster (--trainable, --freeze) as for the plan."

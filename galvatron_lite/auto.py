@@ -223,14 +223,14 @@ def auto_parallelize(
             asked |= _plan_arguments(wanted, delay, pins["fix"])
             asked |= {} if backend is None else {"backend": backend}
             asked |= {} if tolerance is None else {"tolerance": tolerance}
-            typed = [f"--{name} {one}" for name in pins for one in texts(name, {"fix": fix, "forbid": forbid}[name])]
+            typed = [f"--{name} {text}" for name in pins for text in texts(name, {"fix": fix, "forbid": forbid}[name])]
             chosen = _searched(source, asked, delay, findings, " ".join(typed))
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
         for each in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
             findings.check(each)
-    _warn(other_size(chosen, sum(one.numel() for one in model.parameters())))
+    _warn(other_size(chosen, sum(parameter.numel() for parameter in model.parameters())))
     if verifier is not None:
         verifier.check(chosen)
     given: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed}

@@ -120,8 +120,11 @@ def suggestion(name: str, names: Iterable[str], others: Mapping[str, str] | None
     if others and name in others:
         return f"Did you mean {others[name]}?"
     longer = [one for one in known if one.startswith(name)] if name else []
-    ratios = {one: SequenceMatcher(None, one, name).ratio() for one in get_close_matches(name, known, n=3)}
-    near = longer[:3] or [one for one in ratios if ratios[one] > 0.95 * max(ratios.values())]
+    ratios = {
+        get_close_match: SequenceMatcher(None, get_close_match, name).ratio()
+        for get_close_match in get_close_matches(name, known, n=3)
+    }
+    near = longer[:3] or [ratio for ratio in ratios if ratios[ratio] > 0.95 * max(ratios.values())]
     return f"Did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -172,9 +172,9 @@ def _links(time: TimeAccount, what_ifs: Sequence[WhatIf], now: str) -> Iterator[
     kinds = ", ".join(f"{part.name} {format_seconds(part.seconds)}" for part in parts if part.seconds > 0)
     told = f"communication that is not hidden: {format_seconds(exposed)} of the step" + (f" ({kinds})" if kinds else "")
     changes = [one for one in what_ifs if one.name.startswith("links_")]
-    tried = [one for one in changes if one.gain is not None]
+    tried = [change for change in changes if change.gain is not None]
     if not tried:
-        yield _at_most(Constraint.LINK, told, exposed, time, [one.change for one in changes])
+        yield _at_most(Constraint.LINK, told, exposed, time, [change.change for change in changes])
     for place, one in enumerate(tried):
         seconds = _saved(time, one)
         text = f"{one.change}: {_gained(seconds, one, now)}"
@@ -186,14 +186,14 @@ def _batch(time: TimeAccount, what_ifs: Sequence[WhatIf]) -> Iterator[Bound]:
     bubble = sum(part.seconds for part in time.parts if part.name == BUBBLE)
     waits = f"waiting for other stages takes {format_seconds(bubble)} of the step" if bubble else ""
     changes = [one for one in what_ifs if one.name == "batch_twice"]
-    for one in changes:
-        if one.gain is not None:
-            seconds = _saved(time, one)
-            text = "; ".join(filter(None, (f"the batch: {one.change} gives {one.gain:+.1%} samples/s", waits)))
+    for change in changes:
+        if change.gain is not None:
+            seconds = _saved(time, change)
+            text = "; ".join(filter(None, (f"the batch: {change.change} gives {change.gain:+.1%} samples/s", waits)))
             yield Bound(Constraint.BATCH, text, seconds, seconds > WORTH * time.step_seconds)
             return
     if waits:
-        yield _at_most(Constraint.BATCH, f"the batch: {waits}", bubble, time, [one.change for one in changes])
+        yield _at_most(Constraint.BATCH, f"the batch: {waits}", bubble, time, [change.change for change in changes])
 
 
 def _at_most(what: Constraint, words: str, seconds: float, time: TimeAccount, changes: Sequence[str]) -> Bound:

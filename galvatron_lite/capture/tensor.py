@@ -363,7 +363,9 @@ def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall], tokens: int
     reasons = [mixture.reason for mixture in mixtures if mixture.reason]
     if not mixtures or reasons:
         return MixtureFigures(reason="; ".join(reasons))
-    parameters = [block.get_submodule(one.path).get_parameter(name) for one in mixtures for name in one.parameters]
+    parameters = [
+        block.get_submodule(mixture.path).get_parameter(name) for mixture in mixtures for name in mixture.parameters
+    ]
     copies = [_copies(block, mixture, calls) for mixture in mixtures]
     experts = gcd(*(mixture.experts for mixture in mixtures))
     corrected = any(buffer.shape == (experts,) and buffer.is_floating_point() for buffer in block.buffers())

@@ -239,7 +239,9 @@ def _frozen(region: nn.Module) -> frozenset[str]:
     """Paths of modules in it whose parameters all get no gradient."""
     held = {path: list(module.parameters(recurse=False)) for path, module in region.named_modules()}
     return frozenset(
-        path for path, parameters in held.items() if parameters and not any(one.requires_grad for one in parameters)
+        path
+        for path, parameters in held.items()
+        if parameters and not any(parameter.requires_grad for parameter in parameters)
     )
 
 

@@ -153,7 +153,7 @@ def _throughput(prediction: Prediction) -> str:
 def _expected(reason: str) -> bool:
     """Whether a reason is of every plan: what lies before and after the blocks is small and splits in few ways."""
     endings = (": ", " offers", " has no parameters")
-    return any(f": {edge}{one}" in reason for edge in ("before", "after") for one in endings)
+    return any(f": {edge}{ending}" in reason for edge in ("before", "after") for ending in endings)
 
 
 def _print_layers(console: Console, plan: Plan, most: int | None = None) -> None:

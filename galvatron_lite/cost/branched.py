@@ -100,8 +100,10 @@ class PartPricer:
             if layers
             else StageCost((), StageTimes(0.0, 0.0), 0.0, 0.0, MemoryBreakdown())
         )
-        own = pricer.profile.graph.layers if layers else ()
-        return PartCost(own, tuple(strategies), cost, place.start, len(place), border_of(graph, set(layers)), site)
+        part_layers = pricer.profile.graph.layers if layers else ()
+        return PartCost(
+            part_layers, tuple(strategies), cost, place.start, len(place), border_of(graph, set(layers)), site
+        )
 
     def with_moves(self, part: PartCost) -> PartCost:
         """The same with what moves in and out of a branch."""
@@ -149,7 +151,7 @@ def step_seconds(
         trunk.seconds[phase] + sum(_slowest(branches, phase) for branches in regions) for phase in (0, 1)
     ]  # fmt: skip
     every = [part for branches in regions for part in branches]
-    once = max(sum(part.seconds[2] for part in own) for own in on_devices(every, trunk.devices))
+    once = max(sum(part.seconds[2] for part in on_device) for on_device in on_devices(every, trunk.devices))
     return microbatches * (sum(passes) + calling) + trunk.seconds[2] + once
 
 
@@ -180,9 +182,9 @@ def device_memory(
         context: bytes taken before the first tensor.
         training: whether there are gradients.
     """
-    own = [part for part in branches if part.on(device)]
+    here = [part for part in branches if part.on(device)]
     buffers = sum(buffer_bytes(part.border, part.site, part.on(device), training) for part in branches)
-    return stage_memory(merged(places, [trunk, *own]), 1, microbatches, buffers, context)
+    return stage_memory(merged(places, [trunk, *here]), 1, microbatches, buffers, context)
 
 
 def merged(places: dict[str, int], parts: Sequence[PartCost]) -> list[LayerCost]:
@@ -209,7 +211,9 @@ def price_branched(pricer: LayerPricer, plan: Plan) -> Plan:
         key=lambda memory: memory.total,
     )
     stage = replace(plan.stages[0], memory=fullest, microbatch_seconds=sum(trunk.seconds[:2]), device="")
-    placed = [_branch_figures(one, part, plan.microbatches) for one, part in zip(plan.branches, branches, strict=True)]
+    placed = [
+        _branch_figures(branch, part, plan.microbatches) for branch, part in zip(plan.branches, branches, strict=True)
+    ]
     prediction = _prediction(parts, plan, trunk, branches, fullest)
     return replace(plan, stages=(stage,), branches=tuple(placed), prediction=prediction)
 
@@ -274,10 +278,10 @@ def expanded(runs: Sequence[LayerRun], layers: Sequence[str], field: str) -> lis
     """
     strategies: list[Strategy] = []
     for run in runs:
-        own = layers[len(strategies) : len(strategies) + run.count]
-        if not own or (own[0], own[-1], len(own)) != (run.first, run.last, run.count):
-            said = f"{own[0]} .. {own[-1]}" if own else f"nothing after {len(layers)} layers"
-            raise InputError(f"{field}.runs", f"{run.first} .. {run.last}", f"The part goes on with {said}.")
+        covered = layers[len(strategies) : len(strategies) + run.count]
+        if not covered or (covered[0], covered[-1], len(covered)) != (run.first, run.last, run.count):
+            covered_text = f"{covered[0]} .. {covered[-1]}" if covered else f"nothing after {len(layers)} layers"
+            raise InputError(f"{field}.runs", f"{run.first} .. {run.last}", f"The part goes on with {covered_text}.")
         strategies += [run.strategy] * run.count
     if len(strategies) != len(layers):
         raise InputError(f"{field}.runs", len(strategies), f"The part has {len(layers)} layers: {', '.join(layers)}.")
@@ -290,24 +294,26 @@ def _check(parts: PartPricer, plan: Plan) -> None:
         raise InputError("stages", len(plan.stages), "A plan with branches has one stage: the layers outside them.")
     if not parts.pricer.profile.cluster.alike:
         raise InputError("branches", len(plan.branches), "Branches are placed on devices of one type only.")
-    ranges = {one.name: range(one.first, one.first + one.devices) for one in plan.branches}
+    ranges = {branch.name: range(branch.first, branch.first + branch.devices) for branch in plan.branches}
     for name, place in ranges.items():
         if not len(place) or place.start < 0 or place.stop > plan.devices:
             remedy = f"The plan has devices 0 to {plan.devices - 1}; a branch has at least one."
             raise InputError(f"branches, {name}", f"devices {place.start} to {place.stop - 1}", remedy)
     for region in parts.regions:
-        own = {branch.name: ranges[branch.name] for branch in region.branches if branch.name in ranges}
-        for name, place in own.items():
-            if any(other != place and set(other) & set(place) for other in own.values()):
+        branch_ranges = {branch.name: ranges[branch.name] for branch in region.branches if branch.name in ranges}
+        for name, place in branch_ranges.items():
+            if any(other != place and set(other) & set(place) for other in branch_ranges.values()):
                 remedy = "Branches beside each other have the same devices, or none in common."
                 raise InputError(f"branches, {name}", f"devices {place.start} to {place.stop - 1}", remedy)
 
 
 def by_region(parts: PartPricer, plan: Plan, branches: Sequence[PartCost]) -> list[list[PartCost]]:
     """The branches of each region that a plan places some of."""
-    own = {one.name: part for one, part in zip(plan.branches, branches, strict=True)}
-    found = [[own[branch.name] for branch in region.branches if branch.name in own] for region in parts.regions]
-    return [branches for branches in found if branches]
+    by_name = {branch.name: part for branch, part in zip(plan.branches, branches, strict=True)}
+    regions = [
+        [by_name[branch.name] for branch in region.branches if branch.name in by_name] for region in parts.regions
+    ]
+    return [branches for branches in regions if branches]
 
 
 def _branch_figures(one: BranchPlacement, part: PartCost, microbatches: int) -> BranchPlacement:
@@ -326,7 +332,7 @@ def _prediction(
     work = step_seconds(trunk, by_region(parts, plan, branches), plan.microbatches, calling)
     alone = work + profile.overhead.step
     seconds = alone * straggling(profile, plan.devices)
-    busy = [[part.cost for part in (trunk, *own)] for own in on_devices(branches, plan.devices)]
+    busy = [[part.cost for part in (trunk, *on_device)] for on_device in on_devices(branches, plan.devices)]
     samples = plan.global_batch / seconds
     return Prediction(
         step_seconds=seconds,

@@ -97,16 +97,24 @@ class Links:
         Sizes, counts and groups may be arrays (n,); those of several communications that are one object are worked out
         once.
         """
-        known: dict[tuple[Collective, int, int, int, bool], Real] = {}
+        cache: dict[tuple[Collective, int, int, int, bool], Real] = {}
         result = []
-        for one in communications:
-            staged = one.cause in self.profile.transport.staged
-            key = (one.collective, id(one.size), id(one.load), id(one.group), staged)
-            if key not in known:
-                even = type(one.load) is float and one.load == 1.0
-                slowest = one if even else replace(one, size=one.size * one.load)
-                known[key] = self._staged(slowest) if staged else self._once(slowest)
-            result.append(known[key] * one.count)
+        for communication in communications:
+            staged = communication.cause in self.profile.transport.staged
+            key = (
+                communication.collective,
+                id(communication.size),
+                id(communication.load),
+                id(communication.group),
+                staged,
+            )
+            if key not in cache:
+                even = type(communication.load) is float and communication.load == 1.0
+                slowest = (
+                    communication if even else replace(communication, size=communication.size * communication.load)
+                )
+                cache[key] = self._staged(slowest) if staged else self._once(slowest)
+            result.append(cache[key] * communication.count)
         return result
 
     def _staged(self, one: Communication) -> Real:

@@ -55,8 +55,15 @@ def price_cyclic(pricer: LayerPricer, plan: Plan) -> Plan:
     priced = price(pricer, plan)
     memory = priced.memory()
     stages = tuple(
-        replace(stage, memory=memory[number], microbatch_seconds=own.forward + own.backward + own.recompute + own.host)
-        for number, (stage, own) in enumerate(zip(plan.stages, priced.stages, strict=True))
+        replace(
+            stage,
+            memory=memory[number],
+            microbatch_seconds=priced_stage.forward
+            + priced_stage.backward
+            + priced_stage.recompute
+            + priced_stage.host,
+        )
+        for number, (stage, priced_stage) in enumerate(zip(plan.stages, priced.stages, strict=True))
     )
     return replace(plan, stages=stages, prediction=priced.prediction(plan, memory))
 
@@ -102,7 +109,7 @@ class CyclicFigures:
             samples_per_second=samples,
             tokens_per_second=samples * profile.graph.sequence,
             mfu=profile.graph.flops * samples / profile.cluster.peak(profile.graph.precision, plan.devices),
-            peak_memory=max(own.total for own in memory),
+            peak_memory=max(stage_memory.total for stage_memory in memory),
         )
 
     def time(self, factor: float = 1.0) -> TimeBreakdown:
@@ -117,16 +124,16 @@ class CyclicFigures:
         passes = [self.pass_seconds(slot, sends) for slot in loop.slots]
         step = round_seconds(loop, passes, sends)
         alone = round_seconds(loop, passes, [0.0] * len(sends))
-        own = max(self._own_work().values(), key=lambda work: work.total)
+        longest = max(self._own_work().values(), key=lambda work: work.total)
         shown = (1.0 - self._hidden) * sum(sends) / len({slot.process for slot in loop.slots})
-        own = replace(own, communication=own.communication + shown)
-        waiting = max(alone - own.total, 0.0)
+        longest = replace(longest, communication=longest.communication + shown)
+        waiting = max(alone - longest.total, 0.0)
         total = (step + fixed) * factor
         return replace(
-            own,
-            communication=own.communication + max(step - own.total - waiting, 0.0),
+            longest,
+            communication=longest.communication + max(step - longest.total - waiting, 0.0),
             pipeline=waiting,
-            other=own.other + fixed + total - (step + fixed),
+            other=longest.other + fixed + total - (step + fixed),
         )
 
     @property
@@ -157,25 +164,25 @@ class CyclicFigures:
 
     def _own_work(self) -> Mapping[int, TimeBreakdown]:
         """What each process does itself in a step; under ``stages`` each process of a stage its share of them."""
-        found: dict[int, TimeBreakdown] = {}
+        work: dict[int, TimeBreakdown] = {}
         programme = CyclicProgramme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
         turns = self.cyclic.setting is CyclicSetting.STAGES
         for slot in self.loop.slots:
             stage, backward = self.stages[slot.does.moment.stage], slot.does.moment.backward
             share = programme.replicas(slot.does.moment.stage) if turns else 1
             key = slot.does.moment.stage if turns else slot.process
-            known = found.get(key, TimeBreakdown())
+            so_far = work.get(key, TimeBreakdown())
             updates = self._updating(slot)
             both = stage.update_host + stage.update
             host = updates * (stage.update_host / both if both else 0.0)
-            found[key] = TimeBreakdown(
-                known.forward + (0.0 if backward else stage.forward / share),
-                known.backward + (stage.backward / share if backward else 0.0),
-                known.recompute + (stage.recompute / share if backward else 0.0),
-                optimizer=known.optimizer + (updates - host) / share,
-                other=known.other + (stage.host / 2 + self._moving(slot) + host) / share,
+            work[key] = TimeBreakdown(
+                so_far.forward + (0.0 if backward else stage.forward / share),
+                so_far.backward + (stage.backward / share if backward else 0.0),
+                so_far.recompute + (stage.recompute / share if backward else 0.0),
+                optimizer=so_far.optimizer + (updates - host) / share,
+                other=so_far.other + (stage.host / 2 + self._moving(slot) + host) / share,
             )
-        return found
+        return work
 
     def message_bytes(self, message: CyclicMessage) -> int:
         """What a message holds."""
@@ -235,20 +242,20 @@ class CyclicFigures:
         """Bytes on a device at the worst moment of one pass: of the pass itself, of the update beside it, or of copying
         what it sends. An update that a forward pass passes on is copied before it."""
         one, backward = holding.does, holding.does.moment.backward
-        own = self.stages[one.moment.stage]
+        stage = self.stages[one.moment.stage]
         rest = self._beside(holding)
-        made = own.back - own.gradients if backward else own.ahead
+        working = stage.back - stage.gradients if backward else stage.ahead
         early = 0 if backward else self._bytes_of(sent for sent in one.sends if sent.kind is MessageContent.UPDATE)
         late = self._bytes_of(one.sends)
         moments = (
-            (own.kept, max(made - own.kept, 0), early),
-            (0, own.updating if self._updates(holding) else 0, early),
-            (0 if backward else own.kept, 0, late),
+            (stage.kept, max(working - stage.kept, 0), early),
+            (0, stage.updating if self._updates(holding) else 0, early),
+            (0 if backward else stage.kept, 0, late),
         )
         kept, temporary, copied = max(moments, key=sum)
         return replace(
             rest,
-            gradients=rest.gradients + (own.gradients if backward else 0),
+            gradients=rest.gradients + (stage.gradients if backward else 0),
             activations=rest.activations + kept,
             temporary=temporary,
             communication=rest.communication + copied,

@@ -32,8 +32,8 @@ def for_inference(profile: Profile) -> Profile:
     """The profile of forward passes alone, of one of training steps."""
     live = live_bytes(profile.graph)
     types = tuple(
-        DeviceFigures(own.device, _forward(own.layers, live), _idle(own.optimizer), _once(own.overhead))
-        for own in profile.types
+        DeviceFigures(type_.device, _forward(type_.layers, live), _idle(type_.optimizer), _once(type_.overhead))
+        for type_ in profile.types
     )
     return replace(
         profile,
@@ -52,20 +52,20 @@ def live_bytes(graph: ModelGraph) -> dict[str, int]:
     """By kind the most bytes a sample of tensors between layers, and of outputs, that are there when such a layer runs:
     what it and later layers read, and what earlier ones gave to nobody."""
     read = set(graph.edges)
-    told = {producer for producer, _ in read}
+    producers = {producer for producer, _ in read}
     most: dict[str, int] = {}
     results = 0
     for layer, crossing in zip(graph.layers, graph.crossings(), strict=False):
         kind = graph.kind_of(layer)
         live = max(crossing, kind.input_bytes) + results
         most[layer.kind] = max(most.get(layer.kind, 0), live)
-        results += 0 if layer.name in told else kind.output_bytes
+        results += 0 if layer.name in producers else kind.output_bytes
     return most
 
 
 def without_gradients(work: LayerWork) -> LayerWork:
     """What a layer does where no gradient is made: nothing is sent but in forward, and no states are kept."""
-    forward = tuple(one for one in work.communications if one.moment is Moment.FORWARD)
+    forward = tuple(communication for communication in work.communications if communication.moment is Moment.FORWARD)
     return replace(
         work, communications=forward, gradient_items=0.0, reduce_items=0.0, state_items=0.0, master_items=0.0
     )

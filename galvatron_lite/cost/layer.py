@@ -231,18 +231,18 @@ class LayerPricer:
         many = strategies if isinstance(strategies, Strategies) else Strategies.of(strategies)
         if kind not in self._curves:
             if not self._by_kind:
-                for key, own in self.points.items():
-                    self._by_kind.setdefault(key[0], {})[key] = own
+                for key, point in self.points.items():
+                    self._by_kind.setdefault(key[0], {})[key] = point
             self._curves[kind] = Curves.of(kind, self._by_kind.get(kind, {}))
         curves, shape = self._curves[kind], self.profile.graph.kinds[kind]
         samples = samples_of(shape, many, microbatch)
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
         figures, valid = curves.at(code_of(many), samples)
-        plain, known = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
+        plain, has_plain = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
         valid = valid & self._runs(shape, many)
         figures = figures.times(self.compute)
-        again = np.where(known, figures.again(plain * self.compute), 0.0)
+        again = np.where(has_plain, figures.again(plain * self.compute), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
@@ -251,7 +251,7 @@ class LayerPricer:
 
     def worked(self, strategy: Strategy) -> Strategy:
         """What a device does under a strategy that the profile must have figures for, as the least strategy."""
-        needed = [name for one in dimensions() if not one.stands_in for name in one.runs]
+        needed = [name for dimension in dimensions() if not dimension.stands_in for name in dimension.runs]
         return replace(Strategy(), **{name: getattr(strategy, name) for name in needed})
 
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
@@ -261,7 +261,7 @@ class LayerPricer:
 
     def _runs(self, kind: LayerKind, strategy: Either) -> Flag:
         device = self.profile.cluster.device
-        return reduce(and_, (one.runs_on(device, kind, strategy) for one in dimensions()))
+        return reduce(and_, (dimension.runs_on(device, kind, strategy) for dimension in dimensions()))
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction."""
@@ -300,11 +300,11 @@ class LayerPricer:
         if (left, right) not in self._exchanges:
             both = np.array(left, dtype=np.int64)[:, None], np.array(right, dtype=np.int64)[None, :]
             keys = np.stack((exchanging(*both), received(*both)), axis=-1)
-            found, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
-            sizes = found[:, 0].astype(np.int64)
+            distinct, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
+            sizes = distinct[:, 0].astype(np.int64)
             ranks = rank_group(sizes, np.ones_like(sizes), left[0].devices // sizes)
             number: IntArray = place.reshape(keys.shape[:-1])
-            self._exchanges[left, right] = (ranks, found[:, 1].astype(np.float64), number)
+            self._exchanges[left, right] = (ranks, distinct[:, 1].astype(np.float64), number)
         return self._exchanges[left, right]
 
     def _priced(
@@ -326,9 +326,9 @@ class LayerPricer:
         timed = zip(work.communications, self.links.timed(work.communications), strict=True)
         exposed = exposed_by(list(timed), figures, profile.hidden, profile.overlap)
         exchange = 0.0 if self.profile.forward_only else self._exchange(sharing.exchanged, strategy, stages)
-        tensors = sum(one.count for one in kind.operators if one.weight_bytes and not one.frozen)
-        own = work.state_items - work.host_items
-        update = own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
+        tensors = sum(operator.count for operator in kind.operators if operator.weight_bytes and not operator.frozen)
+        on_device = work.state_items - work.host_items
+        update = on_device * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
         # masters are read, and cast for the gather
         wide = ITEM_BYTES[profile.parameter_precision]
         update += work.master_items * (wide + profile.copied_bytes) / profile.cluster.device.memory_bandwidth
@@ -408,22 +408,22 @@ class LayerPricer:
         gradients = up(work.gradient_items * (summed + bucket))
         reduced = where(profile.unbuffered, 0.0, work.reduce_items)
         transient = where(profile.unbuffered, 0.0, work.transient_items)
-        whole, at_use = up(reduced * gather), work.gathered_items + transient
-        lasting = at_use * gather + whole if grouped else work.gathered_items * gather
-        own = work.state_items - work.host_items
+        gathered_gradients, at_use = up(reduced * gather), work.gathered_items + transient
+        lasting = at_use * gather + gathered_gradients if grouped else work.gathered_items * gather
+        on_device = work.state_items - work.host_items
         copies, frozen, passing = copied_bytes(profile, kind, work, strategy)
         full, new, cast = new_gradient_bytes(profile, kind, work, strategy)
         return {
             "parameters": up(work.parameter_items * wide - narrow * (wide - profile.copied_bytes)) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
             "formed_gradients": where(work.gradients_persist, 0, gradients),
-            "states": up(own * optimizer.state_bytes + work.master_items * wide),
+            "states": up(on_device * optimizer.state_bytes + work.master_items * wide),
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
             "gathered": up(lasting),
             "gather": 0 if grouped else up(transient * gather),
             "gathering": up(at_use * gather),
-            "whole_gradients": 0 if grouped else whole,
+            "whole_gradients": 0 if grouped else gathered_gradients,
             "reducing": up(reduced * summed),
             "working": largest(figures.working, figures.kept) + passing,
             "forward_working": figures.forward_working + passing,
@@ -434,5 +434,5 @@ class LayerPricer:
             "new_gradient": new,
             "cast_gradient": cast,
             "bucket": self._copied_bucket(strategy, full),
-            "updating": up(own * optimizer.working_bytes * optimizer.working_share),
+            "updating": up(on_device * optimizer.working_bytes * optimizer.working_share),
         }

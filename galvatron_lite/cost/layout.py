@@ -39,7 +39,7 @@ def received(left: IntArray, right: IntArray) -> FloatArray:
     """
     runs = exchanging(left, right)
     devices = np.arange(int(runs.max(initial=1)))
-    boxes = [_boxes(own[..., None, :], devices) for own in (left, right)]
+    boxes = [_boxes(side[..., None, :], devices) for side in (left, right)]
     common = _volume(np.maximum(boxes[0][0], boxes[1][0]), np.minimum(boxes[0][1], boxes[1][1]))
     there, back = ((_volume(*box) - common).max(axis=-1) for box in reversed(boxes))
     return np.where(runs == 1, 0.0, np.maximum((there + back) / 2, 0.0))

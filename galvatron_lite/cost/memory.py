@@ -98,11 +98,11 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
         filled: whether that many are there in the first backward of the step alone (``pipeline.cost.fills``).
     """
     passing, rest = passing_of(cost, microbatches), resting(cost, microbatches)
-    own = cost.gathered + cost.gather
-    whole = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
-    middle = own + largest(cost.working, cost.kept + _new_gradient(cost, microbatches)) + whole
-    end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing + cost.bucket
-    forward = own + cost.gathering + cost.forward_working
+    gathered = cost.gathered + cost.gather
+    full_gradients = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
+    middle = gathered + largest(cost.working, cost.kept + _new_gradient(cost, microbatches)) + full_gradients
+    end = largest(cost.gathered - cost.gathering, 0) + full_gradients + cost.reducing + cost.bucket
+    forward = gathered + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
@@ -223,11 +223,11 @@ def group_memory(
     moments = [updating_memory([cost for chunk in chunks for cost in chunk], microbatches, buffers, context)]
     resting = {id(chunk): _resting(chunk, microbatches) for chunk in chunks}
     running: dict[tuple[int, int], MemoryBreakdown] = {}
-    for own, counts in held:
-        key = id(chunks[own]), max(counts[own], 1)
+    for group, counts in held:
+        key = id(chunks[group]), max(counts[group], 1)
         if key not in running:
-            running[key] = stage_memory(chunks[own], key[1], microbatches, buffers, context, optimizer=False)
-        others = [(resting[id(chunk)], counts[place]) for place, chunk in enumerate(chunks) if place != own]
+            running[key] = stage_memory(chunks[group], key[1], microbatches, buffers, context, optimizer=False)
+        others = [(resting[id(chunk)], counts[place]) for place, chunk in enumerate(chunks) if place != group]
         moments.append(_beside(running[key], others))
     return max(moments, key=lambda memory: memory.total)
 
@@ -382,8 +382,8 @@ class GroupMemory:
         if action.what is Pass.FORWARD:
             return _forward_place(chunk)
         filled = self._filled(count)
-        found = [terms(cost, count, self._microbatches, filled=filled) for cost in chunk]
-        return worst_moment(found, optimizer=False).layer
+        layer_terms = [terms(cost, count, self._microbatches, filled=filled) for cost in chunk]
+        return worst_moment(layer_terms, optimizer=False).layer
 
     def _filled(self, count: int) -> bool:
         """Whether a backward with so many micro-batches in memory is the first one, see ``cost.memory.terms``."""
@@ -409,14 +409,18 @@ class GroupMemory:
         """At the worst layer of a backward that leaves the gradients of weights: what those of the layers behind it
         wait for is there, and what the layers before it keep. Inputs that they are made from stay while the gradients
         of the layer's outputs come."""
-        whole, layers, own = _plus(counts.whole, chunk, -1), self._chunks[chunk], self._own[chunk]
-        rest, before, behind = self._between(replace(counts, whole=whole)), own.carried, sum(own.pending)
+        complete, layers, chunk_cost = _plus(counts.whole, chunk, -1), self._chunks[chunk], self._own[chunk]
+        rest, before, behind = (
+            self._between(replace(counts, whole=complete)),
+            chunk_cost.carried,
+            sum(chunk_cost.pending),
+        )
         moments = []
-        for cost, pending, made in zip(layers, own.pending, own.output_gradients, strict=True):
+        for cost, pending, output_gradient in zip(layers, chunk_cost.pending, chunk_cost.output_gradients, strict=True):
             new = _new_gradient(cost, self._microbatches)
             beside = cost.gathered + cost.gather + max(cost.working - cost.kept, new)
             # in the layer's backward, and at its end
-            moments += [(before + cost.kept + behind - pending + made, beside), (before + behind, beside)]
+            moments += [(before + cost.kept + behind - pending + output_gradient, beside), (before + behind, beside)]
             before, behind = before + cost.kept, behind - pending
         held, temporary = max(moments, key=sum)
         return replace(rest, activations=rest.activations + held, temporary=temporary)
@@ -424,7 +428,7 @@ class GroupMemory:
     def _forward(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """While the forward of one more micro-batch runs."""
         place, layers = _forward_place(self._chunks[chunk]), self._chunks[chunk]
-        earlier = tuple(count - (own == chunk) for own, count in enumerate(counts.whole))
+        earlier = tuple(count - (other_chunk == chunk) for other_chunk, count in enumerate(counts.whole))
         rest, layer = self._between(replace(counts, whole=earlier)), layers[place]
         gathered = 0 if earlier[chunk] else sum(cost.gathered for cost in layers[: place + 1])
         return replace(
@@ -460,8 +464,8 @@ class GroupMemory:
     def _besides(self, counts: Counts) -> int:
         """Copies of tensors made in earlier stages, and what gradients of weights wait for."""
         return sum(
-            whole * cost.carried + pending * sum(cost.pending)
-            for cost, whole, pending in zip(self._own, counts.whole, counts.pending, strict=True)
+            complete * cost.carried + pending * sum(cost.pending)
+            for cost, complete, pending in zip(self._own, counts.whole, counts.pending, strict=True)
         )
 
 
@@ -487,7 +491,7 @@ def _forward_place(layers: Sequence[LayerCost]) -> int:
     before, sizes = 0, []
     for place, cost in enumerate(layers):
         beside = layers[place - 1].returning if place else 0
-        own = cost.gathered + cost.gather + cost.gathering + max(cost.forward_working, cost.kept)
-        sizes.append(before + own + beside)
+        at_forward = cost.gathered + cost.gather + cost.gathering + max(cost.forward_working, cost.kept)
+        sizes.append(before + at_forward + beside)
         before += cost.kept + cost.gathered
     return max(range(len(sizes)), key=lambda place: sizes[place])

@@ -157,15 +157,15 @@ class Curves:
     @staticmethod
     def of(kind: str, points: Points) -> Curves:
         """The curves of a kind of layer."""
-        own = sorted((int(code_of(rows[0])), rows) for key, rows in points.items() if key[0] == kind)
-        return Curves.stacked([code for code, _ in own], [rows for _, rows in own])
+        coded = sorted((int(code_of(rows[0])), rows) for key, rows in points.items() if key[0] == kind)
+        return Curves.stacked([code for code, _ in coded], [rows for _, rows in coded])
 
     @staticmethod
     def stacked(codes: Sequence[int], rows: Sequence[Sequence[LayerPoint]]) -> Curves:
         """Points of several things that were run; their codes ascend."""
-        counts = np.array([len(own) for own in rows], dtype=np.int64)
+        counts = np.array([len(row) for row in rows], dtype=np.int64)
         filled = np.arange(max(counts, default=1)) < counts[:, None]
-        figures = np.array([_ALL(point) for own in rows for point in own]).reshape(-1, 1 + len(FIGURES))
+        figures = np.array([_ALL(point) for row in rows for point in row]).reshape(-1, 1 + len(FIGURES))
         samples, values = np.full(filled.shape, np.inf), np.zeros((len(FIGURES), *filled.shape))
         samples[filled], values[:, filled] = figures[:, 0], figures[:, 1:].T
         return Curves(np.array(codes, dtype=np.int64), samples, counts, values)
@@ -194,13 +194,13 @@ class Curves:
         self, codes: IntArray, samples: FloatArray, wanted: Sequence[str]
     ) -> tuple[list[FloatArray], BoolArray]:
         row, valid = self._rows(codes)
-        own = self.samples[row]
-        place = (own < samples[:, None]).sum(axis=1)
+        points = self.samples[row]
+        place = (points < samples[:, None]).sum(axis=1)
         alone = self.counts[row] == 1
         right = np.where(alone, 0, np.minimum(np.maximum(place, 1), self.counts[row] - 1))
         left = np.maximum(right - 1, 0)
         every = np.arange(len(row))
-        low, high, first = own[every, left], own[every, right], own[:, 0]
+        low, high, first = points[every, left], points[every, right], points[:, 0]
         weight = (samples - low) / np.where(alone, 1.0, high - low)
         share = np.where((place == 0) | alone, samples / first, 1.0)
         places = np.array([FIGURES.index(name) for name in wanted])[:, None]
@@ -210,12 +210,12 @@ class Curves:
     def _rows(self, codes: IntArray) -> tuple[IntArray, BoolArray]:
         """The row of each code, else of the one that stands in for it, and whether there is either."""
         row = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
-        known = self.codes[row] == codes
-        if known.all():
-            return row, known
+        present = self.codes[row] == codes
+        if present.all():
+            return row, present
         plain = codes - codes % _MOST ** len(_STANDING_IN) + code_of(_PLAIN) % _MOST ** len(_STANDING_IN)
         other = np.minimum(np.searchsorted(self.codes, plain), len(self.codes) - 1)
-        return np.where(known, row, other), known | (self.codes[other] == plain)
+        return np.where(present, row, other), present | (self.codes[other] == plain)
 
 
 def code_of(strategy: Either | LayerPoint, **instead: Enum) -> Whole:
@@ -278,7 +278,7 @@ def new_gradient_bytes(
         kind.trainable,
         ITEM_BYTES[profile.parameter_precision],
     )
-    trained = [one for one in kind.operators if one.weight_bytes and not one.frozen]
+    trained = [operator for operator in kind.operators if operator.weight_bytes and not operator.frozen]
     read = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     looked_up = total - sum(operator.weight_bytes for operator in trained) / item
     wrapped = strategy.parameter_shards > 1
@@ -292,8 +292,8 @@ def new_gradient_bytes(
 
     table, weight = on_device(looked_up), on_device(read)
     most, narrow = largest(table, weight), strategy.keeps_masters
-    own, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
-    return up(most * wide), up(where(narrow, own, most * wide)), up(where(narrow, own, cast))
+    copied, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
+    return up(most * wide), up(where(narrow, copied, most * wide)), up(where(narrow, copied, cast))
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:

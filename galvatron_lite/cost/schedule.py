@@ -91,9 +91,9 @@ def closed_form(
     form = schedule.form(groups, microbatches, virtual, steps_overlap=steps_overlap)
     totals = [[0.0] * len(form.ramp) for _ in range(groups)]
     for index, stage in enumerate(stages):
-        own = totals[group_of(schedule, groups, index)]
+        total = totals[group_of(schedule, groups, index)]
         for part, value in enumerate(form.parts(stage.forward_total, stage.backward_total, form.freed * stage.weight)):
-            own[part] += value
+            total[part] += value
     by_part = zip(form.ramp, form.rounds, zip(*totals, strict=True), strict=True)
     return sum((ramp * sum(values) + rounds * max(values) for ramp, rounds, values in by_part), 0.0)
 
@@ -134,8 +134,8 @@ def run(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float = 0.
     program = program_of(course)
     clock, ready = [0.0] * course.groups, [0.0] * program.slots
     for group, index, slot, source in program.steps:
-        start, known = clock[group], ready[source]
-        end = (known if known > start else start) + seconds[index]
+        start, ready_at = clock[group], ready[source]
+        end = (ready_at if ready_at > start else start) + seconds[index]
         clock[group] = end
         ready[slot] = end + delays[index]
     return tuple(clock)
@@ -211,10 +211,10 @@ def _step(course: ScheduleConfig, group: int, action: Action) -> tuple[int, int,
     if action.what is Pass.FORWARD:
         source = _slot(course, stage - 1, action.microbatch) if stage else 0
         return group, stage, _slot(course, stage, action.microbatch), source
-    own = _slot(course, stages + stage, action.microbatch)
+    slot = _slot(course, stages + stage, action.microbatch)
     last = stage == stages - 1
     source = _slot(course, stage if last else stages + stage + 1, action.microbatch)
-    return group, stages + stage, own, source
+    return group, stages + stage, slot, source
 
 
 def _slot(course: ScheduleConfig, index: int, microbatch: int) -> int:

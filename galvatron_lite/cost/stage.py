@@ -111,12 +111,14 @@ def price_chunk(
 ) -> StageCost:
     """``price_stage`` without memory; ``beside``: places of all layers of the same devices."""
     shared = sharing_of(pricer.profile.graph, beside)
-    own = pricer.of_group(shape.stage_devices, group_of(shape.schedule, shape.stages, stage))
-    costs = tuple(_layer_cost(own, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside)
-    moving = _moving(own, shape, inside, strategies)
+    group_pricer = pricer.of_group(shape.stage_devices, group_of(shape.schedule, shape.stages, stage))
+    costs = tuple(
+        _layer_cost(group_pricer, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside
+    )
+    moving = _moving(group_pricer, shape, inside, strategies)
     left = _boundary(pricer, shape, stage, inside.start, strategies)
     right = _boundary(pricer, shape, stage + 1, inside.stop, strategies)
-    overhead = own.profile.overhead
+    overhead = group_pricer.profile.overhead
     host = (inside.start > 0) + (inside.stop < len(strategies))
     fixed = moving + host * overhead.pipeline + overhead.microbatch / 2
     times = StageTimes(
@@ -128,12 +130,12 @@ def price_chunk(
     )
     split = shape.schedule.splits_backward
     waiting = [_pending(pricer, shape, place, strategies[place]) for place in inside] if split else []
-    pending, made = (tuple(sizes) for sizes in zip(*waiting, strict=True)) if split else ((), ())
+    pending, formed = (tuple(sizes) for sizes in zip(*waiting, strict=True)) if split else ((), ())
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
     buffers = buffer_bytes(left[0], right[0], shape.microbatches, counted=not pricer.profile.unbuffered)
-    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, made, carried)
+    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, formed, carried)
 
 
 def weight_seconds(forward: Real, backward: Real) -> Real:
@@ -154,12 +156,12 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
     """
     graph, inputs, outputs = pricer.profile.graph, 0.0, 0.0
     operators = graph.kind_of(graph.layers[place]).operators
-    for own in _readers(operators):
-        rows, inner, _ = own[0].shape
-        read, made = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
-        split = 1 if own[0].sharding is Sharding.NONE else lines_of(strategy).matmuls.size
-        inputs += rows * (read if read < made else read / split)
-        outputs += rows * (made / split if read < made else made)
+    for reader in _readers(operators):
+        rows, inner, _ = reader[0].shape
+        read, written = reader[0].count * inner, sum(operator.count * operator.shape[-1] for operator in reader)
+        split = 1 if reader[0].sharding is Sharding.NONE else lines_of(strategy).matmuls.size
+        inputs += rows * (read if read < written else read / split)
+        outputs += rows * (written / split if read < written else written)
     for one in operators:
         if one.kind is OperatorClass.CONVOLUTION and one.weight_bytes and not one.frozen:
             windows = sides_of(one)
@@ -175,12 +177,12 @@ def _readers(operators: Sequence[Operator]) -> Iterable[Sequence[Operator]]:
     readers = defaultdict[tuple[int, Sharding], list[Operator]](list)
     before: tuple[int, ...] = ()
     run = 0
-    for one in operators:
-        trains = one.kind is OperatorClass.MATMUL and one.weight_bytes > 0 and not one.frozen
-        width = one.shape[:2] if trains else ()
+    for operator in operators:
+        trains = operator.kind is OperatorClass.MATMUL and operator.weight_bytes > 0 and not operator.frozen
+        width = operator.shape[:2] if trains else ()
         run, before = run - (width != before), width
         if trains:
-            readers[one.reads or run, one.sharding].append(one)
+            readers[operator.reads or run, operator.sharding].append(operator)
     return readers.values()
 
 
@@ -201,7 +203,7 @@ def _refused(kind: LayerKind, strategy: Strategy) -> str:
     for dimension in REFUSING:
         why = dimension.refusal(kind, getattr(strategy, dimension.degree))
         if getattr(strategy, dimension.degree) > 1 and why:
-            offered = ", ".join(str(one[dimension.degree]) for one in dimension.choices(kind, strategy.devices))
+            offered = ", ".join(str(choice[dimension.degree]) for choice in dimension.choices(kind, strategy.devices))
             return f"{dimension.degree}: {why}; it offers {offered}."
     return ""
 

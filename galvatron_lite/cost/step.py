@@ -49,8 +49,8 @@ def price_staged(pricer: LayerPricer, plan: Plan) -> Plan:
 
 def device_of(pricer: LayerPricer, shape: Shape, stage: int) -> str:
     """Name of a stage's devices in a cluster of several types; empty where all are alike or it has several."""
-    own = pricer.of_group(shape.stage_devices, group_of(shape.schedule, shape.stages, stage))
-    return "" if own is pricer else own.profile.cluster.device.name
+    group_pricer = pricer.of_group(shape.stage_devices, group_of(shape.schedule, shape.stages, stage))
+    return "" if group_pricer is pricer else group_pricer.profile.cluster.device.name
 
 
 def device_memory(plan: Plan) -> tuple[MemoryBreakdown, ...]:
@@ -86,12 +86,12 @@ def shape_of(plan: Plan, strategies: Sequence[Strategy]) -> Shape:
     """
     _check_stages(plan)
     stages = plan.pipeline
-    for field, whole, part in (
+    for field, total, part in (
         ("devices", plan.devices, stages),
         ("microbatches", plan.global_batch, plan.microbatches),
     ):
-        if part < 1 or whole % part:
-            raise InputError(field, whole, f"It must be divisible by {part}.")
+        if part < 1 or total % part:
+            raise InputError(field, total, f"It must be divisible by {part}.")
     shape = Shape(plan.devices, stages, plan.microbatches, plan.microbatch, plan.schedule, plan.virtual_stages)
     for strategy in set(strategies):
         if strategy.devices != shape.stage_devices:
@@ -155,7 +155,7 @@ def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds:
     layers = [layer for cost in slowest for layer in cost.layers]
     moving = sum(cost.moving for cost in slowest)
     exposed = sum(layer.forward_exposed + layer.backward_exposed for layer in layers) + moving
-    own = TimeBreakdown(
+    computed = TimeBreakdown(
         forward=microbatches * sum(layer.forward for layer in layers),
         backward=microbatches * sum(layer.backward for layer in layers),
         recompute=microbatches * sum(layer.recompute for layer in layers),
@@ -163,8 +163,8 @@ def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds:
         optimizer=sum(layer.update for layer in layers),
         other=microbatches * sum(layer.host for layer in layers) + sum(layer.step_host for layer in layers) + host,
     )
-    left = max(seconds - own.total, 0.0)
-    return replace(own, pipeline=left) if len(groups) > 1 else replace(own, other=own.other + left)
+    left = max(seconds - computed.total, 0.0)
+    return replace(computed, pipeline=left) if len(groups) > 1 else replace(computed, other=computed.other + left)
 
 
 def price_stages(
@@ -189,17 +189,17 @@ def price_stages(
     """
     ends = list(accumulate(sizes))
     ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    known: dict[object, StageCost] = {}
+    cache: dict[object, StageCost] = {}
     keys = _content(pricer, strategies)
     costs: list[StageCost] = []
     for stage, inside in enumerate(ranges):
         around = keys[max(inside.start - 1, 0) : inside.stop + 1]
         edges = (inside.start == 0, inside.stop == len(strategies), *_passed(pricer.profile.graph, inside))
         key = (around, edges, _neighbours(pricer, shape, stage))
-        if key not in known:
+        if key not in cache:
             beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
-            known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
-        costs.append(known[key])
+            cache[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
+        costs.append(cache[key])
     return _with_memory(pricer, shape, costs, ordered) if memory else costs
 
 
@@ -241,28 +241,28 @@ def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple
 
 def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]:
     """Places of all layers that the devices of a stage hold."""
-    own = _own_stages(shape, group_of(shape.schedule, shape.stages, stage))
-    return frozenset(place for other in own for place in ranges[other])
+    stages = _own_stages(shape, group_of(shape.schedule, shape.stages, stage))
+    return frozenset(place for other in stages for place in ranges[other])
 
 
 def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost], ordered: bool) -> list[StageCost]:
     """With the memory of the devices that run each stage."""
     result = list(costs)
     run = ordered_step(pricer.profile, shape, costs) if ordered and shape.schedule.splits_backward else None
-    known: dict[object, MemoryBreakdown] = {}
+    cache: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
         own = _own_stages(shape, group)
         context = pricer.of_group(shape.stage_devices, group).profile.cluster.device.context
         key = (group if run else _held(shape, group), tuple(id(costs[stage]) for stage in own))
-        if key not in known:
+        if key not in cache:
             stages = [costs[stage] for stage in own]
-            known[key] = (
+            cache[key] = (
                 limit_memory(shape, group, stages, context)
                 if run is None
                 else GroupMemory(shape, stages, context).peak(run.actions[group])
             )
         for stage in own:
-            result[stage] = replace(costs[stage], memory=known[key])
+            result[stage] = replace(costs[stage], memory=cache[key])
     return result
 
 

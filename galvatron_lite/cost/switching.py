@@ -82,7 +82,7 @@ def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
     if same_split(before, after):
         return SwitchCost()
     cluster, device = profile.cluster, profile.cluster.device
-    received, given = (np.zeros((len(cluster.levels), after.devices)) for _ in range(2))
+    received, sent = (np.zeros((len(cluster.levels), after.devices)) for _ in range(2))
     held = np.zeros(after.devices)
     parameter, cast = ITEM_BYTES[profile.parameter_precision], profile.copied_bytes
     for part in _parts(profile, before, after):
@@ -92,12 +92,12 @@ def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
         at_rest = [one.parameter_shards > 1 or (cast > 0 and one.keeps_masters) for one in both]
         for states, width in ((False, parameter), (True, profile.optimizer.state_bytes)):
             old, new = (boxes_of(one, states or sharded) for one, sharded in zip(both, at_rest, strict=True))
-            _move(cluster, part, former, (old, new), width, received, given, held)
+            _move(cluster, part, former, (old, new), width, received, sent, held)
         if cast and part.after.keeps_masters:
             gathered = boxes_of(part.after, True), boxes_of(part.after, False)
-            _move(cluster, part, ranks, gathered, cast, received, given, held)
+            _move(cluster, part, ranks, gathered, cast, received, sent, held)
     seconds = FIXED + LAYER * len(profile.graph.layers) + 2 * float(held.max()) / device.memory_bandwidth
-    seconds += sum(_level_seconds(cluster, place, received[place], given[place]) for place in range(len(received)))
+    seconds += sum(_level_seconds(cluster, place, received[place], sent[place]) for place in range(len(received)))
     got = received.sum(axis=0)
     return SwitchCost(seconds, round(float(got.max())), round(float(got.sum())))
 
@@ -106,7 +106,7 @@ def _parts(profile: Profile, before: Plan, after: Plan) -> Iterator[MovedLayers]
     """Every layer, those that do the same together."""
     graph = profile.graph
     counted: Counter[tuple[Strategy, Strategy, int, int]] = Counter()
-    whole: Counter[tuple[Strategy, Strategy, int, int]] = Counter()
+    totals: Counter[tuple[Strategy, Strategy, int, int]] = Counter()
     ways = zip(
         graph.layers, strategies_of(before, profile), _firsts(before), strategies_of(after, profile), _firsts(after),
         strict=True,
@@ -114,9 +114,9 @@ def _parts(profile: Profile, before: Plan, after: Plan) -> Iterator[MovedLayers]
     for layer, one, old, other, new in ways:
         split = graph.kind_of(layer).parameters
         counted[one, other, old, new] += split.tensor
-        whole[one, other, old, new] += split.total - split.tensor
+        totals[one, other, old, new] += split.total - split.tensor
     for key, items in counted.items():
-        yield MovedLayers(*key, items, whole[key])
+        yield MovedLayers(*key, items, totals[key])
 
 
 def _firsts(plan: Plan) -> list[int]:
@@ -159,8 +159,8 @@ def _first_slice(boxes: FloatArray, targets: tuple[FloatArray, FloatArray], rows
     nearest below."""
     starts = np.unique(boxes[:, 0])
     wanted = starts[np.searchsorted(starts, targets[0][rows, 0], side="right") - 1]
-    found: FloatArray = (boxes[None, :, 0] == wanted[:, None]).astype(float)
-    return found
+    matches: FloatArray = (boxes[None, :, 0] == wanted[:, None]).astype(float)
+    return matches
 
 
 def _covered(these: FloatArray, those: FloatArray) -> FloatArray:
@@ -198,7 +198,7 @@ def _route(
 
 def _level_seconds(cluster: Cluster, place: int, received: FloatArray, sent: FloatArray) -> float:
     """Seconds of what goes over a level."""
-    level, member = cluster.levels[place], int(np.prod([one.size for one in cluster.levels[:place]], dtype=int))
+    level, member = cluster.levels[place], int(np.prod([level.size for level in cluster.levels[:place]], dtype=int))
     starts = np.arange(0, len(received), member)
     most = max(float(np.add.reduceat(side, starts).max()) for side in (received, sent))
     return level.latency + most / (level.bandwidth * level.efficiency) if most else 0.0

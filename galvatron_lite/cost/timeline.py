@@ -108,7 +108,7 @@ class GroupTimeline:
     def busy(self) -> float:
         """Seconds of work, sends that occupy the group included."""
         closing = sum(one.end - one.start for one in self.closing)
-        return sum(one.free - one.start for one in self.passes) + closing
+        return sum(pass_.free - pass_.start for pass_ in self.passes) + closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +138,14 @@ class Timeline:
         """What goes between groups of devices, group by group in the order of their passes."""
         course, last = self.course, self.course.groups * self.course.virtual - 1
         for group in self.groups:
-            for one in group.passes:
-                target = one.stage + (1 if one.what is Pass.FORWARD else -1)
-                if one.what is Pass.WEIGHT or not 0 <= target <= last:
+            for pass_ in group.passes:
+                target = pass_.stage + (1 if pass_.what is Pass.FORWARD else -1)
+                if pass_.what is Pass.WEIGHT or not 0 <= target <= last:
                     continue
                 place = group_of(course.schedule, course.groups, target)
                 if place != group.group:
                     yield Send(
-                        one.what, one.microbatch, one.stage, target, group.group, place, one.end, one.arrives
+                        pass_.what, pass_.microbatch, pass_.stage, target, group.group, place, pass_.end, pass_.arrives
                     )  # fmt: skip
 
 
@@ -211,18 +211,22 @@ def _simulated(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: flo
     """``cost.schedule.run`` with the start of every pass."""
     program, count, shown = program_of(course), len(stages), 1.0 - hidden
     clock, ready = [0.0] * course.groups, [0.0] * program.slots
-    found: list[list[Done]] = [[] for _ in range(course.groups)]
+    passes: list[list[Done]] = [[] for _ in range(course.groups)]
     for group, index, slot, source in program.steps:
         start = max(clock[group], ready[source])
         forward, stage = index < count, index % count
-        own = stages[stage]
-        seconds, send = (own.forward, own.send_forward) if forward else (own.backward, own.send_backward)
+        stage_cost = stages[stage]
+        seconds, send = (
+            (stage_cost.forward, stage_cost.send_forward)
+            if forward
+            else (stage_cost.backward, stage_cost.send_backward)
+        )
         clock[group] = start + (seconds + shown * send)
         ready[slot] = clock[group] + hidden * send
         what = Pass.FORWARD if forward else Pass.BACKWARD
         action = Action(what, (slot - 1) % course.microbatches, stage // course.groups)
-        found[group].append((action, stage, start))
-    return found
+        passes[group].append((action, stage, start))
+    return passes
 
 
 def _group(
@@ -265,16 +269,16 @@ def _pass(done: Done, times: StageTimes, hidden: float, split: bool, factor: flo
 def _closing(costs: Sequence[StageCost], memory: GroupMemory, begin: float, factor: float) -> tuple[Closing, ...]:
     """What a group does once a step."""
     layers = [layer for cost in costs for layer in cost.layers]
-    resting, found = memory.resting(formed=True), []
+    resting, closing = memory.resting(formed=True), []
     for name, seconds, held in (
         ("communication", sum(layer.step_exposed for layer in layers), resting),
         ("optimizer", sum(layer.update for layer in layers), memory.updating()),
         ("host", sum(layer.step_host for layer in layers), resting),
     ):
         if seconds > 0.0:
-            found.append(Closing(name, begin, begin + seconds * factor, held))
-            begin = found[-1].end
-    return tuple(found)
+            closing.append(Closing(name, begin, begin + seconds * factor, held))
+            begin = closing[-1].end
+    return tuple(closing)
 
 
 def _peak(

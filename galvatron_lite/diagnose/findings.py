@@ -78,12 +78,19 @@ def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL
             results += _slow_ranks(members, group, least)
             results += _layers(members, group, stage)
             results += _collectives(members, group, stage, backend)
-            if all(one.parted for one in members):
-                update, other = median_low(one.optimizer for one in members), median_low(one.other for one in members)
+            if all(member.parted for member in members):
+                update, other = (
+                    median_low(member.optimizer for member in members),
+                    median_low(member.other for member in members),
+                )
                 results.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
                 results.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
     results += _bubble(times, expected)
-    reported = (one if one.seconds > 0 else replace(one, advice="") for one in results if abs(one.seconds) >= least)
+    reported = (
+        result if result.seconds > 0 else replace(result, advice="")
+        for result in results
+        if abs(result.seconds) >= least
+    )
     return sorted(reported, key=lambda one: -one.seconds)
 
 

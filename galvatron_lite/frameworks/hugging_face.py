@@ -80,10 +80,10 @@ class Trainer(transformers.Trainer):
         if self.accelerator.num_processes > 1:
             raise InputError("processes", self.accelerator.num_processes, _ALONE)
         if dist.get_rank():
-            for one in list(self.callback_handler.callbacks):
-                shown = type(one).__module__.startswith("transformers.integrations")
-                if shown or isinstance(one, (PrinterCallback, ProgressCallback)):
-                    self.remove_callback(one)
+            for callback in list(self.callback_handler.callbacks):
+                shown = type(callback).__module__.startswith("transformers.integrations")
+                if shown or isinstance(callback, (PrinterCallback, ProgressCallback)):
+                    self.remove_callback(callback)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **more: Any

@@ -90,7 +90,7 @@ def options(layer: LayerKind, kind: Method, group: int, batch: int) -> list[Stra
     axes = (SLICES[kind],) if kind in SLICES else _PIXELS
     wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in axes}
     strategies = strategies_for(layer, group, narrowed=Narrowed(wanted))
-    legal = [one for one in strategies if batch % one.data == 0]
+    legal = [strategy for strategy in strategies if batch % strategy.data == 0]
     most = max((degree_of(kind, one) for one in legal), default=0)
     return [one for one in legal if degree_of(kind, one) == most]
 

@@ -189,7 +189,7 @@ def hold_frozen(model: nn.Module) -> None:
     """Let matmuls and convolutions whose weights are frozen share a copy of them over a step, in place."""
     for module in model.modules():
         parameters = module.parameters(recurse=False)
-        if isinstance(module, _CAST) and any(not one.requires_grad for one in parameters):
+        if isinstance(module, _CAST) and any(not parameter.requires_grad for parameter in parameters):
             forward = partial(_with_held, module, module.forward)
             module.forward = forward  # type: ignore[method-assign]
 

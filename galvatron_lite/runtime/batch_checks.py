@@ -65,14 +65,14 @@ class GlobalBatches:
     def _compare(self, batch: Any, group: dist.ProcessGroup | None) -> None:
         shapes = [(place, tuple(one.shape), str(one.dtype)) for place, one in places(batch)]
         sums = _checksum(batch) if self._count < COMPARED and not self._local else 0
-        own = torch.tensor([zlib.crc32(repr(shapes).encode()), sums])
+        checksum = torch.tensor([zlib.crc32(repr(shapes).encode()), sums])
         if self._cpu_group is None:
             # of its own, so that a rank that does something else meanwhile does not answer; and through the CPU: the
             # device is still busy with the last step, which need not be waited for
             self._cpu_group = dist.new_group(backend="gloo", timeout=self._patience, group_desc="batches")
-        every = own.new_empty(dist.get_world_size() * len(own))
-        all_gather(every, own, self._cpu_group)
-        signs = [tuple(row) for row in every.view(-1, len(own)).tolist()]
+        every = checksum.new_empty(dist.get_world_size() * len(checksum))
+        all_gather(every, checksum, self._cpu_group)
+        signs = [tuple(row) for row in every.view(-1, len(checksum)).tolist()]
         if len(set(signs)) == 1:
             return
         usual = Counter(signs).most_common(1)[0][0]
@@ -93,8 +93,8 @@ class GlobalBatches:
             sent = tensor.to(self._device).contiguous().reshape(-1).view(torch.uint8)
             every = sent.new_empty(world * sent.numel())
             all_gather(every, sent, group)
-            whole = every.view(tensor.dtype).view(world, *tensor.shape)
-            return whole.flatten(0, 1) if shared else whole.sum(0)
+            gathered = every.view(tensor.dtype).view(world, *tensor.shape)
+            return gathered.flatten(0, 1) if shared else gathered.sum(0)
 
         return map_places(batch, gather)
 

@@ -42,7 +42,7 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
         InputError: there is no such backend; or the plan has tensor parallelism, whose blocks torch before 2.12 trains
             wrong with backends that leave backward to autograd.
     """
-    parts = () if plan is None else (*(one.runs for one in plan.stages), *(one.runs for one in plan.branches))
+    parts = () if plan is None else (*(stage.runs for stage in plan.stages), *(branch.runs for branch in plan.branches))
     is_traced = wanted in {True, AUTO, DEFAULT} or str(wanted).startswith("aot_")
     has_tensor = any(lines_of(run.strategy).matmuls.size > 1 for runs in parts for run in runs)
     if wanted and not is_traced and has_tensor and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
@@ -50,9 +50,9 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
         raise InputError("compile", str(wanted), remedy)
     if isinstance(wanted, bool):
         return DEFAULT if wanted else ""
-    known = [AUTO, *torch.compiler.list_backends(exclude_tags=())] if wanted else [""]
-    if wanted not in known:
-        raise InputError("compile", wanted, f"Give True, False or one of {', '.join(known)}.")
+    backends = [AUTO, *torch.compiler.list_backends(exclude_tags=())] if wanted else [""]
+    if wanted not in backends:
+        raise InputError("compile", wanted, f"Give True, False or one of {', '.join(backends)}.")
     return wanted
 
 
@@ -156,13 +156,13 @@ def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:
     ends = [one for one in tensors_of(forward(*args, **kwargs)) if one.requires_grad]
     wanted = [one for one in [*inputs, *module.parameters()] if one.requires_grad]
     if ends and wanted:
-        torch.autograd.grad(ends, wanted, [torch.ones_like(one) for one in ends], allow_unused=True)
+        torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
 
 
 @contextmanager
 def _unchanged(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     """A block's buffers and the random state are as they were, whatever runs inside."""
-    buffers = [(one, one.detach().clone()) for one in module.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {one.device for one in tensors_of((args, dict(kwargs))) if one.is_cuda}
     try:
         with torch.random.fork_rng(sorted(devices, key=str)), casting_anew():

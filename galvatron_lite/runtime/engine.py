@@ -321,12 +321,12 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
                 loss = pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
         self.watch.at(StepPhase.GRADIENTS)
         self._calls.buffers.finish()
-        for one in self.runtimes:
-            one.reducer.finish()
+        for runtime in self.runtimes:
+            runtime.reducer.finish()
         if self.runtime.shared is not None:
             self.runtime.shared.reduce()
-        for one in self.runtimes:
-            one.updates.deliver()
+        for runtime in self.runtimes:
+            runtime.updates.deliver()
         return loss / lifted
 
     def _accumulated(self, batch: Any, lifted: float) -> Tensor:
@@ -338,10 +338,10 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
             loss = (loss.float() if self.scaler is not None else loss) * (lifted / (glue.batch * count))
             self.watch.at(StepPhase.BACKWARD, number)
             last = number == count - 1
-            for one in self.runtimes:
-                set_all_reduce(one.sharded.replicated, last)
-                one.reducer.synchronise = last
-                one.reducer.begin()
+            for runtime in self.runtimes:
+                set_all_reduce(runtime.sharded.replicated, last)
+                runtime.reducer.synchronise = last
+                runtime.reducer.begin()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / (self.runtime.meshes.stage_devices // glue.batch)
@@ -439,7 +439,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         Raises:
             InputError: another device or dtype.
         """
-        for dtype in {one.dtype for one in self.parameters()}:
+        for dtype in {parameter.dtype for parameter in self.parameters()}:
             wanted = fn(torch.empty(0, dtype=dtype, device=self.device))
             if (wanted.dtype, wanted.device) != (dtype, self.device):
                 remedy = (

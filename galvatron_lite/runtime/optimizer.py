@@ -108,8 +108,8 @@ class OptimizerSteps:
         everywhere = len(parallel.plan.stages) == 1 and not parallel.plan.branches
         for runtime in parallel.runtimes:
             devices = runtime.meshes.stage_devices
-            whole = everywhere and all(one.copies == devices for one in runtime.owned)
-            refused = refused or check_optimizer(optimizer, runtime.owned, devices, whole, build)
+            replicated = everywhere and all(one.copies == devices for one in runtime.owned)
+            refused = refused or check_optimizer(optimizer, runtime.owned, devices, replicated, build)
         if together:
             refused = next((one for one in everyone(refused) if one is not None), None)
         if refused is not None:
@@ -204,13 +204,13 @@ def _remedy(reach: str, cut: str | None) -> str:
 
 def _reach(ways: Sequence[Build], options: dict[str, Any], dims: int, device: torch.device, pieces: bool) -> str | None:
     """On what an element's update depends: ``tensor``, ``model``, or why it cannot be told; None: on itself."""
-    for way in ways:
+    for attempt in ways:
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-                return _depends(way, options, dims, device, pieces)
+                return _depends(attempt, options, dims, device, pieces)
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return said
+            message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return message
 
 
 def _depends(build: Build, options: dict[str, Any], dims: int, device: torch.device, pieces: bool) -> str | None:
@@ -273,12 +273,12 @@ def _copied(optimizer: torch.optim.Optimizer) -> Build:
     """
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = object.__new__(type(optimizer))
-        torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))
+        twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+        torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
         for key, value in vars(optimizer).items():
             replaced = callable(getattr(type(optimizer), key, None))
-            if key not in vars(made) and not replaced and isinstance(value, _COPIED):
-                setattr(made, key, value)
-        return made
+            if key not in vars(twin) and not replaced and isinstance(value, _COPIED):
+                setattr(twin, key, value)
+        return twin
 
     return build

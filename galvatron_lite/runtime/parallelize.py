@@ -67,7 +67,7 @@ def build(
     cuts = cut_stages(model, prepared, meshes, options.device)
     runtimes: list[StageRuntime] = []
     for number, cut in enumerate(cuts):
-        earlier = {one.number: one.model for one in cuts[:number]}
+        earlier = {cut.number: cut.model for cut in cuts[:number]}
         tied = shared_before(earlier, cut.number, prepared.ties, prepared.names)
         at = None if place is None else functools.partial(place, cut.model)
         stage = prepared.stages[cut.number]

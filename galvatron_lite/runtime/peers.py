@@ -76,19 +76,19 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
         InputError: some process could not; every process raises it, and names the rank.
         LaunchError: a process is gone.
     """
-    own: Made | _Trouble
+    result: Made | _Trouble
     cause: Exception | None = None
     try:
-        own = act()
+        result = act()
     except InputError as error:
-        own, cause = _Trouble(error.field, None if error.value is None else str(error.value), error.remedy), error
+        result, cause = _Trouble(error.field, None if error.value is None else str(error.value), error.remedy), error
     except OSError as error:
-        own, cause = _Trouble(field, str(error.filename or ""), f"{error.strerror or error}."), error
+        result, cause = _Trouble(field, str(error.filename or ""), f"{error.strerror or error}."), error
     except GalvatronError:
         raise
     except Exception as error:
-        own, cause = _Trouble(field, "", f"{type(error).__name__}: {error}."), error
-    shown: list[Made | _Trouble] = peers.everyone(own)
+        result, cause = _Trouble(field, "", f"{type(error).__name__}: {error}."), error
+    shown: list[Made | _Trouble] = peers.everyone(result)
     for rank, one in enumerate(shown):
         if isinstance(one, _Trouble):
             who = f"Rank {rank}: " if len(shown) > 1 else ""

@@ -163,7 +163,9 @@ class StageSplitter:
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
         line = ProcessAxisGroup(self.meshes.groups(placed.strategy).channels)
-        self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
+        self.done.shards |= {
+            f"{path}.{name}": shard_channel for name, shard_channel in shard_channels(module, plan, line).items()
+        }
         if placed.layout.channels == 1:
             return BoundaryLayout(placed.layout)
         return BoundaryLayout(placed.layout, channels=line, outputs=plan.outputs)
@@ -217,7 +219,7 @@ def tied_layers(model: nn.Module, stage: Sequence[LayerAssignment]) -> list[list
     seen: list[set[int]] = []
     for placed in stage:
         held = {id(p) for path in placed.layer.modules for p in model.get_submodule(path).parameters()}
-        home = next((index for index, known in enumerate(seen) if known & held), None)
+        home = next((index for index, parameters in enumerate(seen) if parameters & held), None)
         if home is None:
             together.append([placed])
             seen.append(held)
@@ -234,7 +236,7 @@ def _beside_experts(plan: TensorPlan, groups: StrategyGroups, shared: bool) -> T
         return plan
     if not groups.spread.sliced:
         return replace(plan, experts=())
-    return replace(plan, experts=tuple(replace(one, summed=not shared) for one in plan.experts))
+    return replace(plan, experts=tuple(replace(expert, summed=not shared) for expert in plan.experts))
 
 
 def _gathered_together(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, ...]]:
@@ -246,10 +248,12 @@ def _gathered_together(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module
     groups: list[tuple[set[nn.Module], set[nn.Parameter]]] = []
     for module in modules:
         members, parameters = {module}, set(module.parameters())
-        for group in [one for one in groups if one[1] & parameters]:
+        for group in [group for group in groups if group[1] & parameters]:
             groups.remove(group)
             members, parameters = members | group[0], parameters | group[1]
         groups.append((members, parameters))
-    trained = {one for members, held in groups if any(parameter.requires_grad for parameter in held) for one in members}
+    trained = {
+        member for members, held in groups if any(parameter.requires_grad for parameter in held) for member in members
+    }
     frozen = [members for members, _ in groups if not members & trained]
-    yield from (tuple(one for one in modules if one in members) for members in [trained, *frozen] if members)
+    yield from (tuple(module for module in modules if module in members) for members in [trained, *frozen] if members)

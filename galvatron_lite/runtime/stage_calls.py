@@ -96,18 +96,18 @@ class SyncedBuffers:
     def updating(self, runtime: StageRuntime) -> Iterator[None]:
         """While the forward pass of a micro-batch runs."""
         buffers = self._buffers.get(id(runtime), ())
-        for one in buffers:
-            one.tensor.copy_(one.before)
+        for buffer in buffers:
+            buffer.tensor.copy_(buffer.before)
         try:
             yield
         finally:  # a stage that is not the last one ends its forward by an exception
-            for one in buffers:
-                one.change += one.tensor.double() - one.before.double()
+            for buffer in buffers:
+                buffer.change += buffer.tensor.double() - buffer.before.double()
 
     @torch.no_grad()
     def finish(self) -> None:
         """The passes are done: every rank gets the same values. All ranks call it."""
-        for one in (one for buffers in self._buffers.values() for one in buffers):
+        for one in (buffer for buffers in self._buffers.values() for buffer in buffers):
             shares = self._passes
             if one.group is not None:
                 dist.all_reduce(one.change, group=one.group)

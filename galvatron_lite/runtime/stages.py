@@ -102,7 +102,7 @@ def cut_stages(model: nn.Module, prepared: Prepared, meshes: Meshes, device: tor
         models[number] = structure
     for number, structure in models.items():
         cut = _cut_stage(structure, prepared, number, device) if len(stages) > 1 else None
-        earlier = {other: one for other, one in models.items() if other < number}
+        earlier = {other: model for other, model in models.items() if other < number}
         untie(structure, shared_before(earlier, number, prepared.ties, prepared.names))
         deferral = Deferral() if cut is not None and pipeline.splits_backward else None
         if deferral is not None:
@@ -150,9 +150,9 @@ def join_stages(
 ) -> None:
     """Connect the split stages of this rank to the others, by the plan's schedule; nothing to do for one stage."""
     chunks = [
-        Chunk(one.cut, runtime.traffic.pack, runtime.traffic.unpack, one.deferral)
-        for one, runtime in zip(cuts, runtimes, strict=True)
-        if one.cut is not None
+        Chunk(cut.cut, runtime.traffic.pack, runtime.traffic.unpack, cut.deferral)
+        for cut, runtime in zip(cuts, runtimes, strict=True)
+        if cut.cut is not None
     ]
     if not chunks:
         return
@@ -160,7 +160,7 @@ def join_stages(
     strategies = {placed.layer.name: placed.strategy for stage in prepared.stages for placed in stage}
     owned = [one for runtime in runtimes for one in runtime.owned]
     reduced, held = {one.parameter: one.reduced for one in owned}, {one.parameter: one.held for one in owned}
-    models = {one.number: one.model for one in cuts}
+    models = {cut.number: cut.model for cut in cuts}
     shared = SharedCopies(models, prepared.ties, prepared.names, strategies, options.groups, reduced, held, pipeline)
     groups = pipeline_groups(pipeline.groups, options.groups, turns=pipeline.virtual > 1)
     runner = PipelineRunner(chunks, groups, pipeline, meshes.stage_index, options.device)

@@ -41,7 +41,10 @@ def clip_factor(norm: Tensor, largest: float) -> Tensor:
 def reduced(parallel: ParallelModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
     """Sums over the world of values, and of the gradient's squared norm, in one message."""
     if with_norm:
-        shares = [squared_norm_share(one.owned, one.counted_elsewhere, parallel.device) for one in parallel.runtimes]
+        shares = [
+            squared_norm_share(runtime.owned, runtime.counted_elsewhere, parallel.device)
+            for runtime in parallel.runtimes
+        ]
         values = [*values, torch.stack(shares).sum()]
     stacked = torch.stack([value.float() for value in values])
     if parallel.runtime.meshes.world > 1:
@@ -79,9 +82,9 @@ class _NotFinite:
 def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
-    made = any(one.is_final and not one.is_zero for one in bad)
-    made = made or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
-    here = _NotFinite(not _is_finite(local_loss), made, tuple(one.names[0] for one in bad))
+    computed = any(one.is_final and not one.is_zero for one in bad)
+    computed = computed or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
+    here = _NotFinite(not _is_finite(local_loss), computed, tuple(one.names[0] for one in bad))
     every: list[_NotFinite] = everyone(here, parallel.watch.group)
     what, ranks = _report(every, float(loss))
     raise NonFiniteLossError(
@@ -273,12 +276,12 @@ def pipelined_outputs(
     sampled: list[tuple[bool, ...]] = []
 
     def call(chunk: int, part: Any) -> Any:
-        found, told = calls.outputs(runtimes[chunk], part, rows)
-        sampled.append(told)
-        return found
+        output, weight = calls.outputs(runtimes[chunk], part, rows)
+        sampled.append(weight)
+        return output
 
-    made = _runner_of(runtimes).outputs(parts, call)
-    value = _joined(made, sampled[-1]) if made else None
+    outputs = _runner_of(runtimes).outputs(parts, call)
+    value = _joined(outputs, sampled[-1]) if outputs else None
     meshes, pipeline = runtimes[0].meshes, pipeline_of(plan)
     source = pipeline.group_of(len(plan.stages) - 1)
     assert meshes.pipeline is not None
@@ -303,7 +306,7 @@ def _joined(outputs: Sequence[Any], sampled: Sequence[bool]) -> Any:
     flags = iter(sampled)
 
     def join(first: Tensor) -> Tensor:
-        every, holds = [first, *(next(own) for own in rest)], next(flags)
+        every, holds = [first, *(next(tensors) for tensors in rest)], next(flags)
         if holds:
             return torch.cat(every)
         return torch.stack(every).mean(0) if first.is_floating_point() else first
@@ -314,11 +317,11 @@ def _joined(outputs: Sequence[Any], sampled: Sequence[bool]) -> Any:
 def _broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     box = [map_tensors(_plain(value), lambda tensor: torch.empty_like(tensor, device="meta"))]
     dist.broadcast_object_list(box, src=source, group=group, device=device)
-    own = tensors_of(value)
+    tensors = tensors_of(value)
 
     def receive(like: Tensor) -> Tensor:
         mine = dist.get_rank() == source
-        tensor = next(own).detach().contiguous() if mine else torch.empty_like(like, device=device)
+        tensor = next(tensors).detach().contiguous() if mine else torch.empty_like(like, device=device)
         dist.broadcast(tensor, src=source, group=group)
         return tensor
 

@@ -56,18 +56,18 @@ def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
         LayerPricer(profile, works=pricer.works, points=pricer.points, compute=compute)
         for profile, compute in scenarios_of(pricer.profile)
     ]
-    found = []
+    ranges = []
     for plan in plans:
         strategies = strategies_of(plan, pricer.profile)
         shape, sizes = shape_of(plan, strategies), [sum(run.count for run in stage.runs) for stage in plan.stages]
         assumed, *varied = (
-            bound_seconds(own.profile, shape, price_stages(own, shape, sizes, strategies, memory=False))
-            for own in (pricer, *others)
+            bound_seconds(one_pricer.profile, shape, price_stages(one_pricer, shape, sizes, strategies, memory=False))
+            for one_pricer in (pricer, *others)
         )
         step = plan.prediction.step_seconds if plan.prediction else assumed
         seconds = [step, *(step * other / assumed for other in varied)]
-        found.append(Range(min(seconds), max(seconds), sum(seconds) / len(seconds)))
-    return found
+        ranges.append(Range(min(seconds), max(seconds), sum(seconds) / len(seconds)))
+    return ranges
 
 
 def scenarios_of(profile: Profile) -> list[tuple[Profile, float]]:
@@ -130,8 +130,13 @@ class Finalist:
     @property
     def complexity(self) -> tuple[int, int, int, float]:
         """How often neighbouring layers differ in strategy, strategies, bytes of the fullest device, seconds."""
-        own = [run.strategy for stage in self.plan.stages for run in stage.runs]
-        return sum(a != b for a, b in pairwise(own)), len(set(own)), self.alternative.peak_memory, self.seconds
+        strategies = [run.strategy for stage in self.plan.stages for run in stage.runs]
+        return (
+            sum(a != b for a, b in pairwise(strategies)),
+            len(set(strategies)),
+            self.alternative.peak_memory,
+            self.seconds,
+        )
 
     @property
     def alternative(self) -> Alternative:
@@ -199,19 +204,19 @@ def finalists(
         names = {option.name for option in options} - {"given"}
         fixed = Fixed(pipeline=1, strategy=tuple(degrees.items()))
         # pins may go beyond the space's own rules, which are to leave every layer a strategy
-        kinds = sorted({one.kind for one in request.graph.layers})
+        kinds = sorted({layer.kind for layer in request.graph.layers})
         if len(names) <= wanted and name not in names and all(
             request.space.offers(kind, request.devices, fixed) for kind in kinds
         ):  # fmt: skip
-            own = replace(request, fixed=fixed)
-            _add(options, _best_of(own, pricer, name) or _best_of(own, pricer, name, budget=UNBOUNDED))
+            narrowed = replace(request, fixed=fixed)
+            _add(options, _best_of(narrowed, pricer, name) or _best_of(narrowed, pricer, name, budget=UNBOUNDED))
     return tuple(options)
 
 
 def _beside(schedules: Sequence[Schedule], schedule: Schedule) -> list[tuple[Schedule, ...]]:
     """Other schedules to compare one with that splits backward: those that do so too, each by itself, and the rest."""
     split: list[tuple[Schedule, ...]] = [(one,) for one in schedules if one.splits_backward and one is not schedule]
-    rest = tuple(one for one in schedules if not one.splits_backward)
+    rest = tuple(schedule for schedule in schedules if not schedule.splits_backward)
     return [*split, rest] if rest else split
 
 
@@ -254,10 +259,10 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     for _ in range(_TRIES):
         share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
         less = replace(request, budget=as_budget(request.budget).scaled(share), schedules=split, wider=request)
-        found = _searched(less, pricer, below=below, slack=_SLIGHT)
-        if found is None:
+        solved = _searched(less, pricer, below=below, slack=_SLIGHT)
+        if solved is None:
             return
-        over = _finalist(request, pricer, _name(found.problem.shape), found)
+        over = _finalist(request, pricer, _name(solved.problem.shape), solved)
         if over.fits:
             yield over
             return
@@ -321,10 +326,10 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float =
 
 def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) -> tuple[Alternative, ...]:
     """Up to ``wanted`` other finalists, quickest of those that fit first; plans that read alike are told once."""
-    told: dict[str, Alternative] = {summary(chosen.plan): chosen.alternative}
+    listed: dict[str, Alternative] = {summary(chosen.plan): chosen.alternative}
     for option in sorted(options, key=lambda option: (not option.fits, option.seconds)):
-        told.setdefault(summary(option.plan), option.alternative)
-    return tuple(told.values())[1 : 1 + max(wanted, 0)]
+        listed.setdefault(summary(option.plan), option.alternative)
+    return tuple(listed.values())[1 : 1 + max(wanted, 0)]
 
 
 def _name(shape: Shape) -> str:
@@ -338,9 +343,9 @@ def _best_of(
     request: Request, pricer: LayerPricer, name: str, below: int = ANY_TIME, budget: int | None = None
 ) -> Finalist | None:
     """A good plan, soon; within another budget than that of the request where one is given."""
-    asked = request if budget is None else replace(request, budget=budget)
-    found = _searched(asked, pricer, below=below, effort=_LITTLE)
-    return None if found is None else _finalist(request, pricer, name or _name(found.problem.shape), found)
+    limited = request if budget is None else replace(request, budget=budget)
+    solved = _searched(limited, pricer, below=below, effort=_LITTLE)
+    return None if solved is None else _finalist(request, pricer, name or _name(solved.problem.shape), solved)
 
 
 def _searched(
@@ -396,19 +401,19 @@ def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], Solved
     """A plan of the best one's shape whose layers all have one of its strategies, recomputation aside; None where there
     is none as good."""
     used = Counter(
-        replace(one, recompute=Recompute.NONE) for stage in best.partition.stages for one in stage.strategies
+        replace(strategy, recompute=Recompute.NONE) for stage in best.partition.stages for strategy in stage.strategies
     )
     narrow = _shaped(request, best.problem.shape)
     for strategy, _ in used.most_common() if len(used) > 1 else ():
         pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name != "recompute")
-        own = tuple(dict.fromkeys((*narrow.fixed.strategy, *pins)))
-        if len({name for name, _ in own}) == len(own):  # not pinned otherwise
+        pinned = tuple(dict.fromkeys((*narrow.fixed.strategy, *pins)))
+        if len({name for name, _ in pinned}) == len(pinned):  # not pinned otherwise
             try:
-                found = below(replace(narrow, fixed=replace(narrow.fixed, strategy=own)))
+                solved = below(replace(narrow, fixed=replace(narrow.fixed, strategy=pinned)))
             except InputError:  # the pins go beyond the space
                 continue
-            if found is not None and _offers(request, found):
-                return found
+            if solved is not None and _offers(request, solved):
+                return solved
     return None
 
 
@@ -416,9 +421,10 @@ def _offers(request: Request, result: SolvedPlan) -> bool:
     """Whether every layer of a plan is offered its strategy: pins may go beyond the space's own rules."""
     shape, graph = result.problem.shape, request.graph
     fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
-    own = (one for stage in result.partition.stages for one in stage.strategies)
+    strategies = (strategy for stage in result.partition.stages for strategy in stage.strategies)
     pairs = {
-        (layer.kind, layer.name if fixed.layers else "", one) for layer, one in zip(graph.layers, own, strict=True)
+        (layer.kind, layer.name if fixed.layers else "", one)
+        for layer, one in zip(graph.layers, strategies, strict=True)
     }
     size = shape.stage_devices
     return all(one in request.space.strategies(kind, size, fixed.at_layer(name)) for kind, name, one in pairs)
@@ -482,7 +488,10 @@ def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
     if plan.pipeline > 1 and ("pipeline" in fixed.forbidden or plan.schedule not in request.schedules):
         return False
     pairs = zip(request.graph.layers, strategies_of(plan, pricer.profile), strict=True)
-    return all(backend.runs(own) and fixed.allows(own) and fixed.allows_in(layer.name, own) for layer, own in pairs)
+    return all(
+        backend.runs(strategy) and fixed.allows(strategy) and fixed.allows_in(layer.name, strategy)
+        for layer, strategy in pairs
+    )
 
 
 def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:

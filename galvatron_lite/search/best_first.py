@@ -191,8 +191,8 @@ class _Walk:
         if partition is None:
             return
         key = (problem.shape.stages, problem.shape.schedule)
-        known = self.met.get(key)
-        if known is None or partition.time < known.partition.time:
+        reached = self.met.get(key)
+        if reached is None or partition.time < reached.partition.time:
             self.met[key] = SolvedPlan(problem, partition)
         most = self.below if self.best is None else self.best.partition.time
         if most is None or partition.time < most:
@@ -215,8 +215,8 @@ class _Walk:
         for shape in shapes:
             bound = glance.bound(request.graph, shape)
             if request.wider is not None and self.worth(bound):
-                known = open_problem(request.wider, pricer, shape).answers
-                bound = max(bound, known.averaged, known.relaxed)
+                answers = open_problem(request.wider, pricer, shape).answers
+                bound = max(bound, answers.averaged, answers.relaxed)
             if self.worth(bound):
                 heapq.heappush(self.heap, (bound, next(self.order), _Node(shape, _Stage.GLANCED, bound)))
                 if shape.schedule.front_loaded:
@@ -241,9 +241,9 @@ class _Walk:
         shape = problem.shape
         if not problem.answers.averaged and shape.schedule.front_loaded:
             shapes = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
-            alike = [open_problem(request, problem.pricer, own) for own in shapes]
-            for own, bound in zip(alike, averaged_uniform(alike), strict=True):
-                own.answers.averaged = float(bound)
+            alike = [open_problem(request, problem.pricer, shape) for shape in shapes]
+            for alike_problem, bound in zip(alike, averaged_uniform(alike), strict=True):
+                alike_problem.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
         return problem.answers.averaged
 
@@ -286,8 +286,8 @@ class _Walk:
         """The best plan of a node by labels over all cuts; one stage was solved exactly."""
         if problem.shape.stages == 1:
             cap = None if self.limit is None else self.limit - 1
-            whole = range(len(problem.graph.layers))
-            self.open = min(self.open, problem.quickest(0, whole, cap, self.settled)[1])
+            every_layer = range(len(problem.graph.layers))
+            self.open = min(self.open, problem.quickest(0, every_layer, cap, self.settled)[1])
             return
         before = problem.work
         plan, least = best_partition(problem, bounds, self.limit)
@@ -355,7 +355,7 @@ def _combined(problem: Problem, cuts: list[int]) -> Partition | None:
 def _uniform(problem: Problem) -> list[Uniform]:
     if not problem.answers.uniform:
         cuts = cuts_of(problem.graph, problem.shape.stages * problem.shape.virtual)
-        problem.answers.uniform += [Uniform(problem, own) for own in cuts]
+        problem.answers.uniform += [Uniform(problem, cut) for cut in cuts]
     return problem.answers.uniform
 
 
@@ -420,8 +420,8 @@ def best_partition(problem: Problem, bounds: StageBounds, limit: int | None) -> 
         Partition(step_time(chosen, form), (0, *cuts), chosen)
         for cuts, chosen in (zip(*path, strict=True) for path in front.get(layers, (None, []))[1])
     ]
-    found = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
-    return found, least if found is None else min(least, found.time)
+    best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
+    return best, least if best is None else min(least, best.time)
 
 
 _Front = tuple[IntArray, list[tuple[tuple[int, StagePlan], ...]]]
@@ -441,7 +441,7 @@ def _joined(pairs: list[tuple[_Front, list[StagePlan]]], stop: int, form: Form, 
     rounds = np.array([int(weight) for weight in form.rounds], dtype=np.int64)
     rows = np.flatnonzero(figures[:, 0] + figures[:, 1:-1] @ rounds + figures[:, -1] < limit)
     kept = rows[pareto_rows(figures[rows])] if len(rows) else rows
-    starts, paths = np.cumsum([0, *(len(own) for own in every)]), []
+    starts, paths = np.cumsum([0, *(len(partitions) for partitions in every)]), []
     for row, place in zip(kept, np.searchsorted(starts, kept, side="right") - 1, strict=True):
         (_, before), options = pairs[place]
         label, option = divmod(int(row - starts[place]), len(options))

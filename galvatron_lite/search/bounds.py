@@ -106,8 +106,8 @@ class StageBounds:
         for (stage, start, stop), value in values.items():
             least = value + self.pre[stage][start] + self.post[stage][stop]
             excess[stage][start, stop] = max(excess[stage][start, stop], least)
-        known = self.timed | values.keys() if exact else self.timed
-        return replace(self, excess=tuple(excess), looked=self.looked | values.keys(), timed=known)
+        already = self.timed | values.keys() if exact else self.timed
+        return replace(self, excess=tuple(excess), looked=self.looked | values.keys(), timed=already)
 
     @property
     def opened(self) -> StageBounds:
@@ -122,7 +122,7 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
         problem: gives the shape, the budgets and the micro-batches in flight.
         tables: by stage.
     """
-    if any(not len(table) for own in _distinct(tables) for table in own):
+    if any(not len(table) for stage_tables in _distinct(tables) for table in stage_tables):
         return None
     form, stages, sends = problem.form, problem.shape.stages, problem.least_sends()
     held = [problem.held(stage) for stage in range(stages)]
@@ -132,21 +132,23 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
     cuts = even_cuts(problem.graph, stages) if even else ()
     if even and not cuts:
         return None
-    for stage, own in enumerate(tables):
+    for stage, stage_tables in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
         filled = problem.filled(stage)
         place = cuts[stage : stage + 2]
-        key = (held[stage], filled, id(own), room, ends, sends[stage], place)
-        if id(own) not in figures:
-            figures[id(own)] = _Figures(problem, own)
+        key = (held[stage], filled, id(stage_tables), room, ends, sends[stage], place)
+        if id(stage_tables) not in figures:
+            figures[id(stage_tables)] = _Figures(problem, stage_tables)
         if key not in thetas:
-            bound = figures[id(own)].theta(held[stage], filled, room, ends, place)
+            bound = figures[id(stage_tables)].theta(held[stage], filled, room, ends, place)
             thetas[key] = bound + form.microbatches * sends[stage]
         theta.append(thetas[key])
-    pre, post = _least_around([figures[id(own)].ramp for own in tables], sends)
+    pre, post = _least_around([figures[id(table)].ramp for table in tables], sends)
     around = zip(theta, pre, post, strict=True)
-    bounds = StageBounds(tuple(own + before[:, None] + after for own, before, after in around), pre, post)
+    bounds = StageBounds(
+        tuple(stage_tables + before[:, None] + after for stage_tables, before, after in around), pre, post
+    )
     return bounds if np.isfinite(bounds.bound) else None
 
 
@@ -156,13 +158,13 @@ def _least_around(
     """``pre`` and ``post`` where the ramp of layers adds up over any stages: each layer where it takes least."""
     count = len(ramps[0])
     pre, post = ([np.where(np.arange(count + 1) == end, 0.0, np.inf)] for end in (0, count))
-    known: dict[frozenset[int], FloatArray] = {}
+    cache: dict[frozenset[int], FloatArray] = {}
 
     def summed(stages: Sequence[FloatArray]) -> FloatArray:
         key = frozenset(map(id, stages))
-        if key not in known:
-            known[key] = _summed(np.min([*{id(own): own for own in stages}.values()], axis=0))
-        return known[key]
+        if key not in cache:
+            cache[key] = _summed(np.min([*{id(stage): stage for stage in stages}.values()], axis=0))
+        return cache[key]
 
     for stage in range(1, len(ramps)):
         pre.append(summed(ramps[:stage]) + sum(sends[:stage]))
@@ -181,12 +183,12 @@ class _Figures:
         self.ramp = np.array([float(table.ramp(form).min()) for table in kinds])[self.which]
         self.time = [table.theta(form).astype(np.float64) for table in kinds]
         memory = [table.figures.memory for table in kinds]
-        self.both = [(own[:, 0] + own[:, 1]).astype(np.float64) for own in memory]
-        self.last = [(own[:, 0] + own[:, 2:4].max(axis=1)).astype(np.float64) for own in memory]
+        self.both = [(bytes_[:, 0] + bytes_[:, 1]).astype(np.float64) for bytes_ in memory]
+        self.last = [(bytes_[:, 0] + bytes_[:, 2:4].max(axis=1)).astype(np.float64) for bytes_ in memory]
         self.kept = [table.figures.kept.astype(np.float64) for table in kinds]
         self.late = [table.figures.late.astype(np.float64) for table in kinds]
         self.wired = [
-            np.array([problem.at_ends(own) for own in table.options.layouts], dtype=bool)[table.codes]
+            np.array([problem.at_ends(layout) for layout in table.options.layouts], dtype=bool)[table.codes]
             for table in kinds
         ]
 
@@ -213,7 +215,7 @@ class _Figures:
         if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
             return self._alike(np.array(parts), memory, local, room)[inside]
         counts = np.bincount(self.which)
-        spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
+        spreads = [float(counts @ [np.ptp(value) for value in values]) for values in (self.time, memory)]
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
         free, last = self._least(memory, prices), self._least(local, prices)
         # what a stage takes is what its layers come to up to its end, less what they come to up to its start
@@ -221,14 +223,14 @@ class _Figures:
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
             ways, gone = _wired(free, last, kept, kept_last, ends)
-        lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
+        lightest = [np.array([values.min() for values in costs])[self.which] for costs in (memory, local)]
         over = ((_ranges(*lightest) > room) | np.tri(len(self.which) + 1, dtype=bool))[inside]
         bound, (starts, stops) = np.full(over.shape, -np.inf), inside
         for number, price in enumerate(prices):  # one after another: few figures stay near the processor
-            own = [(to[number, stops] - price * room) - start[number, starts, None] for start, to in ways]
+            costs = [(to[number, stops] - price * room) - start[number, starts, None] for start, to in ways]
             if gone is not None:
-                own[0][gone[inside]] = np.inf
-            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(own[0], own[1], out=own[0]), out=bound)
+                costs[0][gone[inside]] = np.inf
+            np.maximum(bound, costs[0] if len(costs) == 1 else np.minimum(costs[0], costs[1], out=costs[0]), out=bound)
         return np.where(over, np.inf, bound)
 
     def _least(self, memory: list[FloatArray], prices: FloatArray, *, wired: bool = False) -> FloatArray:
@@ -243,7 +245,7 @@ class _Figures:
         no more than one layer is before them, and after them."""
         blocks = np.concatenate(([0], np.cumsum(parts == 1)))
         kind, count = self.which[np.flatnonzero(parts == 1)[0]], np.arange(blocks[-1] + 1)[:, None]
-        own, size, end = (every[kind][self.wired[kind]] for every in (self.time, memory, local))
+        seconds, size, end = (every[kind][self.wired[kind]] for every in (self.time, memory, local))
         first, last = self.which[0], self.which[-1]
         before = (
             (self.time[first].min(), np.minimum(memory[first], local[first]).min()) if parts[0] == 0 else (0.0, 0.0)
@@ -252,7 +254,7 @@ class _Figures:
 
         def least(edges: float, around: FloatArray | float) -> FloatArray:
             """(blocks + 1,): theta of so many blocks, and of layers around them, which need so many bytes."""
-            best = np.where(count * size + around <= room, count * own, np.inf).min(axis=1, initial=np.inf)
+            best = np.where(count * size + around <= room, count * seconds, np.inf).min(axis=1, initial=np.inf)
             best[0] = 0.0
             return np.asarray(best + edges)
 
@@ -302,21 +304,21 @@ def _summed(values: FloatArray | BoolArray) -> FloatArray:
 
 
 def _distinct(tables: Sequence[TableRow]) -> list[TableRow]:
-    return list({id(own): own for own in tables}.values())
+    return list({id(table): table for table in tables}.values())
 
 
 def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
     """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
     form, ramps, rounds = problem.form, [], []
-    for own in _distinct(tables):
-        if not all(len(table) for table in own):
+    for distinct in _distinct(tables):
+        if not all(len(table) for table in distinct):
             return np.inf
         least = {}
-        for table in {id(table): table for table in own}.values():
+        for table in {id(table): table for table in distinct}.values():
             ramp = form.share * table.ramp(form)
             least[id(table)] = float(ramp.min()), float((table.theta(form) - ramp).min())
-        ramps.append([least[id(table)][0] for table in own])
-        rounds.append([least[id(table)][1] for table in own])
+        ramps.append([least[id(table)][0] for table in distinct])
+        rounds.append([least[id(table)][1] for table in distinct])
     ramp, more = np.min(ramps, axis=0), np.min(rounds, axis=0)
     return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
 
@@ -335,7 +337,7 @@ def averaged_uniform(problems: Sequence[Problem]) -> FloatArray:
     if uniform.mixtures is None:
         return np.zeros(len(problems))
     table, blocks = uniform.mixtures.table, uniform.ranges[1]
-    around = [tables[0].unpruned(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
+    around = [tables[0].unpruned(layer.kind, layer.name) for layer in graph.layers if layer.role is not Role.BLOCK]
     if not len(table) or not all(map(len, around)):
         return np.full(len(problems), np.inf)
     # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
@@ -384,14 +386,17 @@ class Glance:
 
     def __post_init__(self) -> None:
         self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
-        found: dict[int, list[tuple[int, tuple[LayerPoint, ...]]]] = {}
-        types = [own.layers for own in self.profile.types] or [self.profile.layers]
-        for key, own in (pair for layers in types for pair in index_points(layers).items()):
+        by_devices: dict[int, list[tuple[int, tuple[LayerPoint, ...]]]] = {}
+        types = [type_.layers for type_ in self.profile.types] or [self.profile.layers]
+        for key, points in (pair for layers in types for pair in index_points(layers).items()):
             if key[0] in self._numbers:
-                found.setdefault(slices_of(key), []).append((self._numbers[key[0]], own))
+                by_devices.setdefault(slices_of(key), []).append((self._numbers[key[0]], points))
         self._groups = {
-            degree: (np.array([kind for kind, _ in own]), Curves.stacked(range(len(own)), [rows for _, rows in own]))
-            for degree, own in found.items()
+            degree: (
+                np.array([kind for kind, _ in points]),
+                Curves.stacked(range(len(points)), [rows for _, rows in points]),
+            )
+            for degree, points in by_devices.items()
         }
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
@@ -404,7 +409,7 @@ class Glance:
         counts = self._memo.once(id(graph), lambda: Counter(self._numbers[layer.kind] for layer in graph.layers))
         used, times = np.array(list(counts)), np.array(list(counts.values()))
         least = self._bounds_at(shape.stage_devices, shape.microbatch, form.freed)
-        both, ramp = (own[used] for own in least)
+        both, ramp = (values[used] for values in least)
         slowest = max(float(times @ both) / shape.stages, float(both.max()))
         seconds = float(times @ ramp) * form.share + (form.microbatches - form.share) * slowest
         return seconds * TICKS * (1 - _ROUNDING)

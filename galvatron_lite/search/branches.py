@@ -158,34 +158,34 @@ class BranchOptions:
             working: bytes of that which the trunk needs while it works.
             beside: branches that may share them.
         """
-        found: dict[int, dict[Option, Strategies]] = {}
+        options: dict[int, dict[Option, Strategies]] = {}
         most = self.course.request.devices
         sizes = range(1, most) if most <= _SMALL else divisors(most)[:-1]  # one at least is left to another group
         for devices in sizes:
             ways = [self._searched(branch, devices, size) for size in (room, room // beside)]
-            for strategies in (own for own in dict.fromkeys(ways) if own is not None):
+            for strategies in (fromkey for fromkey in dict.fromkeys(ways) if fromkey is not None):
                 option = self.course.option(branch, devices, strategies, working)
-                found.setdefault(devices, {})[option] = strategies
-        return found
+                options.setdefault(devices, {})[option] = strategies
+        return options
 
     def _searched(self, branch: Branch, devices: int, room: int) -> Strategies | None:
         if room < 1:
             return None
-        course, asked = self.course, self.course.request
+        course, request_of_course = self.course, self.course.request
         pricer = course.parts.of(branch.layers)
-        fixed = replace(asked.fixed, pipeline=1, microbatches=course.count)
+        fixed = replace(request_of_course.fixed, pipeline=1, microbatches=course.count)
         request = replace(
-            asked, graph=pricer.profile.graph, devices=devices, budget=room + course.context, fixed=fixed
+            request_of_course, graph=pricer.profile.graph, devices=devices, budget=room + course.context, fixed=fixed
         )  # fmt: skip
         pins = tuple(request.fixed.pins_of(name) for name in branch.layers)
         key = (likeness(request.graph), pins, devices, room)
         if key not in self._known:
             figures = self._figures.setdefault(branch.layers, PriceCache())
             try:
-                found = search(replace(request, known=figures), pricer)
+                solved = search(replace(request, known=figures), pricer)
             except InputError:  # samples that its devices cannot share, or pins that leave it nothing
-                found = None
-            stages = () if found is None else found.partition.stages
+                solved = None
+            stages = () if solved is None else solved.partition.stages
             self._known[key] = tuple(strategy for stage in stages for strategy in stage.strategies) or None
         return self._known[key]
 
@@ -194,8 +194,8 @@ def likeness(graph: ModelGraph) -> tuple[object, ...]:
     """Equal for parts of equal layers between which the same goes."""
     place = {layer.name: number for number, layer in enumerate(graph.layers)}
     sent = tuple(
-        (place[one.producer], tuple(place[name] for name in one.readers), one.size, one.borrowed)
-        for one in graph.tensors
+        (place[tensor.producer], tuple(place[name] for name in tensor.readers), tensor.size, tensor.borrowed)
+        for tensor in graph.tensors
     )
     ties = tuple((place[tie.first], place[tie.second], tie.parameters) for tie in graph.ties)
     return tuple((layer.kind, layer.role) for layer in graph.layers), sent, ties
@@ -267,11 +267,11 @@ def _splits(course: BranchCourse) -> Iterator[_Split]:
     options = BranchOptions(course)
     for region in course.parts.regions:
         choices = tuple(options.of(branch, room, working, len(region.branches)) for branch in region.branches)
-        jobs = [{devices: tuple(own) for devices, own in choice.items()} for choice in choices]
-        found = assign(jobs, course.request.devices, room, node, least=2)
-        if found is not None:
-            yield _Split(region, found, choices, course.gain(region, found.seconds))
-            room -= max(sum(option.held for _, option in group.branches) for group in found.groups)
+        jobs = [{devices: tuple(seconds) for devices, seconds in choice.items()} for choice in choices]
+        assignment = assign(jobs, course.request.devices, room, node, least=2)
+        if assignment is not None:
+            yield _Split(region, assignment, choices, course.gain(region, assignment.seconds))
+            room -= max(sum(option.held for _, option in group.branches) for group in assignment.groups)
 
 
 def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> Plan:
@@ -286,7 +286,7 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
         DEFAULT_SCHEDULE,
         graph.precision,
         (Stage(runs_of(trunk.layers, trunk.strategies)),),
-        branches=tuple(one for split in chosen for one in split.placements(course)),
+        branches=tuple(placement for split in chosen for placement in split.placements(course)),
         mode=task.session.mode,
     )
     priced = price_plan(course.parts.pricer, plan)
@@ -296,14 +296,16 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
 def _described(task: PlanTask, plan: Plan) -> Plan:
     """With a line on all branches, and what they gain over the ordinary plan."""
     source, ordinary, gain = plan.provenance, task.ordinary, "without, no plan fits the budget"
-    apart = ", ".join(f"{one.name} on {device_range(one)} ({format_seconds(one.seconds)})" for one in plan.branches)
+    apart = ", ".join(
+        f"{branch.name} on {device_range(branch)} ({format_seconds(branch.seconds)})" for branch in plan.branches
+    )
     if ordinary is not None:
         what = "a pass" if plan.mode is Mode.INFERENCE else "a step"
-        own, other = seconds_of(plan), seconds_of(ordinary)
+        seconds, other = seconds_of(plan), seconds_of(ordinary)
         otherwise = f"{format_seconds(other)} without ({summary(ordinary)})"
-        gain = f"{what} takes {format_seconds(own)} instead of {otherwise}: {other / own:.2f}x"
-    said = f"independent branches run at the same time: {apart}; {gain}"
-    notes = (said, *plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin))
+        gain = f"{what} takes {format_seconds(seconds)} instead of {otherwise}: {other / seconds:.2f}x"
+    note = f"independent branches run at the same time: {apart}; {gain}"
+    notes = (note, *plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin))
     return replace(
         plan,
         provenance=None if source is None else replace(source, notes=notes, proof=Proof.FEASIBLE),

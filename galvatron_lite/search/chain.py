@@ -118,7 +118,7 @@ def worst_moment(runs: Sequence[tuple[Sequence[IntArray], int]]) -> IntArray:
 def _common(chain: Chain) -> tuple[list[list[ChainLayer]], list[IntArray]]:
     parts = [list(layers) for _, layers in groupby(chain.layers, key=lambda layer: layer.part)]
     names = [{id(layer): _strategies(layer) for layer in layers}.values() for layers in parts]
-    return parts, [reduce(np.intersect1d, own) for own in names]
+    return parts, [reduce(np.intersect1d, name) for name in names]
 
 
 def _strategies(layer: ChainLayer) -> IntArray:
@@ -128,7 +128,7 @@ def _strategies(layer: ChainLayer) -> IntArray:
 
 def is_countable(chain: Chain) -> bool:
     """Whether a chain with one strategy a part has so few combinations that ``best_of_parts`` looks at all."""
-    return prod(own.size for own in _common(chain)[1]) <= _COMBINATIONS
+    return prod(groups.size for groups in _common(chain)[1]) <= _COMBINATIONS
 
 
 def best_of_parts(chain: Chain, cap: float) -> Path | None:
@@ -137,7 +137,7 @@ def best_of_parts(chain: Chain, cap: float) -> Path | None:
     Every combination at once, as arrays.
     """
     parts, common = _common(chain)
-    if not all(own.size for own in common):
+    if not all(groups.size for groups in common):
         return None
     rows: dict[int, IntArray] = {}
     for layers, wanted in zip(parts, common, strict=True):
@@ -150,10 +150,10 @@ def best_of_parts(chain: Chain, cap: float) -> Path | None:
 
     runs = [
         (axis, layers[0], len(layers))
-        for axis, own in enumerate(parts)
-        for layers in (list(same) for _, same in groupby(own, key=id))
+        for axis, part in enumerate(parts)
+        for layers in (list(same) for _, same in groupby(part, key=id))
     ]
-    none = np.zeros([own.size for own in common], dtype=np.int64)
+    none = np.zeros([groups.size for groups in common], dtype=np.int64)
     time = sum((count * along(layer.time[:, 0], layer, axis) for axis, layer, count in runs), start=none)
     for axis, (left, right) in enumerate(pairwise(parts)):
         a, b = left[-1], right[0]
@@ -161,12 +161,12 @@ def best_of_parts(chain: Chain, cap: float) -> Path | None:
         others = [other for other in range(len(parts)) if other not in (axis, axis + 1)]
         time = time + chain.moves[0] * np.expand_dims(move, others)
     figures = [([along(getattr(layer, name), layer, axis) for name in MEMORY], count) for axis, layer, count in runs]
-    rest, updated = (sum((count * own[column] for own, count in figures), start=none) for column in (0, 6))
+    rest, updated = (sum((count * groups[column] for groups, count in figures), start=none) for column in (0, 6))
     fits = (rest + worst_moment(figures) <= chain.room) & (updated <= chain.room)
     least = np.where(fits & (time * chain.weights[0] <= cap), time, np.inf)
     place = int(np.argmin(least))
     if not np.isfinite(least.flat[place]):
         return None
     chosen = np.unravel_index(place, least.shape)
-    choices = tuple(int(rows[id(layer)][chosen[axis]]) for axis, own in enumerate(parts) for layer in own)
+    choices = tuple(int(rows[id(layer)][chosen[axis]]) for axis, part in enumerate(parts) for layer in part)
     return Path((int(time.flat[place]),), choices)

@@ -107,7 +107,10 @@ class ChainFigures:
     def only(self, rows: Sequence[IntArray]) -> ChainFigures:
         """With some of the choices of each kind."""
         pairs = zip(self.kinds, rows, strict=True)
-        kinds = (own if len(kept) == len(own.order) else LayerKindFigures(own.figures[:, kept]) for own, kept in pairs)
+        kinds = (
+            figures if len(kept) == len(figures.order) else LayerKindFigures(figures.figures[:, kept])
+            for figures, kept in pairs
+        )
         return replace(self, kinds=tuple(kinds))
 
     @property
@@ -119,7 +122,7 @@ class ChainFigures:
     def evaluated(self, rows: IntArray) -> tuple[IntArray, BoolArray]:
         """Weighted time of paths, (paths, L) choices, and whether each is within the room and the runs."""
         kinds = [self.at(place).figures for place in range(len(self.kind))]
-        f = np.stack([figures[:PARTS, own] for figures, own in zip(kinds, rows.T, strict=True)], axis=2)
+        f = np.stack([figures[:PARTS, chosen] for figures, chosen in zip(kinds, rows.T, strict=True)], axis=2)
         moved = sum(
             (self.moves[place][f[GROUP, :, place - 1], f[GROUP, :, place]] for place in range(1, len(kinds))),
             start=np.zeros(len(rows), dtype=np.int64),
@@ -168,11 +171,11 @@ class ChainBounds:
         """
         line, weight = ChainFigures.of(chain), int(chain.weights[0]) if len(chain.weights) == 1 else 0
         if last is not None and last.value is not None:
-            found = cls.at(line, last.value * _AROUND, last.moment, weight)
-            place = int(np.argmax(found.root))
+            bounds = cls.at(line, last.value * _AROUND, last.moment, weight)
+            place = int(np.argmax(bounds.root))
             if 1 < place < len(_AROUND) - 1:
-                last.value = float(found.prices[place])
-                return found
+                last.value = float(bounds.prices[place])
+                return bounds
         trial = moment = len(line.kind) - 1
         best = (0.0, -np.inf)
         for _ in range(_MOMENTS):
@@ -192,8 +195,8 @@ class ChainBounds:
         before, root = _before(line, prices, moment)
         values, behind = _priced(line, prices, moment), [np.zeros((len(prices), line.groups(len(line.kind) - 1)))]
         for place in range(len(line.kind) - 1, 0, -1):
-            own = line.at(place).least(values[place], line.groups(place)) + behind[-1]
-            behind.append((line.scaled[place] + own[:, None, :]).min(axis=2))
+            ahead = line.at(place).least(values[place], line.groups(place)) + behind[-1]
+            behind.append((line.scaled[place] + ahead[:, None, :]).min(axis=2))
         return cls(line, weight, prices, moment, before, behind[::-1], root)
 
     @property
@@ -211,9 +214,9 @@ class ChainBounds:
 
     def through(self, place: int) -> FloatArray:
         """(S,): weighted times that no path through each choice of a layer beats."""
-        own = _priced(self.line, self.prices, self.moment)[place]
+        priced = _priced(self.line, self.prices, self.moment)[place]
         group = self.line.at(place).figures[GROUP]
-        values: FloatArray = own + (self.before[place] + self.behind[place])[:, group]
+        values: FloatArray = priced + (self.before[place] + self.behind[place])[:, group]
         least: FloatArray = (values - self.prices[:, None] * self.line.room).max(axis=0) * (1 - TINY) - 1
         return least
 
@@ -263,14 +266,14 @@ def _priced(line: ChainFigures, prices: FloatArray, moment: int) -> list[FloatAr
     """Per place (K, S): weighted time + price * memory at a moment; the same array for layers of which it is."""
     last = moment + 1 == len(line.kind)
     pending = 0 if last else int(line.at(moment + 1).figures[PENDING].min())
-    known: dict[tuple[int, int], FloatArray] = {}
+    cache: dict[tuple[int, int], FloatArray] = {}
     values = []
     for place, number in enumerate(line.kind):
         key = number, min(max(place - moment, -2), 1)
-        if key not in known:
-            own = line.kinds[number]
-            known[key] = own.figures[TIME] + prices[:, None] * own.memory(place, moment, pending)
-        values.append(known[key])
+        if key not in cache:
+            figures = line.kinds[number]
+            cache[key] = figures.figures[TIME] + prices[:, None] * figures.memory(place, moment, pending)
+        values.append(cache[key])
     return values
 
 
@@ -279,23 +282,23 @@ def _before(line: ChainFigures, prices: FloatArray, moment: int) -> tuple[list[F
 
     Up to the moment, layers count what they add to any later one; ``prefetched`` is for this one alone.
     """
-    values, known = _priced(line, prices, moment), dict[int, FloatArray]()
+    values, cache = _priced(line, prices, moment), dict[int, FloatArray]()
     before = [np.zeros((len(prices), line.groups(0)))]
     reached = before[0]
-    for place, own in enumerate(values):
-        if id(own) not in known:
-            known[id(own)] = line.at(place).least(own, line.groups(place))
+    for place, value in enumerate(values):
+        if id(value) not in cache:
+            cache[id(value)] = line.at(place).least(value, line.groups(place))
         if place + 1 == len(values):
             break
         last, after = reached, line.scaled[place + 1]
-        reached = ((last + known[id(own)])[:, :, None] + after).min(axis=1)
+        reached = ((last + cache[id(value)])[:, :, None] + after).min(axis=1)
         if place + 1 == moment:
             plain = line.at(place).figures[TIME] + prices[:, None] * line.at(place).figures[BOTH]
             least = line.at(place).least(plain, line.groups(place))
             before.append(((last + least)[:, :, None] + after).min(axis=1))
         else:
             before.append(reached)
-    return before, (reached + known[id(values[-1])]).min(axis=1) - prices * line.room
+    return before, (reached + cache[id(values[-1])]).min(axis=1) - prices * line.room
 
 
 def _best_price(line: ChainFigures, moment: int) -> tuple[float, float]:

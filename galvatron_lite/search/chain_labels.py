@@ -128,17 +128,17 @@ def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) ->
         step = max((most - low) / 8, 1.0)
     while low <= most:
         limit = float(int(min(most, low + step)))
-        found = _front(bounds, limit, beam)
-        work += found.work
-        if not found.paths and found.dropped <= limit:
-            dropped = found.dropped
+        front = _front(bounds, limit, beam)
+        work += front.work
+        if not front.paths and front.dropped <= limit:
+            dropped = front.dropped
             if best is None and limit < most:
-                found = _front(bounds, most, beam)
-                work += found.work
-        if found.paths:
-            best = Path((found.paths[0].time[0] // bounds.weight,), found.paths[0].choices)
-            dropped = min(dropped, found.dropped)
-        if found.paths or found.dropped <= limit:
+                front = _front(bounds, most, beam)
+                work += front.work
+        if front.paths:
+            best = Path((front.paths[0].time[0] // bounds.weight,), front.paths[0].choices)
+            dropped = min(dropped, front.dropped)
+        if front.paths or front.dropped <= limit:
             break
         low = max(limit + 1, float(np.nextafter(limit, np.inf)))
         step *= _GROWTH
@@ -154,7 +154,7 @@ def _below(time: int) -> float:
 
 def _front(bounds: ChainBounds, limit: float, beam: int | None) -> ChainFront:
     useful = bounds.useful(limit)
-    if not all(len(own) for own in useful):
+    if not all(len(rows) for rows in useful):
         return ChainFront(())
     search = _Labels(replace(bounds, line=bounds.line.only(useful)), limit, beam)
     paths = sorted(search.run(useful), key=lambda path: (path.time, path.choices))
@@ -215,9 +215,9 @@ class _Labels:
         x, old, bounds, line = self.line.at(place).figures, step.figures, self.bounds, self.line
         number = int(np.argmax(step.promise.min(axis=1)))
         price, inside = bounds.prices[number], place > bounds.moment
-        own = x[TIME] + price * x[REST if inside else BOTH] + bounds.before[place][number][x[GROUP]]
+        reduced = x[TIME] + price * x[REST if inside else BOTH] + bounds.before[place][number][x[GROUP]]
         reach = old[TIMES] + price * (old[RESTING] if inside else np.maximum(old[WORST], old[WAITING]))
-        totals = (own[:, None] + line.scaled[place + 1][x[GROUP]])[:, old[LAYOUT]] + reach
+        totals = (reduced[:, None] + line.scaled[place + 1][x[GROUP]])[:, old[LAYOUT]] + reach
         useful = totals <= self.ceiling[number] + price * line.room
         runs, counted = None, line.runs is not None and line.parts[place] == line.parts[place + 1]
         if counted:
@@ -231,7 +231,7 @@ class _Labels:
             seconds = totals[choice, parent] - price * line.room
             order = np.argsort(seconds, kind="stable")
             self._drop(float(seconds[order[int(most)]]))
-            choice, parent = (own[np.sort(order[: int(most)])] for own in (choice, parent))
+            choice, parent = (reduced[np.sort(order[: int(most)])] for reduced in (choice, parent))
         x, old = x[:, choice], old[:, parent]
         moved = line.moves[place + 1][x[GROUP], old[LAYOUT]]
         new = np.empty((CRITERIA + len(x) - PARTS, len(choice)), dtype=np.int64)
@@ -309,10 +309,10 @@ class Net:
 
     def moved(self, choices: Sequence[int]) -> int:
         """Picoseconds of redistribution of a path in one pass."""
-        own = self.groups(choices)
-        steps = zip(self.chain.layers[1:], pairwise(own), strict=True)
+        groups = self.groups(choices)
+        steps = zip(self.chain.layers[1:], pairwise(groups), strict=True)
         along = sum(int(layer.move[ends]) for layer, ends in steps)
-        return along + sum(int(move[own[i], own[j]]) for (i, j), move in self.skips.items())
+        return along + sum(int(move[groups[i], groups[j]]) for (i, j), move in self.skips.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -380,9 +380,9 @@ class _Walk:
         priced = [_priced(self.net, relaxed, path) for path in front.paths]
         self._note([path for path, _ in priced])
         unsure = [
-            (self._weighted(told), under)
-            for told, (_, under) in zip(front.paths, priced, strict=True)
-            if under and not self._beaten(told)
+            (self._weighted(path), under)
+            for path, (_, under) in zip(front.paths, priced, strict=True)
+            if under and not self._beaten(path)
         ]
         if not unsure:
             return []
@@ -398,7 +398,7 @@ class _Walk:
             self.best = [every[row] for row in rows]
 
     def _beaten(self, path: Path) -> bool:
-        return any(all(a <= b for a, b in zip(known.time, path.time, strict=True)) for known in self.best)
+        return any(all(a <= b for a, b in zip(best_path.time, path.time, strict=True)) for best_path in self.best)
 
     def _weighted(self, path: Path) -> int:
         return sum(int(weight) * time for weight, time in zip(self.net.chain.weights, path.time, strict=True))
@@ -410,16 +410,16 @@ def _relaxed(net: Net, settled: Settled) -> _Relaxed:
         np.flatnonzero(layer.group == settled[place]) if place in settled else np.arange(len(layer.group))
         for place, layer in enumerate(layers)
     ]
-    present = [np.unique(layer.group[own]) for layer, own in zip(layers, rows, strict=True)]
+    present = [np.unique(layer.group[row]) for layer, row in zip(layers, rows, strict=True)]
     charged = {pair: _charge(move, pair, present) for pair, move in net.skips.items()}
-    own = [
+    relaxed_parts = [
         layer if len(kept) == len(layer.group) else layer.only(kept) for layer, kept in zip(layers, rows, strict=True)
     ]
     for place, taken in charged.values():
         if taken.any():
-            time = own[place].time + taken[own[place].group][:, None] * net.chain.moves
-            own[place] = replace(own[place], time=time)
-    return _Relaxed(replace(net.chain, layers=tuple(own)), rows, charged)
+            time = relaxed_parts[place].time + taken[relaxed_parts[place].group][:, None] * net.chain.moves
+            relaxed_parts[place] = replace(relaxed_parts[place], time=time)
+    return _Relaxed(replace(net.chain, layers=tuple(relaxed_parts)), rows, charged)
 
 
 def _charge(move: IntArray, pair: Pair, present: Sequence[IntArray]) -> tuple[int, IntArray]:
@@ -434,14 +434,14 @@ def _charge(move: IntArray, pair: Pair, present: Sequence[IntArray]) -> tuple[in
 def _priced(net: Net, relaxed: _Relaxed, path: Path) -> tuple[Path, dict[Pair, int]]:
     """A path of a node as the net has it, and by how much edges were underrated."""
     choices = tuple(int(rows[choice]) for rows, choice in zip(relaxed.rows, path.choices, strict=True))
-    own, under = net.groups(choices), {}
+    groups, under = net.groups(choices), {}
     for (i, j), move in net.skips.items():
         end, taken = relaxed.charged[i, j]
-        missing = int(move[own[i], own[j]] - taken[own[end]])
+        missing = int(move[groups[i], groups[j]] - taken[groups[end]])
         if missing:
             under[i, j] = missing
     more = sum(under.values())
-    time = tuple(told + int(times) * more for told, times in zip(path.time, net.chain.moves, strict=True))
+    time = tuple(seconds + int(times) * more for seconds, times in zip(path.time, net.chain.moves, strict=True))
     return Path(time, choices), under
 
 

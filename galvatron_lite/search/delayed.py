@@ -42,21 +42,21 @@ def delayed_plans(task: PlanTask) -> Sequence[Plan]:
     if task.delay is None:
         return ()
     best = [_best(task, list(_priced(task, setting))) for setting in CyclicSetting]
-    found = [plan for plan in best if plan is not None]
-    if not found and task.delay.only:
-        said = task.delay.setting.value if task.delay.setting else "cyclic"
+    plans = [plan for plan in best if plan is not None]
+    if not plans and task.delay.only:
+        rule = task.delay.setting.value if task.delay.setting else "cyclic"
         why = "; ".join(why_not_delayed(task))
-        raise InputError("--fix setting" if task.delay.setting else "--fix schedule", said, f"{why}.")
-    return _with_origin(task, found) if found else ()
+        raise InputError("--fix setting" if task.delay.setting else "--fix schedule", rule, f"{why}.")
+    return _with_origin(task, plans) if plans else ()
 
 
 def why_not_delayed(task: PlanTask) -> Sequence[str]:
     """Settings that are not offered, and why; nothing where delayed gradients are not allowed."""
     if task.delay is None:
         return ()
-    whole = _never(task)
-    if whole:
-        return (f"cyclic: {whole}",)
+    reason = _never(task)
+    if reason:
+        return (f"cyclic: {reason}",)
     lines = []
     for setting in CyclicSetting:
         why = _why_not(task, setting)
@@ -184,7 +184,7 @@ def _plan(task: PlanTask, cyclic: Cyclic, count: int) -> Plan:
 def _best(task: PlanTask, plans: Sequence[Plan]) -> Plan | None:
     """The quickest that fits, the first of equal ones; else the one that needs least; None of none."""
     best: Plan | None = None
-    for plan in (own for own in plans if task.request.fits(own)):
+    for plan in (plan for plan in plans if task.request.fits(plan)):
         if best is None or seconds_of(plan) < seconds_of(best) * (1.0 - _ROUNDING):
             best = plan
     return best or min(plans, key=lambda plan: plan.prediction.peak_memory if plan.prediction else 0, default=None)

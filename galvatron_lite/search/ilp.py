@@ -64,11 +64,11 @@ class Certificate:
 
     def __str__(self) -> str:
         """For people, in a line; without the time it took, so that it repeats."""
-        own = "no solution" if self.seconds == inf else f"{self.seconds:.9g} s"
+        optimum = "no solution" if self.seconds == inf else f"{self.seconds:.9g} s"
         what = "" if self.boundaries else ", stage boundaries as found"
         sure = "" if self.verdict is SolverVerdict.PROVEN else f", bound {self.bound:.9g} s"
         return (
-            f"search {self.found:.9g} s, integer programme {own} ({self.verdict.value}{sure}), gap {self.gap:.2g}; "
+            f"search {self.found:.9g} s, integer programme {optimum} ({self.verdict.value}{sure}), gap {self.gap:.2g}; "
             f"{self.solver}{what}"
         )
 
@@ -94,7 +94,7 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
     """What the integer programme of a plan's shape says, whether it agrees or not."""
     began = perf_counter()
     strategies = [strategy for stage in partition.stages for strategy in stage.strategies]
-    found, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
+    priced, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
     several = problem.shape.virtual > 1
     free = choosable(problem) and not several and not problem.tables[0].fixed.even
     unit, cuts = partition.time / TICKS / SCALE, None if free else partition.cuts
@@ -110,7 +110,7 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
         # A solver's tolerance is about a ten-billionth of the memory: a solution that exceeds it by so much is a bound.
         answer, own = (answer, own) if fits else (answer.unsure(), inf)
     bound = own if answer.verdict is SolverVerdict.PROVEN else _step_seconds(problem, model, answer.bound)
-    return Certificate(answer.verdict, found, own, bound, answer.solver, perf_counter() - began, free)
+    return Certificate(answer.verdict, priced, own, bound, answer.solver, perf_counter() - began, free)
 
 
 def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, bool]:
@@ -165,10 +165,10 @@ def solve(programme: IntegerProgramme, seconds: float = 60.0, solver: str | None
     name = solver or _offered(pulp)[0]
     outcome = problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=0.0))
     verdict = _verdict(pulp, problem, outcome)
-    known = verdict in (SolverVerdict.PROVEN, SolverVerdict.FEASIBLE)
-    values = [float(variable.varValue or 0.0) for variable in variables] if known else []
-    found = pulp.value(problem.objective) if verdict is SolverVerdict.PROVEN else None
-    bound = float(found) if found is not None else _bound(problem, outcome)
+    solved = verdict in (SolverVerdict.PROVEN, SolverVerdict.FEASIBLE)
+    values = [float(variable.varValue or 0.0) for variable in variables] if solved else []
+    objective = pulp.value(problem.objective) if verdict is SolverVerdict.PROVEN else None
+    bound = float(objective) if objective is not None else _bound(problem, outcome)
     return Solution(verdict, values, name, bound)
 
 

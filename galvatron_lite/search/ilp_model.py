@@ -193,8 +193,8 @@ class ShapeModel:
     def _add_net(self) -> None:
         """The same where tensors skip layers: boundaries are given, and every exchange inside a stage has its flow."""
         programme, cuts = self.programme, self.cuts or (0, self.count)
-        for _, own in self.layers.values():
-            programme.equal.append((dict.fromkeys(own, 1.0), 1.0))
+        for _, choices in self.layers.values():
+            programme.equal.append((dict.fromkeys(choices, 1.0), 1.0))
         for stage, ends in enumerate(pairwise(cuts)):
             for left, right, size in self.problem.graph.exchanges(range(*ends)):
                 self._add_exchange(stage, left, right, size)
@@ -215,16 +215,16 @@ class ShapeModel:
             seconds = self._moved(size, stage, a, b)
             for terms in (self._stages[stage].forward, self._stages[stage].backward):
                 terms[number] = seconds
-        for side, own in enumerate(rows):
-            for layout, held in own.items():
+        for side, row in enumerate(rows):
+            for layout, held in row.items():
                 through = {number: 1.0 for ends, number in flow.items() if ends[side] == layout}
                 self.programme.equal.append((through | dict.fromkeys(held, -1.0), 0.0))
 
     def _by_layout(self, place: int, stage: int) -> dict[Layout, list[int]]:
         result: dict[Layout, list[int]] = {}
         if (place, stage) in self.layers:
-            table, own = self.layers[place, stage]
-            for number, layout in zip(own, table.layouts, strict=True):
+            table, choices = self.layers[place, stage]
+            for number, layout in zip(choices, table.layouts, strict=True):
                 result.setdefault(layout, []).append(number)
         return result
 
@@ -290,20 +290,26 @@ class ShapeModel:
     def _add_wire(self) -> None:
         for first, second in pairwise(range(self.chunks - 1)):
             for wire in sorted({key[2] for key in self._edges}):
-                every = {n: 1.0 for (_, stage, own, _), n in self._edges.items() if (stage, own) == (first, wire)}
-                every |= {n: -1.0 for (_, stage, own, _), n in self._edges.items() if (stage, own) == (second, wire)}
+                every = {
+                    n: 1.0 for (_, stage, edge_wire, _), n in self._edges.items() if (stage, edge_wire) == (first, wire)
+                }
+                every |= {
+                    n: -1.0
+                    for (_, stage, edge_wire, _), n in self._edges.items()
+                    if (stage, edge_wire) == (second, wire)
+                }
                 self.programme.equal.append((every, 0.0))
 
     def _agree(self, places: Iterable[int], what: object) -> None:
         """Layers that must have something of their strategies in common."""
         sums: list[dict[object, Terms]] = []
         for place in places:
-            own: dict[object, Terms] = {}
+            terms: dict[object, Terms] = {}
             for stage in self._stages_of(place):
                 table, numbers = self.layers[place, stage]
                 for row, number in enumerate(numbers):
-                    own.setdefault(what(table, row), {})[number] = 1.0  # type: ignore[operator]
-            sums.append(own)
+                    terms.setdefault(what(table, row), {})[number] = 1.0  # type: ignore[operator]
+            sums.append(terms)
         for left, right in pairwise(sums):
             for value in dict.fromkeys((*left, *right)):
                 minus = dict.fromkeys(right.get(value, {}), -1.0)
@@ -313,9 +319,9 @@ class ShapeModel:
         return self._pricer(stage).profile.overhead
 
     def _add_times(self) -> None:
-        for (_, stage), (table, own) in self.layers.items():
+        for (_, stage), (table, choices) in self.layers.items():
             sums, figures = self._stages[stage], table.figures
-            for row, number in enumerate(own):
+            for row, number in enumerate(choices):
                 sums.forward[number] = float(figures.forward[row]) / TICKS
                 sums.backward[number] = float(figures.backward[row]) / TICKS
                 sums.weight[number] = float(figures.weight[row]) / TICKS
@@ -327,17 +333,17 @@ class ShapeModel:
         tops = [programme.variable(binary=False) for _ in (*form.ramp, 1)]
         programme.objective.update(dict(zip(tops, (*form.rounds, 1.0), strict=True)))
         for group in range(self.problem.shape.stages):
-            own = [stage for stage in range(self.chunks) if self._group(stage) == group]
-            half = sum(self._host(stage).microbatch for stage in own) / 2
+            stages = [stage for stage in range(self.chunks) if self._group(stage) == group]
+            half = sum(self._host(stage).microbatch for stage in stages) / 2
             constants = form.parts(half, half, 0.0)
             for part, ramp, top, constant in zip(range(len(form.ramp)), form.ramp, tops, constants, strict=False):
-                columns = [{n: self._parts(sums, n)[part] / self.unit for n in sums.timed} for sums in self._of(own)]
-                column = added(*((one, 1.0) for one in columns))
+                columns = [{n: self._parts(sums, n)[part] / self.unit for n in sums.timed} for sums in self._of(stages)]
+                column = added(*((column, 1.0) for column in columns))
                 for number, value in column.items():
                     programme.objective[number] = programme.objective.get(number, 0.0) + ramp * value
                 programme.at_most.append((column | {top: -1.0}, -constant / self.unit))
                 self.offset += ramp * constant
-            below = added(*((sums.step, 1 / self.unit) for sums in self._of(own)))
+            below = added(*((sums.step, 1 / self.unit) for sums in self._of(stages)))
             programme.at_most.append((below | {tops[-1]: -1.0}, 0.0))
 
     def _of(self, stages: Iterable[int]) -> list[_Stage]:
@@ -352,7 +358,7 @@ class ShapeModel:
         """Every moment of a group of devices, which runs one stage, within its room."""
         problem, buffers = self.problem, self._stages[group].buffers
         room = problem.budgets[group] - self._pricer(group).profile.cluster.device.context
-        places = [place for place, own in self.layers if own == group]
+        places = [place for place, stage_group in self.layers if stage_group == group]
         self._within([buffers, *(self._column(place, group, 6) for place in places)], room)
         self._add_moments(group, problem.held(group), [buffers], room, filled=problem.filled(group))
 
@@ -360,32 +366,32 @@ class ShapeModel:
         self, stage: int, held: int, beside_it: Sequence[Terms], room: int, *, filled: bool = False
     ) -> None:
         """Every moment at which a stage computes, with so many micro-batches in flight and other bytes beside it."""
-        places = [place for place, own in self.layers if own == stage]
+        places = [place for place, choices in self.layers if choices == stage]
         rest: Terms = {}
         for place in places:
-            table, own = self.layers[place, stage]
-            rest |= row_of(own, table.held(held, filled)[:, REST])
+            table, choices = self.layers[place, stage]
+            rest |= row_of(choices, table.held(held, filled)[:, REST])
         start = added((rest, 1.0), *((terms, 1.0) for terms in beside_it))
         for place in places:
-            table, own = self.layers[place, stage]
+            table, choices = self.layers[place, stage]
             beside = self._prefetched(place, stage)
             peak = table.figures.memory[:, 2:4].max(axis=1)
-            self._within([start, beside, row_of(own, peak)], room)
+            self._within([start, beside, row_of(choices, peak)], room)
             if (place + 1, stage) in self.layers:
                 middle, pending = self._column(place, stage, 3), self._column(place + 1, stage, 5)
                 self._within([start, beside, middle, pending], room)
-            start = added((start, 1.0), (row_of(own, table.held(held, filled)[:, PREFIX]), 1.0))
+            start = added((start, 1.0), (row_of(choices, table.held(held, filled)[:, PREFIX]), 1.0))
 
     def _column(self, place: int, stage: int, column: int) -> Terms:
-        table, own = self.layers[place, stage]
-        return row_of(own, table.figures.memory[:, column])
+        table, choices = self.layers[place, stage]
+        return row_of(choices, table.figures.memory[:, column])
 
     def _prefetched(self, place: int, stage: int) -> Terms:
         """What the layer before has gathered ahead, if it lies in the same stage."""
         if (place - 1, stage) not in self.layers:
             return {}
-        table, own = self.layers[place - 1, stage]
-        result = row_of(own, table.figures.memory[:, 4])
+        table, choices = self.layers[place - 1, stage]
+        result = row_of(choices, table.figures.memory[:, 4])
         for layout in dict.fromkeys(table.layouts):
             number = self._edges.get((place, stage, layout, layout))
             if number is not None:
@@ -472,9 +478,9 @@ class UniformModel(ShapeModel):
         buffers = added(*((self._stages[stage].buffers, 1.0) for stage in stages))
         room = self.problem.budgets[group] - self._pricer(stages[0]).profile.cluster.device.context
         self._within([buffers, *(self._column(place, stage, 6) for place, stage in self._in(stages))], room)
-        for own, counts in held:
-            resting = [self._resting(other, counts[at]) for at, other in enumerate(stages) if at != own]
-            self._add_moments(stages[own], max(counts[own], 1), [buffers, *resting], room)
+        for variable, counts in held:
+            resting = [self._resting(stage, counts[at]) for at, stage in enumerate(stages) if at != variable]
+            self._add_moments(stages[variable], max(counts[variable], 1), [buffers, *resting], room)
 
     def _in(self, stages: list[int]) -> list[tuple[int, int]]:
         return [(place, stage) for place, stage in self.layers_in_order if stage in stages]

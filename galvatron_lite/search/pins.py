@@ -93,14 +93,14 @@ _OTHER_DIMENSIONS = dict.fromkeys(
 
 def pin_names() -> tuple[PinName, ...]:
     """Everything that ``--fix`` takes."""
-    found = [*_ONCE]
+    pins = [*_ONCE]
     for dimension in pinned():  # of one that says nothing, its degree by its name
         plain = StrategyField(dimension.name, dimension.name, dimension.aliases, dimension.means, splits=True)
         for one in dimension.fields or (plain,):
             number = partial(_number, least=one.least, most=one.most, remedy=one.remedy)
             read = number if one.words is None else _word(one.words, one.remedy)
-            found.append(PinName(one.name, one.aliases, read, one.field, splits=one.splits, means=one.means))
-    return tuple(found)
+            pins.append(PinName(one.name, one.aliases, read, one.field, splits=one.splits, means=one.means))
+    return tuple(pins)
 
 
 def forbidden_names() -> dict[str, tuple[str, ...]]:
@@ -115,21 +115,21 @@ def forbidden_names() -> dict[str, tuple[str, ...]]:
 
 def pin_named(text: str) -> PinName:
     """The pin of a name; case and ``-`` for ``_`` do not matter."""
-    known = {alias: pin for pin in pin_names() for alias in (pin.name, *pin.aliases)}
+    by_alias = {alias: pin for pin in pin_names() for alias in (pin.name, *pin.aliases)}
     name = text.lower().replace("-", "_")
-    if name not in known:
+    if name not in by_alias:
         every = ["/".join((pin.name, *pin.aliases[:1])) for pin in pin_names()]
-        near = suggestion(name, known, _OTHER_PINS)
+        near = suggestion(name, by_alias, _OTHER_PINS)
         raise UnknownNameError("--fix", text, near or f"Known: {', '.join(every)}.")
-    return known[name]
+    return by_alias[name]
 
 
 def dimensions_named(text: str) -> tuple[str, ...]:
     """The dimensions that forbidding a name leaves out."""
-    name, known = text.lower(), forbidden_names()
-    if name not in known:
-        raise unknown("--forbid", text, known, others=_OTHER_DIMENSIONS)
-    return known[name]
+    name, dimensions_known = text.lower(), forbidden_names()
+    if name not in dimensions_known:
+        raise unknown("--forbid", text, dimensions_known, others=_OTHER_DIMENSIONS)
+    return dimensions_known[name]
 
 
 def typed_name(field: str) -> str:
@@ -176,13 +176,13 @@ def check_backend(fix: Sequence[str], schedules: Sequence[str], backend: Backend
         schedules: names of the schedules asked for.
         backend: what is to run the plan.
     """
-    asked = []
+    reasons = []
     for given in fix:
         left, _, text = given.partition("=")
         if text.strip():
-            asked.append(("--fix", given, left.strip().rpartition(".")[2], text.strip().lower()))
-    asked += [("--schedule", given, "schedule", given.lower()) for given in schedules]
-    for option, given, name, text in asked:
+            reasons.append(("--fix", given, left.strip().rpartition(".")[2], text.strip().lower()))
+    reasons += [("--schedule", schedule, "schedule", schedule.lower()) for schedule in schedules]
+    for option, given, name, text in reasons:
         lacking = _lacking(name, text, backend)
         if lacking:
             other = f"; --backend {ANY.name} offers it" if backend.name != ANY.name else ""
@@ -218,29 +218,31 @@ def check_pins(graph: ModelGraph, fixed: Fixed) -> None:
         raise InputError("--fix pp", fixed.pipeline, "--forbid pipeline rules it out; lift one of the two.")
     if fixed.pipeline == 1 and (fixed.virtual or 1) > 1:
         raise InputError("--fix virtual", fixed.virtual, "It needs a pipeline, and --fix pp=1 rules that out.")
-    whole = [(f"--fix {name}", name, value) for name, value in fixed.strategy]
-    _check_against(whole, fixed.forbidden)
-    _check_one_another(whole)
+    model_pins = [(f"--fix {name}", name, value) for name, value in fixed.strategy]
+    _check_against(model_pins, fixed.forbidden)
+    _check_one_another(model_pins)
     for layer in graph.layers:
-        own = [(f"--fix {names}.{f}", f, v) for names, f, v in fixed.layers if fnmatchcase(layer.name, names)]
-        _check_against(own, fixed.forbidden)
-        _check_one_another([*whole, *own])
+        layer_pins = [(f"--fix {names}.{f}", f, v) for names, f, v in fixed.layers if fnmatchcase(layer.name, names)]
+        _check_against(layer_pins, fixed.forbidden)
+        _check_one_another([*model_pins, *layer_pins])
 
 
 def _check_against(pins: Sequence[Pin], forbidden: Sequence[str]) -> None:
-    for said, name, value in pins:
+    for option, name, value in pins:
         for dimension in forbidden:
             if name in fields_of(dimension) and value != getattr(Strategy(), name):
-                raise InputError(said, _shown(value), f"--forbid {dimension} rules {name} out; lift one of the two.")
+                raise InputError(option, _shown(value), f"--forbid {dimension} rules {name} out; lift one of the two.")
 
 
 def _check_one_another(pins: Sequence[Pin]) -> None:
     first: dict[str, Pin] = {}
     for pin in pins:
-        said, name, value = pin
+        option, name, value = pin
         other = first.setdefault(name, pin)
         if other[2] != value:
-            raise InputError(said, _shown(value), f"{other[0]}={_shown(other[2])} asks for another; lift one of them.")
+            raise InputError(
+                option, _shown(value), f"{other[0]}={_shown(other[2])} asks for another; lift one of them."
+            )
 
 
 def _shown(value: object) -> object:
@@ -271,8 +273,8 @@ def schedules_for(fixed: Fixed, schedules: Sequence[Schedule] | None, backend: B
         asked = (fixed.schedule,)
     several = [own for own in asked if own.virtual_stages != 1]
     if (fixed.virtual or 1) > 1 and not several:
-        said = ", ".join(own.value for own in asked)
-        raise InputError("--fix virtual", fixed.virtual, f"Schedule {said} runs one stage a group of devices.")
+        names = ", ".join(own.value for own in asked)
+        raise InputError("--fix virtual", fixed.virtual, f"Schedule {names} runs one stage a group of devices.")
     return asked
 
 
@@ -292,8 +294,8 @@ class Pins:
         if self.delay is None:
             return Delay() if allowed else None
         if not allowed:
-            said = (("setting", self.delay.setting), ("rule", self.delay.rule))
-            some = [(name, own.value) for name, own in said if own is not None]
+            settings = (("setting", self.delay.setting), ("rule", self.delay.rule))
+            some = [(name, own.value) for name, own in settings if own is not None]
             name, value = some[0] if some else ("schedule", DELAYED_SCHEDULE)
             remedy = "It trains by delayed gradients: the training rule changes. Allow that: --allow-delay."
             raise InputError(f"--fix {name}", value, remedy)
@@ -342,9 +344,9 @@ class Pins:
         some = {(splitting[name], int(str(value))) for _, name, value in self.fixed.layers if name in splitting}
         for known in (degrees, *(degrees | {name: value} for name, value in sorted(some))):
             if devices % prod(known.values()):
-                said = " ".join(f"--fix {name}={value}" for name, value in known.items())
+                options = " ".join(f"--fix {name}={value}" for name, value in known.items())
                 raise InputError(
-                    said.partition("=")[0] if len(known) == 1 else said, prod(known.values()),
+                    options.partition("=")[0] if len(known) == 1 else options, prod(known.values()),
                     f"It must divide the {devices} devices: one of {', '.join(map(str, divisors(devices)))}.",
                 )  # fmt: skip
 
@@ -361,65 +363,65 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
         forbid: names of dimensions.
         graph: whose layers may be named.
     """
-    forbidden = tuple(dict.fromkeys(name for given in forbid for name in dimensions_named(given)))
+    forbidden = tuple(dict.fromkeys(name for text in forbid for name in dimensions_named(text)))
     once: dict[str, object] = {"pipeline": 1} if "pipeline" in forbidden else {}
     every: dict[str, object] = {}
     some: dict[tuple[str, str], object] = {}
-    for given in fix:
-        layers, pin, value = _read(given, graph)
+    for text in fix:
+        layers, pin, value = _read(text, graph)
         if layers is not None:
-            _put(some, (layers, pin.field), value, given)
+            _put(some, (layers, pin.field), value, text)
         else:
-            _put(once if pin.once else every, pin.field, value, given)
+            _put(once if pin.once else every, pin.field, value, text)
     some = _narrowest(some, graph)
     for name, value in [*every.items(), *((name, value) for (_, name), value in some.items())]:
         for dimension in forbidden:
             if name in fields_of(dimension) and value != getattr(Strategy(), name):
                 raise InputError("--forbid", dimension, f"It is also fixed to {value}: give one of them.")
-    told = [pin.name for pin in pin_names() if pin.field in once and pin.field in _COUNTED]
-    if len(told) > 1:
-        raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
-    own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
+    counted = [pin.name for pin in pin_names() if pin.field in once and pin.field in _COUNTED]
+    if len(counted) > 1:
+        raise InputError("--fix", counted[1], f"It says the same as {counted[0]}: give one of them.")
+    samples = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
     order = cast("Schedule | None", once.get("schedule"))
     delayed = order is not None and not order.executable
     if delayed:
         del once["schedule"]
     rule, setting = once.pop("rule", None), once.pop("setting", None)
     if delayed or rule is not None or setting is not None:
-        own["delay"] = Delay(rule, setting, only=True)  # type: ignore[arg-type]
-    whole, partly = _offered(every, some, graph)
+        samples["delay"] = Delay(rule, setting, only=True)  # type: ignore[arg-type]
+    model_pins, partly = _offered(every, some, graph)
     fixed = Fixed(
         **once,  # type: ignore[arg-type]
-        strategy=whole,
+        strategy=model_pins,
         layers=(*partly, *((layers, name, value) for (layers, name), value in some.items())),
         forbidden=forbidden,
     )
-    return Pins(fixed, **own, notes=_unoffered(partly, graph))  # type: ignore[arg-type]
+    return Pins(fixed, **samples, notes=_unoffered(partly, graph))  # type: ignore[arg-type]
 
 
 def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[tuple[str, str], object]:
     """Pins of layers such that no two say otherwise of one: the one that names fewer layers holds."""
     names = [layer.name for layer in graph.layers]
-    meant = {layers: [one for one in names if fnmatchcase(one, layers)] for layers, _ in some}
-    known = dict[tuple[str, str], object]()
+    meant = {layers: [name for name in names if fnmatchcase(name, layers)] for layers, _ in some}
+    values = dict[tuple[str, str], object]()
     for (layers, field_name), value in some.items():
-        rivals = [(other, said) for (other, name), said in some.items() if name == field_name and said != value]
+        rivals = [(other, rival) for (other, name), rival in some.items() if name == field_name and rival != value]
         narrower = [meant[other] for other, _ in rivals if len(meant[other]) < len(meant[layers])]
-        own = [one for one in meant[layers] if not any(one in layers_of for layers_of in narrower)]
+        fields = [one for one in meant[layers] if not any(one in layers_of for layers_of in narrower)]
         equal = [
-            (other, said) for other, said in rivals
-            if len(meant[other]) == len(meant[layers]) and set(own) & set(meant[other])
+            (other, rival) for other, rival in rivals
+            if len(meant[other]) == len(meant[layers]) and set(fields) & set(meant[other])
         ]  # fmt: skip
         if equal:
             typed = next(pin.name for pin in pin_names() if pin.field == field_name)
-            other, said = equal[0]
+            other, rival = equal[0]
             raise InputError(
                 "--fix", f"{layers}.{typed}={_shown(value)}",
-                f"--fix {other}.{typed}={_shown(said)} asks for another of the same layer; lift one of them.",
+                f"--fix {other}.{typed}={_shown(rival)} asks for another of the same layer; lift one of them.",
             )  # fmt: skip
-        kept = [layers] if own == meant[layers] else own
-        known |= {(one, field_name): value for one in kept}
-    return known
+        kept = [layers] if fields == meant[layers] else fields
+        values |= {(one, field_name): value for one in kept}
+    return values
 
 
 def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
@@ -434,7 +436,7 @@ def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object
     if pin.once:
         raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
     names = [layer.name for layer in graph.layers]
-    if not any(fnmatchcase(one, layers) for one in names):
+    if not any(fnmatchcase(name, layers) for name in names):
         raise InputError(
             "--fix", pin_text, f"{suggestion(layers, names)} Layers of {graph.name}: {_few(names)}.".lstrip()
         )
@@ -449,39 +451,43 @@ def _offered(
     An embedding has no experts and nothing to recompute: ``recompute=full`` means the layers that can be. What is said
     of some layers (``some``) holds there instead.
     """
-    whole, partly = list[tuple[str, object]](), list[tuple[str, str, object]]()
+    model_pins, partly = list[tuple[str, object]](), list[tuple[str, str, object]]()
     for field_name, value in every.items():
-        known = {kind: _values(graph.kinds[kind], field_name, value) for kind in {one.kind for one in graph.layers}}
-        able = [layer.name for layer in graph.layers if value in known[layer.kind]]
+        offered_by_kind = {
+            kind: _values(graph.kinds[kind], field_name, value) for kind in {layer.kind for layer in graph.layers}
+        }
+        able = [layer.name for layer in graph.layers if value in offered_by_kind[layer.kind]]
         # layers that share parameters have one strategy, those around the blocks one layout: a pin holds for all
         # or for none of them
         tied = [{graph.layers[place].name for place in group} for group in tied_groups(graph)]
         if any(pin.field == field_name and pin.splits for pin in pin_names()):
-            tied.append({one.name for one in graph.layers if one.role is not Role.BLOCK})
+            tied.append({layer.name for layer in graph.layers if layer.role is not Role.BLOCK})
         for group in tied:
             able = able if group <= {*able} else [name for name in able if name not in group] or able
         if not able:
-            others = {one for values in known.values() for one in values} - {getattr(Strategy(), field_name, None)}
+            others = {value for values in offered_by_kind.values() for value in values} - {
+                getattr(Strategy(), field_name, None)
+            }
             offered = ", ".join(sorted((str(_shown(one)) for one in others), key=lambda text: (len(text), text)))
             owners = [one for one in choosing() if field_name in fields_of(one.name)]
             kinds = [graph.kinds[layer.kind] for layer in graph.layers if layer.role is Role.BLOCK]
-            reason = next((why for kind in kinds for one in owners if (why := one.reason(kind))), "")
+            reason = next((why for kind in kinds for owner in owners if (why := owner.reason(kind))), "")
             remedy = f"No layer of {graph.name} offers it{f', only {offered}' if offered else ''}. {reason}".rstrip()
             raise InputError(f"--fix {typed_name(field_name)}", str(_shown(value)), remedy)
         apart = [layers for layers, name in some if name == field_name]
         able = [name for name in able if not any(fnmatchcase(name, layers) for layers in apart)]
         if len(able) == len(graph.layers):
-            whole.append((field_name, value))
+            model_pins.append((field_name, value))
         else:
             partly += [(name, field_name, value) for name in able]
-    return tuple(whole), tuple(partly)
+    return tuple(model_pins), tuple(partly)
 
 
 def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> tuple[str, ...]:
     lines = []
     for field_name, value in dict.fromkeys((field_name, value) for _, field_name, value in partly):
         able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
-        unable = [one.name for one in graph.layers if one.role is Role.BLOCK and one.name not in able]
+        unable = [layer.name for layer in graph.layers if layer.role is Role.BLOCK and layer.name not in able]
         if unable:
             name = next(pin.name for pin in pin_names() if pin.field == field_name)
             lines.append(

@@ -134,19 +134,19 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     if margin:
         request = replace(request, budget=as_budget(budget).scaled(1.0 - margin), margin=margin)
-    asked = PlanTask(
+    task = PlanTask(
         kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
     )
     searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort)
-    looked = partial(with_alike, searched, asked, runners_up)
+    looked = partial(with_alike, searched, task, runners_up)
     ways = (branch_plans, delayed_plans) if runner.beside else ()
-    plan = with_one_device(with_ways(looked, asked, runners_up, ways), asked)
+    plan = with_one_device(with_ways(looked, task, runners_up, ways), task)
     trainer = next((one for one in TrainedBy if one == runner.name), TrainedBy.GALVATRON)
     source = plan.provenance and replace(
         plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).own), margin=margin,
-        tolerance=asked.tolerance,
+        tolerance=task.tolerance,
     )  # fmt: skip
-    return replace(plan, backend=trainer, left_out=(*plan.left_out, *why_not_delayed(asked)), provenance=source)
+    return replace(plan, backend=trainer, left_out=(*plan.left_out, *why_not_delayed(task)), provenance=source)
 
 
 def _ordinary(
@@ -160,30 +160,30 @@ def _ordinary(
     kept, request, profile = task.session, task.request, task.session.profile
     check_batch(request)
     pricer, tolerance = kept.pricer, task.tolerance
-    given = given_plans(request, pricer, plans)
+    user_plans = given_plans(request, pricer, plans)
     looked = partial(
-        search, pricer=pricer, progress=progress, stoppable=stoppable, start=given[0] if given else None,
+        search, pricer=pricer, progress=progress, stoppable=stoppable, start=user_plans[0] if user_plans else None,
         slack=SLACK * tolerance, settled=tolerance,
     )  # fmt: skip
     few = tuple(schedule for schedule in request.schedules if schedule.simple) if effort == 0 else ()
     quick = replace(request, schedules=few or request.schedules)
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
-    found = looked(quick, effort=QUICK, below=ANY_TIME) if effort == 0 else None
-    found = found or looked(request, effort=effort)
-    if found is None:
+    quick_plan = looked(quick, effort=QUICK, below=ANY_TIME) if effort == 0 else None
+    quick_plan = quick_plan or looked(request, effort=effort)
+    if quick_plan is None:
         error = infeasible(request, pricer)
         more = relief(request, kept, task.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error}\n{more}".strip(), error.smallest_budget)
-    ticks = found.partition.time * (1.0 - found.gap)
+    ticks = quick_plan.partition.time * (1.0 - quick_plan.gap)
     least = (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
-    if tolerance and effort and not found.stopped:
-        found = simplest(request, pricer, found, tolerance)
-    certificate = _certificate(found, progress) if task.certify and not found.stopped else ""
-    others, wanted = replace(request, runs=1) if tolerance else request, 0 if found.stopped else runners_up
-    options = finalists(others, pricer, found, wanted, given, near=not tolerance and not found.stopped)
+    if tolerance and effort and not quick_plan.stopped:
+        quick_plan = simplest(request, pricer, quick_plan, tolerance)
+    certificate = _certificate(quick_plan, progress) if task.certify and not quick_plan.stopped else ""
+    others, wanted = replace(request, runs=1) if tolerance else request, 0 if quick_plan.stopped else runners_up
+    options = finalists(others, pricer, quick_plan, wanted, user_plans, near=not tolerance and not quick_plan.stopped)
     if tolerance:
         ranges = ranges_of(pricer, [option.plan for option in options])
-        options = tuple(replace(option, range=own) for option, own in zip(options, ranges, strict=True))
+        options = tuple(replace(option, range=range_) for option, range_ in zip(options, ranges, strict=True))
     chosen = quickest(options, tolerance, least)
     # by what share of the closed form of the chosen plan's step some plan of the space may be below it
     fixed = pricer.profile.overhead.step * TICKS
@@ -201,7 +201,7 @@ def _ordinary(
         provenance=replace(
             provenance(profile, task.budget, gap, tolerance),
             certificate=certificate,
-            interrupted=found.stopped,
+            interrupted=quick_plan.stopped,
             least_seconds=chosen.range.least if chosen.range else 0.0,
             most_seconds=chosen.range.most if chosen.range else 0.0,
             notes=(
@@ -259,9 +259,9 @@ def request_of(
     if profile.graph.undivided:  # its loss is another one with several
         fixed = replace(fixed, microbatches=fixed.microbatches or 1)
     orders = schedules_for(fixed, schedules, backend)
-    space, known = session.space(backend)
+    space, answers = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
-    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
+    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, answers, unlike)
     check_layers(request)
     return request
 
@@ -333,7 +333,7 @@ def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:
             raise InputError(f"phase {case.phase.name}", case.session.profile.name, remedy)
     splits = list[Plan]()
     for case in cases:
-        if not any(same_split(case.best, known) for known in splits):
+        if not any(same_split(case.best, split) for split in splits):
             splits.append(case.best)
     table = [[fitted(case, split) for split in splits] for case in cases]
     seconds = [[seconds_of(plan) for plan in row] for row in table]
@@ -346,7 +346,7 @@ def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:
         return costs[one, other]
 
     path = choose(seconds, steps, lambda one, other: cost(one, other).seconds)
-    plans = [] if path is None else [row[own] for row, own in zip(table, path, strict=True)]
+    plans = [] if path is None else [row[option] for row, option in zip(table, path, strict=True)]
     if path is None:
         raise InfeasibleError("No course of plans runs all phases: plan each phase by itself, with --batch.")
     switches = [None, *(cost(a, b) if a != b else None for a, b in pairwise(path))]
@@ -355,19 +355,21 @@ def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:
         for case, plan, switch in zip(cases, plans, switches, strict=True)
         if plan is not None
     ]
-    whole = [sum(row[own] * count for row, count in zip(seconds, steps, strict=True)) for own in range(len(splits))]
+    totals = [
+        sum(row[option] * count for row, count in zip(seconds, steps, strict=True)) for option in range(len(splits))
+    ]
     quickest = [min(range(len(row)), key=row.__getitem__) for row in seconds]
     always = sum(cost(a, b).seconds for a, b in pairwise(quickest))
-    always += sum(row[own] * count for row, own, count in zip(seconds, quickest, steps, strict=True))
-    return PhasedPlan(PHASES_VERSION, in_order(planned), min(whole) if min(whole) < inf else None, always)
+    always += sum(row[option] * count for row, option, count in zip(seconds, quickest, steps, strict=True))
+    return PhasedPlan(PHASES_VERSION, in_order(planned), min(totals) if min(totals) < inf else None, always)
 
 
 def fitted(case: PhaseCase, split: Plan) -> Plan | None:
     """A split at a phase's batch, in the micro-batches that are fastest and fit; None where there are none."""
     if same_split(case.best, split):
         return case.best
-    found = [plan for count in divisors(case.phase.batch) if (plan := _priced(case, split, count)) is not None]
-    return min(found, key=seconds_of, default=None)
+    plans = [plan for count in divisors(case.phase.batch) if (plan := _priced(case, split, count)) is not None]
+    return min(plans, key=seconds_of, default=None)
 
 
 def _priced(case: PhaseCase, split: Plan, microbatches: int) -> Plan | None:

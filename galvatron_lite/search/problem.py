@@ -209,11 +209,11 @@ class Problem:
 
     def _inner_tables(self, stage: int) -> list[StrategyTable]:
         """The table of each layer of the model where it is next to no boundary and shares nothing."""
-        named, known = bool(self.tables[stage].fixed.layers), Memo()
+        named, memo = bool(self.tables[stage].fixed.layers), Memo()
 
         def table(place: int, layer: Layer) -> StrategyTable:
             key = (layer.kind, layer.name if named else "", layer.role is Role.BLOCK, self._tied.get(place))
-            return known.once(key, lambda: self._layer_table(stage, place, ALONE, at_end=False))
+            return memo.once(key, lambda: self._layer_table(stage, place, ALONE, at_end=False))
 
         return [table(place, layer) for place, layer in enumerate(self.graph.layers)]
 
@@ -311,12 +311,12 @@ class Problem:
         if not all(len(table) for table in tables):
             return None
         parts, own, layers, sizes = part_of(self.graph), self.tables[stage], [], self._passed_on(stage, inside)
-        known = Memo()
+        memo = Memo()
         for place, before, table in zip(inside, [tables[0], *tables], tables, strict=False):
             # The first layer's moves mean nothing: as the next one's they make it equal to it.
             size, part = sizes[max(place, inside.start + 1)], parts[place]
             key = (id(before), id(table), size, part)
-            layers.append(known.once(key, lambda: self._chain_layer(stage, before, table, size, part, scalar)))  # noqa: B023
+            layers.append(memo.once(key, lambda: self._chain_layer(stage, before, table, size, part, scalar)))  # noqa: B023
         moves = [2 * self.shape.microbatches] if scalar else self._criteria(self.form.parts(1, 1, 0), 0)
         weights = (1,) if scalar else (*(w - r for w, r in zip(self.weights[:-1], self.ramp, strict=True)), 1)
         room = self.room(stage, inside)
@@ -328,12 +328,12 @@ class Problem:
     def _chain_layer(
         self, stage: int, before: StrategyTable, table: StrategyTable, size: int | None, part: int, scalar: bool
     ) -> ChainLayer:
-        own, form = self.tables[stage], self.form
+        tables, form = self.tables[stage], self.form
         columns = (table.theta(form),) if scalar else self._criteria(table.parts(form), table.figures.step)
         memory = dict(zip(MEMORY, table.held(self.held(stage), self.filled(stage)).T, strict=True))
         return ChainLayer(
-            np.column_stack(list(columns)), **memory, move=own.moves(before, table, size), group=table.groups,
-            strategy=own.store.numbers(table), part=part,
+            np.column_stack(list(columns)), **memory, move=tables.moves(before, table, size), group=table.groups,
+            strategy=tables.store.numbers(table), part=part,
         )  # fmt: skip
 
     def _passed_on(self, stage: int, inside: range) -> Sequence[int | None]:
@@ -366,16 +366,16 @@ class Problem:
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
         time alone that no way left out beats (infinite where none was)."""
-        key, known = self.key(stage, inside), self.answers.plans
-        if key not in known or known[key][0] < cap:
+        key, answers = self.key(stage, inside), self.answers.plans
+        if key not in answers or answers[key][0] < cap:
             built, options, dropped = self.chain(stage, inside, scalar=False), list[StagePlan](), np.inf
             if built is not None:
                 fixed = self.shape.microbatches * sum(built.sends)
                 front = self._front(built, cap - fixed)
                 options = [self._stage_plan(path, built) for path in front.paths]
                 dropped = front.dropped + fixed
-            known[key] = (cap, options, dropped)
-        return known[key][1:]
+            answers[key] = (cap, options, dropped)
+        return answers[key][1:]
 
     def _front(self, built: StageChain, cap: int | None, near: float = 0.0) -> ChainFront:
         front = net_paths(built.net, cap, widest(built.net.chain), near)
@@ -424,13 +424,13 @@ class Problem:
 
         None where none fits or none is within the cap. A way will do that some other may beat by the share ``near``.
         """
-        key, known, most = (*self.key(stage, inside), near), self.answers.quickest, np.inf if cap is None else cap
-        if key not in known or (known[key][1] is None and known[key][0] < most):
+        key, answers, most = (*self.key(stage, inside), near), self.answers.quickest, np.inf if cap is None else cap
+        if key not in answers or (answers[key][1] is None and answers[key][0] < most):
             found, least = self._quickest(stage, inside, cap, near)
-            known[key] = (most, found, least)
+            answers[key] = (most, found, least)
             if found is not None:
                 self.answers.best[key[:-1]] = found
-        _, plan, least = known[key]
+        _, plan, least = answers[key]
         return (None, np.inf) if least > most else (plan, least)
 
     def met(self, stage: int, inside: range) -> StagePlan | None:
@@ -465,16 +465,16 @@ class Problem:
         *parts, last = path.time
         step = last - sum(ramp * part for ramp, part in zip(self.ramp, parts, strict=True))
         pairs = zip(parts, self.form.parts(*built.sends, 0), strict=True)
-        bottleneck = tuple(own + sent for own, sent in pairs)
+        bottleneck = tuple(computed + sent for computed, sent in pairs)
         strategies = tuple(table.strategies[choice] for table, choice in zip(built.tables, path.choices, strict=True))
         return StagePlan(bottleneck, step, strategies)
 
 
 def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> StrategyTable:
-    found = table.lay_out_model(
+    laid_out = table.lay_out_model(
         lambda layout: (wire is None or layout == wire) and (glue is None or glue_of(layout) == glue)
     )  # fmt: skip
-    return found if tied is None else found.only(tied)
+    return laid_out if tied is None else laid_out.only(tied)
 
 
 def widest(chain: Chain) -> int:

@@ -57,13 +57,13 @@ def _offered(request: Request, layer: Layer, without: str = "") -> list[Strategy
     fixed = request.fixed.at_layer(layer.name)
     fixed = replace(fixed, strategy=tuple(pin for pin in fixed.strategy if pin[0] != without))
     sizes = [request.devices // stages for stages in request.pipelines]
-    return [one for size in sizes for one in request.space.strategies(layer.kind, size, fixed)]
+    return [strategy for size in sizes for strategy in request.space.strategies(layer.kind, size, fixed)]
 
 
 def _unoffered(request: Request, layer: Layer, pins: Mapping[str, object]) -> InputError:
     """That a layer has each of its pins, but not all of them; with what it offers of the one that was said last."""
     rest = [(field, {getattr(one, field) for one in _offered(request, layer, field)}) for field in [*pins][::-1]]
-    ways = [f"{field} {', '.join(sorted(map(_value, own)))}" for field, own in rest if own]
+    ways = [f"{field} {', '.join(sorted(map(_value, values)))}" for field, values in rest if values]
     stage = "" if request.pipelines == (1,) else "any stage of "
     remedy = f"No strategy of {layer.name} on {stage}{request.devices} devices has all that is pinned for it; "
     remedy += f"beside the other pins it offers {' or '.join(ways)}." if ways else "lift some of the pins."
@@ -87,16 +87,18 @@ def _unglued(request: Request) -> str:
         if layer.role is not Role.BLOCK:
             taken = _taken(request, layer, request.devices)
             offered[layer.name] = {glue_of(layout_of(one)): one for one in reversed(taken)}
-    if len(offered) <= 1 or set.intersection(*({*own} for own in offered.values())):
+    if len(offered) <= 1 or set.intersection(*({*strategies} for strategies in offered.values())):
         return ""
-    said = []
-    for name, own in offered.items():  # a few, recomputation and ZeRO left out
-        plain = dict.fromkeys(str(replace(one, zero=1, zero_stage=0, data=one.batch_degree)) for one in own.values())
+    texts = []
+    for name, strategies in offered.items():  # a few, recomputation and ZeRO left out
+        plain = dict.fromkeys(
+            str(replace(one, zero=1, zero_stage=0, data=one.batch_degree)) for one in strategies.values()
+        )
         some = ", ".join([*plain][:4]) + (", ..." if len(plain) > 4 else "")
-        said.append(f"{name}: {some or 'nothing with what is pinned'}")
+        texts.append(f"{name}: {some or 'nothing with what is pinned'}")
     return (
         "Layers before and after the blocks of a stage split samples, pixels and channels alike, but offer "
-        f"{'; '.join(said)}."
+        f"{'; '.join(texts)}."
     )
 
 
@@ -107,16 +109,18 @@ def check_batch(request: Request) -> None:
     where one pipeline degree and one micro-batch count suit every layer.
     """
     counts = microbatch_counts(request.global_batch, request.fixed)
-    unlike = {(one.kind, request.fixed.pins_of(one.name)): one for one in request.graph.layers}
+    unlike = {(layer.kind, request.fixed.pins_of(layer.name)): layer for layer in request.graph.layers}
     units, unable = [], dict[str, None]()
     for stages in request.pipelines:
         size = request.devices // stages
-        degrees = {one.name: {own.batch_degree for own in _taken(request, one, size)} for one in unlike.values()}
+        degrees = {
+            one.name: {degrees_of.batch_degree for degrees_of in _taken(request, one, size)} for one in unlike.values()
+        }
         if not all(degrees.values()):
-            unable |= dict.fromkeys(name for name, own in degrees.items() if not own)
+            unable |= dict.fromkeys(name for name, degree in degrees.items() if not degree)
             continue
         # every kind needs one of its degrees to divide the unit: the least divisor of the stage for which that holds
-        unit = next(u for u in divisors(size) if all(any(u % d == 0 for d in own) for own in degrees.values()))
+        unit = next(u for u in divisors(size) if all(any(u % d == 0 for d in degree) for degree in degrees.values()))
         if any(request.global_batch // count % unit == 0 for count in counts):
             return
         units.append(unit)
@@ -159,7 +163,7 @@ def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
 def skipping(graph: ModelGraph) -> tuple[str, ...]:
     """What the space leaves out where tensors of the model skip layers; empty where none does."""
     places = {layer.name: place for place, layer in enumerate(graph.layers)}
-    sent = [own for own in graph.tensors if own.size]  # the batch itself every stage has
+    sent = [tensor for tensor in graph.tensors if tensor.size]  # the batch itself every stage has
     far = [own for own in sent if max(places[name] for name in own.readers) > places[own.producer] + 1]
     if not far:
         return ()
@@ -188,11 +192,11 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
             + (_unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
         )
-    share, asked = 1.0 - request.margin, as_budget(request.budget)
-    before = asked.scaled(1.0 / share).plus(1) if request.margin else asked
+    share, budget = 1.0 - request.margin, as_budget(request.budget)
+    before = budget.scaled(1.0 / share).plus(1) if request.margin else budget
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
     smallest, about = ceil(least.most / share), "about " * bool(slack)
-    if asked.own:
+    if budget.own:
         needs = [(name, ceil(size / share)) for name, size in least.own]
         parts = " and ".join(f"{format_budget(size, up=True)} ({name})" for name, size in needs)
         needed = f"the smallest budgets, in about the proportion of those given, are {about}{parts}"
@@ -298,11 +302,11 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
     for pin in fixed.strategy:
         without = replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin))
         yield f"without --fix {typed_name(pin[0])}", replace(request, fixed=without)
-    for own in fixed.layers:
-        layers, name, pinned_value = own
+    for layer in fixed.layers:
+        layers, name, pinned_value = layer
         plain = getattr(Strategy(), name)
         if pinned_value != plain:
-            rest = tuple((layers, name, plain) if other == own else other for other in fixed.layers)
+            rest = tuple((layers, name, plain) if layer == layer else layer for layer in fixed.layers)
             said = f"with --fix {layers}.{typed_name(name)}={_value(plain)}"
             yield said, replace(request, fixed=replace(fixed, layers=rest))
     for dimension in fixed.forbidden:

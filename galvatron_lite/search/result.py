@@ -70,7 +70,7 @@ def summary(plan: Plan) -> str:
     groups, virtual = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     pipeline = [f"pipeline {groups}{f' of {virtual} stages each' * (virtual > 1)}"] if len(plan.stages) > 1 else []
     parts = f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)}"
-    apart = [f"{one.name} on {device_range(one)}" for one in plan.branches[:_MOST_BRANCHES]]
+    apart = [f"{branch.name} on {device_range(branch)}" for branch in plan.branches[:_MOST_BRANCHES]]
     more = ["…"] * (len(plan.branches) > _MOST_BRANCHES)
     return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), *apart, *more, parts])
 

@@ -231,12 +231,12 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     layers = problem.graph.layers
     if problem.shape.stages > 1:
         kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
-        wires = {own for layer in kinds.values() for own in _layouts(problem, layer)}
+        wires = {layout for layer in kinds.values() for layout in _layouts(problem, layer)}
         return [(None, wire) for wire in sorted(wires)]
     if not is_glued(problem.graph):
         return [(None, None)]
     edges = [layer for layer in layers if layer.role is not Role.BLOCK]
-    offered = [{glue_of(own) for own in _layouts(problem, layer)} for layer in edges]
+    offered = [{glue_of(layout) for layout in _layouts(problem, layer)} for layer in edges]
     return [(glue, None) for glue in sorted(set.intersection(*offered))]
 
 

@@ -70,7 +70,7 @@ class Fixed:
     def kept(self, strategies: Iterable[Strategy]) -> list[bool]:
         """``allows`` of each."""
         pins = self.pinned
-        return [all(getattr(own, name) == value for name, value in pins) for own in strategies]
+        return [all(getattr(strategy, name) == value for name, value in pins) for strategy in strategies]
 
     @property
     def pinned(self) -> tuple[tuple[str, object], ...]:
@@ -156,7 +156,7 @@ class Space:
         key = (id(every), fixed)
         if key not in self._left:
             pairs = zip(every, fixed.kept(every), strict=True)
-            left = tuple(own for own, kept in pairs if kept and self.backend.says(own))
+            left = tuple(strategy for strategy, kept in pairs if kept and self.backend.says(strategy))
             self._left[key] = (every, self._same.setdefault(left, left))
         return self._left[key][1]
 
@@ -233,22 +233,22 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster |
 def reasons(graph: ModelGraph) -> tuple[str, ...]:
     """What dimensions say about the model's layers: why they are limited or not offered; a line for all layers of which
     the same is said, by their names in the plan."""
-    found: dict[tuple[str, str], list[str]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for name in {layer.kind: None for layer in graph.layers}:
         for dimension in choosing():
-            said = dimension.reason(graph.kinds[name])
-            if said:
-                key = dimension.name, said.removeprefix(f"{dimension.name}: {graph.kinds[name].name}")
-                found.setdefault(key, []).append(name)
+            reason_text = dimension.reason(graph.kinds[name])
+            if reason_text:
+                key = dimension.name, reason_text.removeprefix(f"{dimension.name}: {graph.kinds[name].name}")
+                by_reason.setdefault(key, []).append(name)
     return tuple(
-        f"{dimension}: {where}{why}" for (dimension, why), kinds in found.items() for where in _named(graph, kinds)
+        f"{dimension}: {where}{why}" for (dimension, why), kinds in by_reason.items() for where in _named(graph, kinds)
     )
 
 
 def _named(graph: ModelGraph, kinds: Collection[str]) -> list[str]:
-    own = [layer for layer in graph.layers if layer.kind in kinds]
-    if not any(layer.role is Role.BLOCK for layer in own):
-        return list(dict.fromkeys(layer.name for layer in own))
+    members = [layer for layer in graph.layers if layer.kind in kinds]
+    if not any(layer.role is Role.BLOCK for layer in members):
+        return list(dict.fromkeys(layer.name for layer in members))
     runs = [
         [layer.name for layer in run] for inside, run in groupby(graph.layers, lambda one: one.kind in kinds) if inside
     ]

@@ -39,8 +39,8 @@ class Memo(dict[object, Any]):
         """What is known by a key; made where nothing is."""
         if key not in self:
             self[key] = make()
-        known: T = self[key]
-        return known
+        value: T = self[key]
+        return value
 
 
 def remembered(make: Callable[Concatenate[Any, Args], T]) -> Callable[Concatenate[Any, Args], T]:
@@ -68,8 +68,8 @@ def ticks(seconds: float) -> int:
 
 def all_ticks(seconds: Real) -> IntArray:
     """``ticks`` of each."""
-    whole: IntArray = np.rint(np.asarray(seconds) * TICKS).astype(np.int64)
-    return whole
+    rounded: IntArray = np.rint(np.asarray(seconds) * TICKS).astype(np.int64)
+    return rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,17 +141,17 @@ class StrategyOptions:
 
 def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
     """Strategies as options."""
-    own = [layout_of(strategy) for strategy in strategies]
-    samples = dict(zip(reversed(own), reversed(strategies), strict=True))
+    layouts = [layout_of(strategy) for strategy in strategies]
+    samples = dict(zip(reversed(layouts), reversed(strategies), strict=True))
     names = sorted(samples)
     numbers = {name: number for number, name in enumerate(names)}
     many, same = Strategies.of(strategies), dict[Strategy, int]()
-    degrees = [same.setdefault(replace(own, recompute=Recompute.NONE), len(same)) for own in strategies]
+    degrees = [same.setdefault(replace(strategy, recompute=Recompute.NONE), len(same)) for strategy in strategies]
     return StrategyOptions(
         tuple(strategies),
         many,
         many.batch_degree,
-        np.array([numbers[name] for name in own], dtype=np.int64),
+        np.array([numbers[name] for name in layouts], dtype=np.int64),
         np.array(degrees, dtype=np.int64),
         tuple(names),
         tuple(samples[name] for name in names),
@@ -207,8 +207,8 @@ class StrategyTable:
 
     def lay_out_model(self, wanted: Callable[[Layout], bool]) -> StrategyTable:
         """Only the strategies whose layout is wanted."""
-        known = np.array([wanted(own) for own in self.options.layouts], dtype=bool)
-        return self.at(np.flatnonzero(known[self.codes]))
+        wanted_layouts = np.array([wanted(layout) for layout in self.options.layouts], dtype=bool)
+        return self.at(np.flatnonzero(wanted_layouts[self.codes]))
 
     def at(self, rows: IntArray) -> StrategyTable:
         """Only some of the strategies."""
@@ -235,8 +235,10 @@ class StrategyTable:
 
     def keys(self, form: Form) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
-        own = self.figures
-        return np.column_stack((*self.parts(form), own.step, own.kept, own.memory, own.memory[:, PREFIX] - own.late))
+        figures = self.figures
+        return np.column_stack(
+            (*self.parts(form), figures.step, figures.kept, figures.memory, figures.memory[:, PREFIX] - figures.late)
+        )
 
     def undominated(self, form: Form, others: Sequence[StrategyTable] = ()) -> StrategyTable:
         """Without strategies that another one of the same layout equals or beats in every figure.
@@ -255,11 +257,11 @@ class StrategyTable:
             in_flight: micro-batches.
             filled: whether that many are there in the first backward alone, see ``cost.memory.terms``.
         """
-        own = self.figures.memory.copy()
-        own[:, REST] += (in_flight - 1) * self.figures.kept
+        held_bytes = self.figures.memory.copy()
+        held_bytes[:, REST] += (in_flight - 1) * self.figures.kept
         if filled:
-            own[:, PREFIX] -= self.figures.late
-        return own
+            held_bytes[:, PREFIX] -= self.figures.late
+        return held_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,7 +323,7 @@ class Store:
         """The tables, each with the strategies that all of them have."""
         every = [self.numbers(table) for table in tables]
         common = reduce(np.intersect1d, every)
-        return [table.at(np.flatnonzero(np.isin(own, common))) for own, table in zip(every, tables, strict=True)]
+        return [table.at(np.flatnonzero(np.isin(number, common))) for number, table in zip(every, tables, strict=True)]
 
     def options(self, kind: str, devices: int, fixed: Fixed) -> StrategyOptions:
         """What a kind of layer may do on a stage of so many devices."""
@@ -348,10 +350,10 @@ class Store:
 
     def _ready(self, key: tuple[Any, ...], fixed: Fixed) -> StrategyTable | None:
         """A table that is known, or whose strategies are priced."""
-        known, priced = self._known.setdefault(fixed, {}), self._priced.setdefault(fixed, {})
-        if key not in known and key in priced:
-            known[key] = priced[key].table(*key[-2:])
-        return known.get(key)
+        tables, priced = self._known.setdefault(fixed, {}), self._priced.setdefault(fixed, {})
+        if key not in tables and key in priced:
+            tables[key] = priced[key].table(*key[-2:])
+        return tables.get(key)
 
     def _narrowed(self, unpinned: StrategyTable, fixed: Fixed) -> StrategyTable | None:
         """What pins leave of a table; None where they go beyond the space."""
@@ -364,18 +366,18 @@ class Store:
     def _price(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> None:
         """Prices the strategies of a table, and of those for other micro-batches of the batch where they are few."""
         options, batch = self.options(kind, shape.stage_devices, fixed), shape.microbatch * shape.microbatches
-        key, known = (kind, shape.stage_devices, shape.stages, sharing), self._priced[fixed]
+        key, priced_keys = (kind, shape.stage_devices, shape.stages, sharing), self._priced[fixed]
         rows: dict[int, IntArray] = {}
-        for size in (shape.microbatch, *(own for own in divisors(batch) if own != shape.microbatch)):
+        for size in (shape.microbatch, *(divisor for divisor in divisors(batch) if divisor != shape.microbatch)):
             some = np.flatnonzero(size % options.batch == 0)
             few = sum(map(len, rows.values())) + len(some) <= _ROWS
-            if not rows or (few and (*key, size, size == batch) not in known):
+            if not rows or (few and (*key, size, size == batch) not in priced_keys):
                 rows[size] = some
         every = np.concatenate(list(rows.values()))
         sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
         costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
         priced = _Batch(options, every, sizes, costs)
-        known.update(((*key, size, size == batch), priced) for size in rows)
+        priced_keys.update(((*key, size, size == batch), priced) for size in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,12 +435,12 @@ class Tables:
 
     def table(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """The same without strategies that never help; with any sharing none is left out: another layer has a say."""
-        whole = self.unpruned(kind, layer, sharing)
+        unpruned = self.unpruned(kind, layer, sharing)
         if sharing != ALONE:
-            return whole
+            return unpruned
         key = (kind, self.fixed.pins_of(layer))
         if key not in self._known:
-            self._known[key] = whole.undominated(self.form)
+            self._known[key] = unpruned.undominated(self.form)
         return self._known[key]
 
     def moves(self, left: StrategyTable, right: StrategyTable, size: int | None) -> IntArray:
@@ -555,10 +557,10 @@ def _beaten_before(columns: IntArray) -> BoolArray:
 
 def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:
     """(..., rows, others): whether each of the others equals or beats a row in every column; columns first."""
-    found: BoolArray = others[0][..., None, :] <= columns[0][..., :, None]
+    beaten: BoolArray = others[0][..., None, :] <= columns[0][..., :, None]
     for column, other in zip(columns[1:], others[1:], strict=True):
-        found &= other[..., None, :] <= column[..., :, None]
-    return found
+        beaten &= other[..., None, :] <= column[..., :, None]
+    return beaten
 
 
 def _beaten(columns: NDArray[Any], front: NDArray[Any]) -> BoolArray:

@@ -185,13 +185,13 @@ class Uniform:
 
     def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable]) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
-        form, known = self.problem.form, self.store.useful
+        form, cache = self.problem.form, self.store.useful
         key = (form.freed, form.microbatches if form.freed else 0, form.apart, *map(id, of))
-        if key not in known:
+        if key not in cache:
             judged = [table.keys(form) for table in tables]
             keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
-            known[key] = pareto_within(keys, tables[0].codes)
-        return known[key]
+            cache[key] = pareto_within(keys, tables[0].codes)
+        return cache[key]
 
     @cached_property
     def mixtures(self) -> Mixtures | None:
@@ -202,16 +202,16 @@ class Uniform:
         if len(kinds) > 1 or len({id(choice) for choice in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
         free = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name)
-        form, known, parts = self.problem.form, self.store.mixtures, self.chunks.placed.shape[-1]
+        form, cache, parts = self.problem.form, self.store.mixtures, self.chunks.placed.shape[-1]
         key = (id(free), parts, form.freed, form.microbatches if form.freed else 0)
-        if key not in known:
+        if key not in cache:
             table = free.at(self._useful([free], [free]))
             every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])
             pairs = (np.concatenate(choice) for choice in ((a, b), (b, a)))
             first, second = (np.concatenate((every, np.tile(choice, parts - 1))) for choice in pairs)
             counts = np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)])
-            known[key] = Mixtures(table, first, second, counts)
-        return known[key]
+            cache[key] = Mixtures(table, first, second, counts)
+        return cache[key]
 
     def _blocks(self, rows: IntArray) -> Part:
         choice = self.mixtures
@@ -249,7 +249,7 @@ class Uniform:
     def _flying(self) -> list[tuple[int, IntArray, IntArray]]:
         """Of the groups that may hold most, where blocks are alike: bytes there are, blocks of each strategy times
         micro-batches in flight, by moment and parts of the first strategy, and blocks."""
-        shape, found = self.problem.shape, []
+        shape, in_flight = self.problem.shape, []
         ends = (0,) if shape.schedule.front_loaded else (0, shape.stages - 1)
         for group in ends if self.mixtures is not None and shape.microbatches > 1 else ():
             room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
@@ -257,8 +257,8 @@ class Uniform:
             placed = self.chunks.placed[group]
             flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
             flying = flying[pareto_rows(-flying)]
-            found.append((room, flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)))
-        return found
+            in_flight.append((room, flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)))
+        return in_flight
 
     @cached_property
     def _least(self) -> FloatArray:
@@ -311,7 +311,7 @@ class Uniform:
     @cached_property
     def _alike(self) -> dict[object, list[int]]:
         """Groups by what their time depends on."""
-        shape, found = self.problem.shape, dict[object, list[int]]()
+        shape, groups = self.problem.shape, dict[object, list[int]]()
         node = self.problem.pricer.profile.cluster.levels[0].size
         simple = len({id(choice) for choice in self.problem.tables}) == 1 and not self.problem.graph.tensors
         for group, stages in enumerate(self.chunks.stages_of):
@@ -322,8 +322,8 @@ class Uniform:
                 for (axis, _, output, left, right), count in side.items():
                     choice[axis, output, stride_between(left, right, shape.stage_devices, node)] += count
             key = (sizes, edges, *(frozenset(choice.items()) for choice in sends))
-            found.setdefault(key if simple and self.mixtures is not None else group, []).append(group)
-        return found
+            groups.setdefault(key if simple and self.mixtures is not None else group, []).append(group)
+        return groups
 
     def _times(self, parts: Parts, limit: float) -> FloatArray:
         """(E, B, H): picoseconds of every candidate below the limit; infinite for the others, and where layers that
@@ -430,9 +430,9 @@ class Uniform:
         figures = [_column(choice, figure) for choice in of.values() for figure in _FIGURES]
         peak = sum((_column(choice, lambda table: table.figures.memory[:, UPDATED]) for choice in runs), start=_ZERO)
         for kind, choice in of.items():
-            own = moments[[kinds[place] == kind for place, _ in held]]
+            members = moments[[kinds[place] == kind for place, _ in held]]
             worst = _worst(choice)
-            for row in own[pareto_rows(-own)]:
+            for row in members[pareto_rows(-members)]:
                 moment = sum((count * figure for count, figure in zip(row, figures, strict=True) if count), start=worst)
                 peak = np.maximum(peak, moment)
         context = self.problem.tables[group].pricer.profile.cluster.device.context
@@ -515,9 +515,9 @@ def _at(part: Part, rows: IntArray) -> Part:
 
 def _narrowed(parts: Sequence[Part], time: FloatArray) -> tuple[list[Part], FloatArray]:
     """Without the choices for each part of which no combination has a finite time."""
-    finite, own, rows = np.isfinite(time), list[Part](), list[IntArray]()
+    finite, narrowed, rows = np.isfinite(time), list[Part](), list[IntArray]()
     finite = np.broadcast_to(finite, [len(next(iter(part.values()))) if part else 1 for part in parts])
     for axis, part in enumerate(parts):
         rows.append(np.flatnonzero(finite.any(axis=tuple({0, 1, 2} - {axis}))))
-        own.append(_at(part, rows[-1]))
-    return own, np.broadcast_to(time, finite.shape)[np.ix_(*rows)]
+        narrowed.append(_at(part, rows[-1]))
+    return narrowed, np.broadcast_to(time, finite.shape)[np.ix_(*rows)]

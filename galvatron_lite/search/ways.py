@@ -61,20 +61,20 @@ def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, way
     try:
         first = ordinary()
     except (InfeasibleError, InputError) as error:
-        found = sorted((plan for way in ways for plan in way(task)), key=seconds_of)
-        fitting = [plan for plan in found if plan.fits and (plan.cyclic is not None or not only)]
+        candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
+        fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
         if not fitting:
-            raise (_needing(found, error) if isinstance(error, InfeasibleError) else error) from None
+            raise (_needing(candidates, error) if isinstance(error, InfeasibleError) else error) from None
         return led(fitting, runners_up)
     task = replace(task, ordinary=first)
-    found = sorted((plan for way in ways for plan in way(task)), key=seconds_of)
-    if not found:
+    candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
+    if not candidates:
         return first
-    fitting = [plan for plan in found if plan.fits and (plan.cyclic is not None or not only)]
+    fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
     if only and not fitting:
-        raise _needing(found, InfeasibleError(f"No such plan of {first.model} fits."))
+        raise _needing(candidates, InfeasibleError(f"No such plan of {first.model} fits."))
     quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
-    others = [plan for plan in found if not any(plan is one for one in quicker)]
+    others = [plan for plan in candidates if not any(plan is one for one in quicker)]
     return led([*quicker, first, *others], runners_up)
 
 
@@ -84,8 +84,8 @@ def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:
         return error
     least = min(plans, key=_peak)
     more = f"Another way needs {format_budget(_peak(least), up=True)} at least: {summary(least)}."
-    known = [] if error.smallest_budget is None else [error.smallest_budget]
-    return InfeasibleError(f"{error} {more}", min([_peak(least), *known]))
+    smallest = [] if error.smallest_budget is None else [error.smallest_budget]
+    return InfeasibleError(f"{error} {more}", min([_peak(least), *smallest]))
 
 
 def _peak(plan: Plan) -> int:
@@ -94,16 +94,16 @@ def _peak(plan: Plan) -> int:
 
 def led(plans: Sequence[Plan], wanted: int) -> Plan:
     """The first of some plans, with the others told beside it, then their alternatives."""
-    best, told = plans[0], dict[str, Alternative]()
+    best, listed = plans[0], dict[str, Alternative]()
     for plan in reversed(plans):
         without = "without delay: " if best.cyclic is not None and plan.cyclic is None else ""
         ends = (plan.provenance.least_seconds, plan.provenance.most_seconds) if plan.provenance else (0.0, 0.0)
-        said = Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits), *ends)
-        told[summary(plan)] = said
-    for other in (other for plan in plans for other in plan.alternatives):
-        told.setdefault(other.summary, other)
-    del told[summary(best)]
-    ways, rest = [told.pop(summary(plan)) for plan in plans[1:] if summary(plan) in told], list(told.values())
+        plain = Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits), *ends)
+        listed[summary(plan)] = plain
+    for other in (alternative for plan in plans for alternative in plan.alternatives):
+        listed.setdefault(other.summary, other)
+    del listed[summary(best)]
+    ways, rest = [listed.pop(summary(plan)) for plan in plans[1:] if summary(plan) in listed], list(listed.values())
     kept = [*ways, *rest][: max(wanted, 0)]
     kept.sort(key=lambda other: (not other.fits, other.step_seconds))
     return replace(best, alternatives=tuple(kept))
@@ -175,27 +175,29 @@ def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: i
     names = dict.fromkeys(layer.kind for layer in graph.layers)
     kinds = {name for name in names if graph.folded or graph.kinds[name].parameters.total > 0}
     ways = [
-        replace(every, layers=(*every.layers, *own), even=every.even or task.backend.even)
+        replace(every, layers=(*every.layers, *block_pins), even=every.even or task.backend.even)
         for pins in _ways(request, fields, kinds)
         for every in _staged(task, _pinned(request, kinds, pins), pins)
-        for own in _block_ways(task, pins)
+        for block_pins in _block_ways(task, pins)
     ]
-    found, errors = list[Plan](), list[InfeasibleError]()
+    candidates, errors = list[Plan](), list[InfeasibleError]()
     for fixed in ways if len(ways) <= _PROMISING else _most_promising(task, ways):
         try:
-            found.append(looked(replace(task, request=replace(request, fixed=fixed))))
+            candidates.append(looked(replace(task, request=replace(request, fixed=fixed))))
         except InfeasibleError as error:
             errors.append(error)
-    if found:
-        found.sort(key=seconds_of)
-        return _proven(led(found, runners_up), found)
+    if candidates:
+        candidates.sort(key=seconds_of)
+        return _proven(led(candidates, runners_up), candidates)
     if errors:
         raise min(errors, key=lambda error: error.smallest_budget or float("inf"))
     named = [*request.fixed.pinned, *((f"{layers}.{name}", value) for layers, name, value in request.fixed.layers)]
     pinned = [(*name.rpartition("."), getattr(value, "value", value)) for name, value in named]
-    said = ", ".join(f"{layers}{dot}{typed_name(name)}={value}" for layers, dot, name, value in pinned) or "nothing"
+    pins_text = (
+        ", ".join(f"{layers}{dot}{typed_name(name)}={value}" for layers, dot, name, value in pinned) or "nothing"
+    )
     remedy = f"Backend {task.backend.name} has no way to train with these pins; lift one of them."
-    raise InputError("--fix", said, remedy)
+    raise InputError("--fix", pins_text, remedy)
 
 
 def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
@@ -215,7 +217,9 @@ def _ways(request: Request, fields: Sequence[str], kinds: Collection[str]) -> It
     layers = [layer for layer in request.graph.layers if layer.kind in kinds]
     offered = [
         {tuple(getattr(strategy, name) for name in fields) for strategy in _strategies(request, kind, layer)}
-        for (kind, _), layer in {(one.kind, request.fixed.pins_of(one.name)): one.name for one in layers}.items()
+        for (kind, _), layer in {
+            (layer.kind, request.fixed.pins_of(layer.name)): layer.name for layer in layers
+        }.items()
     ]
     common = set.intersection(*offered) if offered else set()
     for values in sorted(common, key=lambda values: [str(value) for value in values]):
@@ -227,7 +231,7 @@ def _strategies(request: Request, kind: str, layer: str, pins: Pins = ()) -> lis
     fixed = request.fixed.at_layer(layer)
     fixed = replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
     sizes = [request.devices // stages for stages in request.pipelines]
-    return [own for size in sizes for own in request.space.strategies(kind, size, fixed)]
+    return [strategy for size in sizes for strategy in request.space.strategies(kind, size, fixed)]
 
 
 def _pinned(request: Request, kinds: Collection[str], pins: Pins) -> Fixed:
@@ -235,8 +239,8 @@ def _pinned(request: Request, kinds: Collection[str], pins: Pins) -> Fixed:
     fixed, graph = request.fixed, request.graph
     if len(kinds) == len({layer.kind for layer in graph.layers}):
         return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
-    own = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
-    return replace(fixed, layers=(*fixed.layers, *own))
+    layer_pins = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
+    return replace(fixed, layers=(*fixed.layers, *layer_pins))
 
 
 def _staged(task: PlanTask, fixed: Fixed, pins: Pins) -> Iterator[Fixed]:
@@ -266,11 +270,11 @@ def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, ob
         yield ()
         return
     offered = {kind: _strategies(task.request, kind, layer.name, pins) for kind, layer in kinds.items()}
-    own = [one for kind in blocks for one in offered[kind] if rule is None or rule(one)]
+    strategies = [one for kind in blocks for one in offered[kind] if rule is None or rule(one)]
     offers = {kind: {(name, getattr(one, name)) for one in every if kind not in blocks or rule is None or rule(one)
                      for name in (*fields, *dict(task.backend.edges))} for kind, every in offered.items()}  # fmt: skip
     globs = {kind: _globs(graph, kind) for kind in kinds}
-    for values in dict.fromkeys(tuple(getattr(one, name) for name in fields) for one in own):
+    for values in dict.fromkeys(tuple(getattr(one, name) for name in fields) for one in strategies):
         shared = dict(zip(fields, values, strict=True))
         around = {name: shared.get(name) if value is None else value for name, value in task.backend.edges}
         yield tuple(
@@ -293,7 +297,7 @@ def _globs(graph: ModelGraph, kind: str) -> list[str]:
 
 def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
     """Those whose best plans take least by the closed form, quickest first."""
-    found, limit = list[tuple[int, Fixed]](), None
+    promising, limit = list[tuple[int, Fixed]](), None
     search(task.request, task.session.pricer, effort=_WORK, slack=_REACH)  # for bounds that hold whatever the way
     for fixed in ways:
         request = replace(task.request, fixed=fixed, wider=task.request)
@@ -303,6 +307,6 @@ def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
             continue
         if best is not None:
             limit = int(best.partition.time * (1.0 + _REACH))
-            found.append((best.partition.time, fixed))
-    found.sort(key=itemgetter(0))
-    return [fixed for _, fixed in found[:_PROMISING]] or list(ways[-_PROMISING:])
+            promising.append((best.partition.time, fixed))
+    promising.sort(key=itemgetter(0))
+    return [fixed for _, fixed in promising[:_PROMISING]] or list(ways[-_PROMISING:])

@@ -58,7 +58,9 @@ def check_dry(
 def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:
     """Every check of runs that have been done."""
     seconds = sum(run.seconds for run in runs)
-    said = f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
+    summary = (
+        f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
+    )
     cluster = None if profile is None else profile.cluster
     followed = [
         *layer_checks(runs, plan, graph, cluster),
@@ -67,7 +69,7 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
     ]
     sizes = [Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)]
     sent = _volume(runs, plan, profile)
-    return [Check(NAME, Verdict.PASSED, said), *sizes, *match(runs, plan), *followed, sent]
+    return [Check(NAME, Verdict.PASSED, summary), *sizes, *match(runs, plan), *followed, sent]
 
 
 def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
@@ -105,18 +107,18 @@ def run_checks(
     profile: Profile | None = None,
 ) -> Verification:
     """The verdicts on a plan; see ``api_plans.verify_plan`` and ``check_dry``."""
-    found: list[Check] = []
+    results: list[Check] = []
     roles: list[RoleRun] = []
     with ExitStack() as stack:
         # before anything else: later this process may not be fit to fork any more
         training = stack.enter_context(training_fork(source)) if Checks.NUMBERS in checks else None
         if Checks.DRY in checks:
-            found, roles = check_dry(source, plan, progress, profile)
+            results, roles = check_dry(source, plan, progress, profile)
         if training is not None:
             progress(len(roles), len(roles) + 1, "numbers")
             reason = not_run(plan)
             numbers = (
                 Check(NUMBERS, Verdict.SKIPPED, reason) if reason else check_numbers(source, plan, training, processes)
             )
-            found = [*found, numbers]
-    return Verification(tuple(found), tuple(roles))
+            results = [*results, numbers]
+    return Verification(tuple(results), tuple(roles))

@@ -172,10 +172,10 @@ class Checks(StrEnum):
 def checks_named(names: str | Sequence[str]) -> tuple[Checks, ...]:
     """Checks by their names; in one text with commas between."""
     words = names.split(",") if isinstance(names, str) else names
-    known = [one.value for one in Checks]
+    names_known = [one.value for one in Checks]
     for word in words:
-        if word not in known:
-            raise InputError("--checks", word, f"Give one or several of {', '.join(known)}, with commas between.")
+        if word not in names_known:
+            raise InputError("--checks", word, f"Give one or several of {', '.join(names_known)}, with commas between.")
     return tuple(one for one in Checks if one.value in words)
 
 

@@ -155,8 +155,8 @@ def emptied(model: nn.Module) -> nn.Module:
 def example_of(parts: ModelParts, samples: int | None = None) -> Any:
     """An example batch of a model: the one that came with it, or its own; resized, then without storages."""
     model, batch, _ = parts
-    found = example_batch(model) if batch is None else batch
-    return found if samples is None else resize_batch(found, samples)
+    batch_found = example_batch(model) if batch is None else batch
+    return batch_found if samples is None else resize_batch(batch_found, samples)
 
 
 def named_source(name: str, sequence: int | None = None) -> ModelSource:
@@ -168,8 +168,8 @@ def factory_source(factory: Callable[[], Any], name: str = "the model") -> Model
     """What a user's function returns: a model, (model, batch) or (model, batch, loss_fn)."""
 
     def make() -> ModelParts:
-        made = factory()
-        model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+        built = factory()
+        model, batch, loss_fn = (*built, None, None)[:3] if isinstance(built, tuple) else (built, None, None)
         if not isinstance(model, nn.Module):
             raise InputError("MODEL", name, f"It returned {type(model).__name__}, not an nn.Module.")
         return model, batch, loss_fn
@@ -190,6 +190,6 @@ def module_source(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have no storages, made without reading any."""
     fresh: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    for one in model.parameters():
-        fresh[id(one)] = nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+    for parameter in model.parameters():
+        fresh[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     return copy.deepcopy(model, fresh)

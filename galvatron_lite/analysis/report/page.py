@@ -276,9 +276,9 @@ def _runner_rows(plan: Plan) -> list[_TableRow]:
         return []
     chosen = plan.prediction.step_seconds
     return [
-        _TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / chosen - 1.0),
-             format_bytes(other.peak_memory), "yes" if other.fits else "no"))
-        for other in plan.alternatives
+        _TableRow((runner.summary, format_seconds(runner.step_seconds), change(runner.step_seconds / chosen - 1.0),
+             format_bytes(runner.peak_memory), "yes" if runner.fits else "no"))
+        for runner in plan.alternatives
     ]  # fmt: skip
 
 

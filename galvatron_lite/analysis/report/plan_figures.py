@@ -191,7 +191,7 @@ def dimensions_of(strategy: Strategy) -> list[tuple[str, int, int]]:
         degree = int(getattr(strategy, name))
         dimensions.append((name, degree, inner))
         inner *= degree
-    return [one for one in reversed(dimensions) if one[1] > 1]
+    return [dimension for dimension in reversed(dimensions) if dimension[1] > 1]
 
 
 def _groups(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> DeviceGroups:

@@ -142,8 +142,8 @@ class _Exit:
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         cuts: Mapping[str, ShardSpecs] = {}
         if self.border.lines:
-            output, told = output
-            cuts = told.places
+            output, announced = output
+            cuts = announced.places
         hidden, layout = next(tensors_of(output), None), self.border.layout
         extents = iter(self.border.outputs)
 

@@ -267,21 +267,21 @@ class BoxExchange:
 
     def move(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         """The same without autograd: an all-to-all of boxes."""
-        way, dims = route(source, target, shape, self.place), (source.pieced or 0, target.pieced or 0)
-        if way.local:
-            part = cut_box(tensor, way.wanted[0].within(way.held[0]))
+        path, dims = route(source, target, shape, self.place), (source.pieced or 0, target.pieced or 0)
+        if path.local:
+            part = cut_box(tensor, path.wanted[0].within(path.held[0]))
             return part.clone(memory_format=torch.contiguous_format)
-        parts = [_part(tensor, way.held, dims[0], box).flatten() for box in chain(*way.sends)]
+        parts = [_part(tensor, path.held, dims[0], box).flatten() for box in chain(*path.sends)]
         sent = torch.cat(parts) if parts else tensor.new_empty(0)
-        arriving = list(chain(*way.receives))
-        extents = list(way.wanted[0].shape)
-        extents[dims[1]] = sum(box.shape[dims[1]] for box in way.wanted)
+        arriving = list(chain(*path.receives))
+        extents = list(path.wanted[0].shape)
+        extents[dims[1]] = sum(box.shape[dims[1]] for box in path.wanted)
         # one box is in order already; no view, so that code behind may change it in place
-        alone = len(arriving) <= 1 and len(way.wanted) == 1
+        alone = len(arriving) <= 1 and len(path.wanted) == 1
         received = tensor.new_empty(extents if alone else sum(box.items for box in arriving))
         item = tensor.element_size()
         incoming, outgoing = (
-            [item * sum(box.items for box in boxes) for boxes in every] for every in (way.receives, way.sends)
+            [item * sum(box.items for box in boxes) for boxes in every] for every in (path.receives, path.sends)
         )
         # as bytes: gloo does not know every dtype
         dist.all_to_all_single(
@@ -291,7 +291,7 @@ class BoxExchange:
             return received
         result = received.new_empty(extents)
         for box, part in zip(arriving, torch.split(received, [box.items for box in arriving]), strict=True):
-            _part(result, way.wanted, dims[1], box).copy_(part.view(box.shape))
+            _part(result, path.wanted, dims[1], box).copy_(part.view(box.shape))
         return result
 
 

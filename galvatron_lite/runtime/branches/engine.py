@@ -227,8 +227,8 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
         Term(-1.0, single_part(lambda: alone(**batch).backward()), Across.MAX),
         Term(-2.0 * len(_NAMES), single_part(message), Across.MAX),
     )
-    found = time_difference(terms, device, rule)
-    return max(found.seconds, found.noise) / len(_NAMES)
+    difference = time_difference(terms, device, rule)
+    return max(difference.seconds, difference.noise) / len(_NAMES)
 
 
 def _plan(devices: int) -> Plan:

@@ -84,7 +84,9 @@ def _home(layer: Layer, branches: Sequence[BranchPlacement]) -> str:
     """The branch that a layer is of; empty: the trunk."""
 
     def home(path: str) -> str:
-        return next((one.name for one in branches if any(f"{path}.".startswith(f"{r}.") for r in one.roots)), "")
+        return next(
+            (branch.name for branch in branches if any(f"{path}.".startswith(f"{r}.") for r in branch.roots)), ""
+        )
 
     homes = {home(path) for path in layer.modules}
     if len(homes) > 1:
@@ -217,7 +219,9 @@ def _covering(model: nn.Module, path: str, called: set[str] | None) -> list[str]
     inside = any(one.startswith(f"{path}.") for one in called or ())
     if (called is not None and path in called) or not (is_container or inside):
         return [path]
-    return [found for name, _ in module.named_children() for found in _covering(model, f"{path}.{name}", called)]
+    return [
+        path_found for name, _ in module.named_children() for path_found in _covering(model, f"{path}.{name}", called)
+    ]
 
 
 def skeleton(model: nn.Module, paths: Sequence[str]) -> nn.Module:

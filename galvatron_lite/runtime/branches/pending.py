@@ -94,7 +94,7 @@ def pending(node: Node, nest: Any) -> Any:
 
 def pick(nest: Any, place: str) -> Tensor:
     """The tensor at a place of a nest."""
-    return next(tensor for known, tensor in places(nest) if known == place)
+    return next(tensor for tensor_place, tensor in places(nest) if tensor_place == place)
 
 
 def resolved(tensor: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _signature(value: Any) -> object:
 def meta_of(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], like: Callable[[Tensor], Tensor]) -> Any:
     """A function's result on the meta device."""
     if name_of(func) in ("to", "cpu", "cuda"):
-        args = tuple(one for one in args if not isinstance(one, (str, torch.device)))
+        args = tuple(arg for arg in args if not isinstance(arg, (str, torch.device)))
         kwargs = {key: one for key, one in kwargs.items() if key != "device"}
     return map_tensors(func(*map_tensors(args, like), **map_tensors(kwargs, like)), _bare)
 
@@ -246,7 +246,9 @@ class Foreseen:
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self._path, self._twin = path, meta_copy(module)
-        self._dtype = next((one.dtype for one in self._twin.parameters() if one.is_floating_point()), None)
+        self._dtype = next(
+            (parameter.dtype for parameter in self._twin.parameters() if parameter.is_floating_point()), None
+        )
         self._known: dict[object, Template] = {}
 
     def __call__(self, args: Any, kwargs: Mapping[str, Any], rows: int, like: Like, training: bool) -> Template:

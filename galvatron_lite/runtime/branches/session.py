@@ -205,7 +205,7 @@ class DeferredCall:
         if theirs == ours or not isinstance(tensor.node, DeferredFunction):
             return True
         functions = [node for node in nodes_of(tensor) if isinstance(node, DeferredFunction)]
-        if any(ours in _numbers((one.args, one.kwargs)) for one in functions):
+        if any(ours in _numbers((function.args, function.kwargs)) for function in functions):
             return False
         try:
             there = tuple(self._like(tensor, theirs).shape)

@@ -190,12 +190,17 @@ class Checkpointer:
     def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
         parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
         contents = together(peers, lambda: self._plain(state), FIELD)
-        own = contents[peers.rank]
-        plain = {process_file(peers.rank): own["own"]}
+        files = contents[peers.rank]
+        plain = {process_file(peers.rank): files["own"]}
         if peers.rank == 0:
             options = None if optimizer is None else merged([content["options"] for content in contents])
             steered = step if parallel.steering is None else parallel.steering.step
-            plain[TRAINING] = {"optimizer": options, "scaler": own["scaler"], "extra": own["extra"], "steered": steered}
+            plain[TRAINING] = {
+                "optimizer": options,
+                "scaler": files["scaler"],
+                "extra": files["extra"],
+                "steered": steered,
+            }
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
         held += [] if optimizer is None else held_states(parallel, optimizer)
@@ -313,25 +318,25 @@ class Checkpointer:
         parallel, rank = self._parallel, self._peers.rank
         check_optimizer(manifest, state.optimizer, state.scheduler)
         stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
-        own = read_plain(folder / process_file(rank if manifest.processes == dist.get_world_size() else 0))
+        process_state = read_plain(folder / process_file(rank if manifest.processes == dist.get_world_size() else 0))
         buffers = held_buffers(parallel)
         check_readable([*held_parameters(parallel), *buffers], stored)
         for buffer in buffers if exact else ():
-            if own["buffers"].get(buffer.name, buffer.tensor).shape != buffer.tensor.shape:
+            if process_state["buffers"].get(buffer.name, buffer.tensor).shape != buffer.tensor.shape:
                 remedy = "The checkpoint has it of another shape. Use one of the same model."
                 raise InputError("buffer", buffer.name, remedy)
         if state.optimizer is not None:
             check_members(parallel, state.optimizer, training["optimizer"])
-        random = own
+        random = process_state
         if not exact:  # ranks that share samples must draw alike
             source = 0 if shares_samples(parallel.plan) else rank % manifest.processes
             random = read_plain(folder / process_file(source))
-        _ = own["data"], training["extra"]  # a KeyError is raised before anything is changed
-        return _Contents(stored, training, own, random["random"])
+        _ = process_state["data"], training["extra"]  # a KeyError is raised before anything is changed
+        return _Contents(stored, training, process_state, random["random"])
 
     def _put(self, manifest: Manifest, state: ExtraState, contents: _Contents, exact: bool) -> None:
         """Set all but tensors."""
-        parallel, training, own, optimizer = self._parallel, contents.training, contents.own, state.optimizer
+        parallel, training, process_state, optimizer = self._parallel, contents.training, contents.own, state.optimizer
         if optimizer is not None:
             saved = training["optimizer"]
             put_options(parallel, optimizer, saved, blank_states(parallel, manifest, saved["values"]))
@@ -342,9 +347,9 @@ class Checkpointer:
             put_state(parallel.scaler, training["scaler"])
         put_generators(contents.random)
         if exact:
-            for stream, saved_stream in zip(_streams(parallel), own["streams"], strict=True):
+            for stream, saved_stream in zip(_streams(parallel), process_state["streams"], strict=True):
                 stream.set_state(saved_stream)
-        put_state(state.data, own["data"])
+        put_state(state.data, process_state["data"])
         for name, target in (state.extra or {}).items():
             if name in training["extra"]:
                 put_state(target, training["extra"][name])

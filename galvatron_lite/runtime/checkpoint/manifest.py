@@ -235,7 +235,11 @@ class Lineage:
         """The checkpoints of a folder that this training wrote or continues, newest first."""
         last = {**self._ancestors, self._run: self._sequence}
         readable, _ = survey(Manifest, folder, FORMAT)
-        return [place for place, own in readable if own.sequence <= last.get(own.run, -1) and not place.is_symlink()]
+        return [
+            place
+            for place, manifest in readable
+            if manifest.sequence <= last.get(manifest.run, -1) and not place.is_symlink()
+        ]
 
 
 def layout_digest(plan: Plan) -> str:
@@ -280,7 +284,7 @@ def check_arrived(folder: Path, place: Path, files: Iterable[str]) -> None:
 def read_together(peers: Peers, folder: Path, read: Callable[[], Part]) -> Part:
     """The manifest that all ranks read; raises ``InputError`` where a rank cannot, or ranks see different ones."""
     manifests: list[Any] = together(peers, read, FIELD)
-    if any(other.digest != manifests[0].digest for other in manifests):
+    if any(manifest.digest != manifests[0].digest for manifest in manifests):
         raise InputError(FIELD, folder, "Processes see different ones under this name. Use a shared folder.")
     first: Part = manifests[0]
     return first

@@ -218,4 +218,6 @@ def _lists(state: Mapping[str, Any]) -> list[str]:
 
 def _inner(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     schedulers = state.get(NESTED)
-    return [one for one in schedulers if isinstance(one, dict)] if isinstance(schedulers, list) else []
+    return (
+        [scheduler for scheduler in schedulers if isinstance(scheduler, dict)] if isinstance(schedulers, list) else []
+    )

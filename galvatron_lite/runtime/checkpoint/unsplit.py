@@ -81,10 +81,10 @@ def load_into(
     check_optimizer(manifest, optimizer, scheduler)
     with content_errors(place):
         stored, plain = stored_tensors(place, manifest), unsplit(model)
-        training, own = read_plain(place / TRAINING), read_plain(place / process_file(0))
+        training, process_state = read_plain(place / TRAINING), read_plain(place / process_file(0))
         held = [*held_parameters(plain), *held_buffers(plain)]
         check_readable(held, stored)
-        resumed = Resumed(place, manifest.step, own["data"], training["extra"], exact=False)
+        resumed = Resumed(place, manifest.step, process_state["data"], training["extra"], exact=False)
         if optimizer is not None:
             check_members(plain, optimizer, training["optimizer"])
             blanks = blank_states(plain, manifest, training["optimizer"]["values"])
@@ -94,6 +94,6 @@ def load_into(
             held += states
             if scheduler is not None:
                 put_schedule(plain, optimizer, scheduler, training["optimizer"])
-        put_state(data, own["data"])
+        put_state(data, process_state["data"])
         read_tensors(held, stored)
     return resumed

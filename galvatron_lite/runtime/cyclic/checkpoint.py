@@ -204,7 +204,7 @@ class CyclicCheckpointer:
         for stage, states in executor.states.items():
             content = read_plain(folder / _stage_file(stage))
             _put_stage(states, content)
-            first = next((one for one in numbers if programme.process_of(stage, one) == runtime.process), None)
+            first = next((number for number in numbers if programme.process_of(stage, number) == runtime.process), None)
             if first is not None and programme.version(stage, first) < step:
                 older[stage] = {name: one.to(states.masters[name].device) for name, one in content["older"].items()}
         executor.restart(step, manifest.base, older)
@@ -212,7 +212,7 @@ class CyclicCheckpointer:
             executor.draws = SeededDraws(manifest.seed, runtime.device)
         contents = [read_plain(folder / _process_file(process)) for process in self._sources(manifest)]
         buffers = loose_buffers(runtime)
-        values = {name: one for name, one in contents[0]["rest"].items() if name in buffers}
+        values = {name: content for name, content in contents[0]["rest"].items() if name in buffers}
         for stage, part in runtime.parts.items():
             buffers |= part.buffers()
             values |= _mean_buffers(contents, stage)
@@ -243,7 +243,7 @@ def _stage_content(states: StageStates) -> dict[str, Any]:
     """What a checkpoint holds of a stage."""
     older = states.newest - 1
     content = {
-        "newest": {name: alone(one) for name, one in states.masters.items()},
+        "newest": {name: alone(master) for name, master in states.masters.items()},
         # those that training does not change are the same in every version
         "older": {name: alone(one) for name, one in states.at(older).items() if one.requires_grad}
         if older in states.versions
@@ -258,19 +258,20 @@ def _stage_content(states: StageStates) -> dict[str, Any]:
 
 def _process_content(runtime: CyclicRuntime) -> dict[str, Any]:
     buffers = {stage: {name: alone(one) for name, one in part.buffers()} for stage, part in runtime.parts.items()}
-    rest = {name: alone(one) for name, one in loose_buffers(runtime).items()}
+    rest = {name: alone(loose_buffer) for name, loose_buffer in loose_buffers(runtime).items()}
     return {"buffers": buffers, "rest": rest, "random": generators()}
 
 
 def _mean_buffers(processes: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Tensor]:
     """A stage's buffers: means of running statistics where several processes had them."""
-    having = [one["buffers"][stage] for one in processes if stage in one["buffers"]]
+    having = [process["buffers"][stage] for process in processes if stage in process["buffers"]]
     return {name: between([one[name] for one in having]) for name in (having[0] if having else ())}
 
 
 def _record(states: StageStates) -> StageRecord:
     parameters = {
-        name: f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for name, one in states.masters.items()
+        name: f"{str(master.dtype).removeprefix('torch.')} {list(master.shape)}"
+        for name, master in states.masters.items()
     }
     kinds = (None if one is None else type(one).__name__ for one in (states.optimizer, states.scheduler))
     return StageRecord(parameters, *kinds)

@@ -60,7 +60,7 @@ class CyclicOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, states: Mapping[int, StageStates]) -> None:
-        self.stages = {stage: one.optimizer for stage, one in states.items() if one.optimizer is not None}
+        self.stages = {stage: state.optimizer for stage, state in states.items() if state.optimizer is not None}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -311,10 +311,10 @@ class CyclicModel(Observable, nn.Module):
             InputError: see ``load``.
             LaunchError: another process is gone.
         """
-        found = at_first(self._keeper.peers, lambda: latest(folder), FIELD)
-        if found is not None:
-            self.load(found)
-        return found
+        folder_found = at_first(self._keeper.peers, lambda: latest(folder), FIELD)
+        if folder_found is not None:
+            self.load(folder_found)
+        return folder_found
 
     def _parts(self, batch: Any) -> list[Any]:
         samples, count = batch_size(batch), len(self.plan.stages)

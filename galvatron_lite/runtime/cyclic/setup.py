@@ -87,7 +87,7 @@ def set_up(
         (number,) = programme.stages_of(process)
         cut = [stage_of(model, layers, names, number, flow, options.device)]
         # the buffers of the layer before the blocks may be read in any stage
-        needed = [one for one in layers if one.role is Role.BEFORE or one.name in names[number]]
+        needed = [layer for layer in layers if layer.role is Role.BEFORE or layer.name in names[number]]
     for layer in needed:
         materializer.place(layer)
     parts = {part.number: part for part in cut or cut_stages(model, layers, names, flow)}
@@ -117,8 +117,8 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
 
 def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
     """The model's ``state_dict()``, after ``flush``, on the CPU of every rank; all ranks call it."""
-    found = gather(local_shards(runtime))
-    return {name: found[first] for name, first in runtime.entries.names.items() if first in found}
+    gathered = gather(local_shards(runtime))
+    return {name: gathered[first] for name, first in runtime.entries.names.items() if first in gathered}
 
 
 def even_out(runtime: CyclicRuntime) -> None:
@@ -138,7 +138,7 @@ def loose_buffers(runtime: CyclicRuntime) -> dict[str, Tensor]:
 def between(values: Sequence[Tensor]) -> Tensor:
     """One value for all: the mean of statistics, the largest of counts; theirs where they are equal."""
     first = values[0]
-    if all(torch.equal(first, other) for other in values[1:]):
+    if all(torch.equal(first, value) for value in values[1:]):
         return first
     stacked = torch.stack(list(values))
     return stacked.mean(0) if first.is_floating_point() or first.is_complex() else stacked.amax(0)

@@ -135,7 +135,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: those given, else all parameters that are trained."""
         if groups is None:
-            groups = [{"params": [one for one in self.module.parameters() if one.requires_grad]}]
+            groups = [{"params": [parameter for parameter in self.module.parameters() if parameter.requires_grad]}]
         return [dict(group) if isinstance(group, Mapping) else {"params": [group]} for group in groups]
 
     def _bind(
@@ -241,7 +241,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         if engine.optimizer is not engine.basic_optimizer:
             engine.optimizer.clip_grad = largest  # DeepSpeed clips, and looks for overflow, when it steps
             return True
-        trained = [one for one in self.module.parameters() if one.grad is not None]
+        trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(trained, largest or float("inf"))
         if bool(norm.isfinite()) and (loss is None or bool(loss.isfinite())):
             return True
@@ -272,10 +272,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         """This rank's rows of every micro-batch, on its device, in the type of compute."""
         samples, ranks = batch_size(batch), self.plan.devices
         check_samples(samples, self.plan, count)
-        rows, own = samples // count, samples // (count * ranks)
-        starts = (first + dist.get_rank() * own for first in range(0, samples, rows))
+        rows, count_here = samples // count, samples // (count * ranks)
+        starts = (first + dist.get_rank() * count_here for first in range(0, samples, rows))
         scales = share_scales(self._loss_weight, self._loss_reduction, batch, count * ranks)
-        parts = [map_tensors(slice_batch(batch, start, start + own), self._placed) for start in starts]
+        parts = [map_tensors(slice_batch(batch, start, start + count_here), self._placed) for start in starts]
         self._scales.clear()
         self._scales.update(zip(map(id, parts), scales[dist.get_rank() :: ranks], strict=True))
         return parts

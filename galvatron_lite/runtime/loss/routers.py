@@ -94,7 +94,7 @@ def install_router_losses(
     mixed = [one for one in stage if one.layer.role is Role.BLOCK and is_mixed(one.layer.modules[0])]
     glue = glue_of(stage)
     shares = [_shares(placed, glue, meshes) for placed in mixed]
-    if all(one.group is None and one.scale == 1 for one in shares):
+    if all(share.group is None and share.scale == 1 for share in shares):
         return
     paths = {path.rpartition(".")[0] for placed in mixed for path in placed.layer.modules}
     around = {".".join(path.split(".")[:depth]) for path in paths for depth in range(len(path.split(".")) + 1)}
@@ -127,20 +127,20 @@ class _Hook:
     masks: _Masks | None
 
     def __call__(self, _module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
-        found = getattr(output, LOGITS, None)
-        if not isinstance(found, tuple) or not found or hasattr(found[0], _GATHERED):
+        logits = getattr(output, LOGITS, None)
+        if not isinstance(logits, tuple) or not logits or hasattr(logits[0], _GATHERED):
             return output
         if self.masks is None and kwargs.get(_MASK) is not None:
             remedy = "No module is seen to take both and make the loss of them: leave one of them out."
             raise InputError(f"output_{LOGITS}", True, remedy)
-        if len(found) != len(self.shares):
+        if len(logits) != len(self.shares):
             remedy = (
                 f"{len(self.shares)} were expected, one of each block with experts. Compiled blocks may run twice, "
                 f"and return too many: train without compile=, or set config.output_{LOGITS}=False."
             )
-            raise InputError(f"output_{LOGITS}", f"{len(found)} {LOGITS}", remedy)
+            raise InputError(f"output_{LOGITS}", f"{len(logits)} {LOGITS}", remedy)
         mask = None if self.masks is None else self.masks.whole
-        every = (_of_all_tokens(one, shares, mask) for one, shares in zip(found, self.shares, strict=True))
+        every = (_of_all_tokens(one, shares, mask) for one, shares in zip(logits, self.shares, strict=True))
         output[LOGITS] = tuple(every)
         return output
 

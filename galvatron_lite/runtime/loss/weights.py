@@ -63,7 +63,7 @@ class TargetCounts:
         samples = [one for count in self.counts if (one := count.by_sample(batch)) is not None]
         if not samples:
             return torch.ones(shares, dtype=torch.float64)
-        each = [one.reshape(shares, -1).sum(1) for one in samples]
+        each = [sample.reshape(shares, -1).sum(1) for sample in samples]
         relative = [one / one.mean() for one in each]
         relative = [torch.ones_like(each[0]), *relative] if self.even else relative
         if any(not torch.allclose(one, relative[0], rtol=EVEN, atol=EVEN) for one in relative[1:]):
@@ -148,7 +148,7 @@ def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: 
         if shares == 1 or _has_count(batch):
             return [ShareScale()] * shares
         terms = weight.of_shares(batch, shares)
-        rows = zip(*([None] * shares if one is None else one.float() for one in terms), strict=True)
+        rows = zip(*([None] * shares if term is None else term.float() for term in terms), strict=True)
         return [ShareScale(terms=tuple(row)) for row in rows]
     factors = share_factors(weight, reduction, batch, shares)
     return [ShareScale()] * shares if factors is None else [ShareScale(factor) for factor in factors.float()]

@@ -227,10 +227,10 @@ class _Decider:
             return self.state.former
         if decision.action is AdaptAction.PLAN and self.state.settings.planner is Planner.PROCESS:
             self._planning = PlanningProcess(self._query)
-        found = self._answer()
-        if found is None:
+        reply = self._answer()
+        if reply is None:
             return None
-        return found.plan if self._planned(window.step, found).action is AdaptAction.SWITCH else None
+        return reply.plan if self._planned(window.step, reply).action is AdaptAction.SWITCH else None
 
     def exhausted(self, step: int) -> tuple[Plan | None, str]:
         """A plan that takes less than the one under which memory ran out on all ranks; or why there is none."""
@@ -241,9 +241,9 @@ class _Decider:
         factor = exhaustion_factor(state.profile, state.plan, state.settings.mem, state.corrections.memory)
         write_record(self._log, Exhausted(step, tuple(range(dist.get_world_size())), factor))
         self.state = on_exhausted(state, factor)
-        found = answer(self._query)
-        self._planned(step, found)
-        return found.plan, found.error
+        reply = answer(self._query)
+        self._planned(step, reply)
+        return reply.plan, reply.error
 
     def done(self, step: int, seconds: float, plan: Plan, error: str) -> None:
         """A switch succeeded, or failed."""
@@ -273,8 +273,8 @@ class _Decider:
             return answer(self._query)
         if not self._planning.done:
             return None
-        found, self._planning = self._planning.answer(), None
-        return found
+        reply, self._planning = self._planning.answer(), None
+        return reply
 
 
 def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:

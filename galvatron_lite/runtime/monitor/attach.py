@@ -163,9 +163,9 @@ def _sinks(
 def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
     """The files of this rank; an error on all ranks where any cannot make its own."""
     rank, files, reason = dist.get_rank(), list[LineFiles](), ""
-    own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
+    rank_header = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
     try:
-        files.append(LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord, CollectiveRecord)))
+        files.append(LineFiles(folder, f"rank-{rank:05d}", rank_header, (RankHeader, RankRecord, CollectiveRecord)))
         if rank == 0:
             files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
     except OSError as error:

@@ -69,7 +69,7 @@ class LayerClock:
         self._starts.clear()
         for end in (end for marks in passes.values() for _, end in marks if not isinstance(end, float)):
             end.synchronize()
-        return {name: median(between(*marks) for marks in own) for name, own in passes.items()}
+        return {name: median(between(*marks) for marks in pass_) for name, pass_ in passes.items()}
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -40,8 +40,8 @@ def link_factors(points: Sequence[LinkPoint], threshold: float) -> tuple[LinkFac
     """The levels that differ from the profile by more than a relative threshold; each is measured at two sizes."""
     factors = []
     for level in dict.fromkeys(point.level for point in points):
-        own = [point for point in points if point.level == level]
-        small, large = min(own, key=lambda point: point.size), max(own, key=lambda point: point.size)
+        level_points = [point for point in points if point.level == level]
+        small, large = min(level_points, key=lambda point: point.size), max(level_points, key=lambda point: point.size)
         if abs(large.seconds / large.predicted - 1.0) > threshold:
             factors.append(_link_factor(level, small, large))
     return tuple(factors)
@@ -81,7 +81,7 @@ def device_factors(
         for rank, seconds in zip(group.ranks, group.seconds, strict=True):
             if predicted.get(group.first):
                 ratios[rank].append(seconds / predicted[group.first])
-    factors = [median(own) if own else 1.0 for own in ratios]
+    factors = [median(ratio) if ratio else 1.0 for ratio in ratios]
     common = median(factors)
     factors = [common if abs(factor / common - 1.0) <= threshold else factor for factor in factors]
     if all(abs(factor - 1.0) <= threshold for factor in factors):
@@ -91,7 +91,7 @@ def device_factors(
 
 def memory_factor(window: StepWindow, predicted: Sequence[int]) -> float:
     """The largest factor over ranks of peak bytes on predicted ones; at least 1."""
-    ratios = [peak / own for peak, own in zip(window.memory, predicted, strict=False) if own]
+    ratios = [peak / bytes_ for peak, bytes_ in zip(window.memory, predicted, strict=False) if bytes_]
     return round(max([1.0, *ratios]), _DIGITS)
 
 

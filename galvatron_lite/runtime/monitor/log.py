@@ -92,9 +92,9 @@ def _again(records: Sequence[Record]) -> Iterator[Decision]:
         if isinstance(record, WindowRecord):
             state, decision = on_window(state, record.window)
         elif isinstance(record, PlannedRecord):
-            found = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
-            state, decision = on_planned(state, record.step, found.plan, found.error)
-            wanted = found.plan
+            reply = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
+            state, decision = on_planned(state, record.step, reply.plan, reply.error)
+            wanted = reply.plan
         elif isinstance(record, Exhausted):
             state = on_exhausted(state, record.factor)
         elif isinstance(record, Done) and wanted is not None:

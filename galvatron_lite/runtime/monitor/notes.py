@@ -129,8 +129,8 @@ def _open_store() -> tuple[str, int, str, Store]:
             return host, int(port), name, TCPStore(host, int(port), is_master=False, timeout=_PATIENCE)
         except RuntimeError:
             pass
-    own = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
-    return socket.gethostname(), own.port, name, own
+    store = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+    return socket.gethostname(), store.port, name, store
 
 
 def _note(store: Store, key: str) -> Note | None:
@@ -312,8 +312,8 @@ def _taken(device: torch.device) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        own = f"this process holds {format_bytes(held)} ({format_bytes(used)} in tensors)"
-        return f"{own}, {format_bytes(free)} of {format_bytes(total)} are free"
+        text = f"this process holds {format_bytes(held)} ({format_bytes(used)} in tensors)"
+        return f"{text}, {format_bytes(free)} of {format_bytes(total)} are free"
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

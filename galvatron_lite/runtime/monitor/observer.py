@@ -241,7 +241,11 @@ class StepObserver:
         window, self._window = self._window, _Window(patience=min(2 * self._window.patience, _LONGEST))
         count = window.steps
         parts = {part: round(seconds / count, 7) for part, seconds in window.parts.items()}
-        layers = {} if self._layers is None else {name: round(own, 7) for name, own in self._layers.take().items()}
+        layers = (
+            {}
+            if self._layers is None
+            else {name: round(seconds_of_layer, 7) for name, seconds_of_layer in self._layers.take().items()}
+        )
         used = reserved = 0
         if self._model.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self._model.device)

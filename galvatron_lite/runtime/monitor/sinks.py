@@ -290,9 +290,9 @@ def _line(steps: Sequence[StepRecord], plan: Plan) -> str:
     words = ("{} a step", "{} samples/s", "{} tokens/s", "MFU {}", "memory {}")
     now, wanted = _cells(measured(steps, plan)), _cells(predicted(plan))
     texts = [f"step {steps[-1].step}", f"loss {_loss(steps[-1])}"]
-    for word, own, other in zip(words, now, wanted, strict=True):
-        if own:
-            texts.append(word.format(own) + (f" (predicted {other})" if other else ""))
+    for word, value, other in zip(words, now, wanted, strict=True):
+        if value:
+            texts.append(word.format(value) + (f" (predicted {other})" if other else ""))
     return ", ".join(texts)
 
 

@@ -176,16 +176,16 @@ class CollectiveTimer:
     def take(self, rank: int, step: int, steps: int) -> Iterable[CollectiveRecord]:
         """Records of so many steps up to this one; the device has to have done all of it."""
         sums, self._sums = self._sums, {}
-        for (kind, ranks), one in sums.items():
-            seconds = sum(max(span(), 0.0) for span in one.spans)
-            yield CollectiveRecord(rank, step, steps, kind, ranks, one.calls, one.bytes, round(seconds, 7))
+        for (kind, ranks), sum_ in sums.items():
+            seconds = sum(max(span(), 0.0) for span in sum_.spans)
+            yield CollectiveRecord(rank, step, steps, kind, ranks, sum_.calls, sum_.bytes, round(seconds, 7))
 
     def _timed(self, plain: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         if self._inside:  # one calls another
             return plain(*args, **kwargs)
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        sized = [one.nbytes for one in tensors]
-        group = kwargs.get("group") or next((one for one in args if isinstance(one, dist.ProcessGroup)), None)
+        sized = [tensor.nbytes for tensor in tensors]
+        group = kwargs.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         begin = moment(tensors[0].device)
         self._inside = True

@@ -172,10 +172,10 @@ class Watch:
         """The message, the ranks that it names, and their operation."""
         note, board = self._note, self._board
         notes = None if board is None else board.listen()
-        found = [] if notes is None else suspects(*notes, rank())
-        operation = found[0].operation if found else operation_of(note)
-        text = message(note, reason, found, notes is not None, rank())
-        return text, tuple(suspect.rank for suspect in found), operation
+        suspected = [] if notes is None else suspects(*notes, rank())
+        operation = suspected[0].operation if suspected else operation_of(note)
+        text = message(note, reason, suspected, notes is not None, rank())
+        return text, tuple(suspect.rank for suspect in suspected), operation
 
     def _lost(self, error: Exception) -> PeerError:
         self._leave(error, victim=True)

@@ -58,10 +58,12 @@ def put(held: Sequence[LocalShard], entries: Entries, state: Mapping[str, Tensor
     for name, first in entries.names.items():
         names.setdefault(first, []).append(name)
     for one in held:
-        known = names.get(one.name, [one.name])
-        full = next((state[name] for name in known if name in state), None)
+        aliases = names.get(one.name, [one.name])
+        full = next((state[name] for name in aliases if name in state), None)
         if full is None:
-            raise InputError("state", known[0], "The state has no such entry. Give the state_dict of the whole model.")
+            raise InputError(
+                "state", aliases[0], "The state has no such entry. Give the state_dict of the whole model."
+            )
         if tuple(full.shape) != one.shape:
             remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
             raise InputError("state", tuple(full.shape), remedy)
@@ -88,16 +90,16 @@ def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
     mine = {(one.name, chunk.whole): cut_box(one.tensor, chunk.local) for one in held for chunk in one.chunks}
     listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
     pieces: dict[tuple[str, Box], _Piece] = {}
-    for piece in (one for theirs in everyone(listed) for one in theirs):
+    for piece in (their for theirs in everyone(listed) for their in theirs):
         pieces.setdefault((piece.name, piece.whole), piece)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for place, piece in pieces.items():
-        full = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
+        full = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
         if piece.rank == rank:
             cut_box(full, piece.whole).copy_(mine[place])
     for source, several in groupby(pieces.values(), key=lambda piece: piece.rank):
-        broadcast_each([cut_box(found[piece.name], piece.whole) for piece in several], source, device)
-    return found
+        broadcast_each([cut_box(tensors[piece.name], piece.whole) for piece in several], source, device)
+    return tensors
 
 
 def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

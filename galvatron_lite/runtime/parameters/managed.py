@@ -102,7 +102,7 @@ def managed_parameters(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    homes = {parameter: layer_of(known[0], layers) for parameter, known in names.items()}
+    homes = {parameter: layer_of(name[0], layers) for parameter, name in names.items()}
     return [
         _owned(parameter, tuple(names[parameter]), strategies[home], meshes, shards, experts, compute)
         for parameter, home in sorted(homes.items(), key=lambda item: order[item[1]])
@@ -118,7 +118,7 @@ def _owned(
     experts: Shards,
     compute: torch.dtype | None,
 ) -> ManagedParameter:
-    shard, spread = (next((known[name] for name in names if name in known), None) for known in (shards, experts))
+    shard, spread = (next((by_name[name] for name in names if name in by_name), None) for by_name in (shards, experts))
     partial = shard is not None and shard.placement is Placement.PARTIAL
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
     groups = meshes.groups(strategy)

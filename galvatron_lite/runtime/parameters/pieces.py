@@ -77,8 +77,8 @@ def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     names = {name: first[id(value)] for name, value in tensors.items()}
     homes = {}
     for name in (name for name, value in tensors.items() if not isinstance(value, nn.Parameter)):
-        found = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
-        homes[name] = max(found, default=(0, ""))[1]  # the layer with the longest module path
+        holders = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
+        homes[name] = max(holders, default=(0, ""))[1]  # the layer with the longest module path
     return Entries(names, homes)
 
 

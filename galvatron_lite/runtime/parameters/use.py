@@ -36,9 +36,13 @@ def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
 
     def check(module: nn.Module, _args: object) -> None:
         parallel = owner()
-        if parallel is None or is_alone(parallel.plan) or any(one.traffic.is_running for one in parallel.runtimes):
+        if (
+            parallel is None
+            or is_alone(parallel.plan)
+            or any(runtime.traffic.is_running for runtime in parallel.runtimes)
+        ):
             return
-        narrow = any(one.updates.casts for one in parallel.runtimes)
+        narrow = any(runtime.updates.casts for runtime in parallel.runtimes)
         uncast = narrow and not torch.is_autocast_enabled(parallel.device.type)
         if torch.is_grad_enabled() or len(parallel.plan.stages) > 1 or uncast:
             remedy = (
@@ -116,7 +120,7 @@ class ParameterCopies(nn.Module):
         super().__init__()
         self._parallel = [parallel]  # in a list: it is no part of this module
         self.values = nn.ParameterList(
-            nn.Parameter(one.detach().clone(), one.requires_grad) for one in parallel.parameters()
+            nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for parameter in parallel.parameters()
         )
         for number, buffer in enumerate(parallel.buffers()):
             self.register_buffer(f"buffer{number}", buffer.detach().clone())

@@ -387,10 +387,12 @@ class _BlankLayers(Materializer):
 def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[LocalShard]:
     """Buffers outside ``state_dict()`` that this rank's layers have, or no layer."""
     for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True)):
-        own = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
+        layer_names = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
         for name, buffer in tree.named_buffers():
-            paths = [(len(path), one.name) for one in layers for path in one.modules if name.startswith(f"{path}.")]
-            if name not in parallel.entries.names and max(paths, default=(0, ""))[1] in own:
+            paths = [
+                (len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")
+            ]
+            if name not in parallel.entries.names and max(paths, default=(0, ""))[1] in layer_names:
                 yield _held_buffer(name, buffer)
 
 

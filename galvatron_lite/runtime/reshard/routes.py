@@ -140,9 +140,9 @@ def message_bytes(items: Sequence[MovedTensor]) -> int:
     """Bytes that this rank sends to others and receives from them for one load."""
     rank, total = dist.get_rank(), 0
     for item in items:
-        way = item.route(rank)
+        route = item.route(rank)
         for peer in range(len(item.before)):
-            boxes = (*way.sends[peer], *way.receives[peer]) if peer != rank else ()
+            boxes = (*route.sends[peer], *route.receives[peer]) if peer != rank else ()
             total += sum(box.items for box in boxes) * item.dtype.itemsize
     return total
 
@@ -157,10 +157,10 @@ def move(items: Sequence[MovedTensor], source: LocalTensors, target: LocalTensor
     outgoing: list[list[Tensor]] = [[] for _ in range(world)]
     incoming: list[list[list[Tensor]]] = [[] for _ in range(world)]
     for item in items:
-        way = item.route(rank)
+        route = item.route(rank)
         for peer in range(world):
-            outgoing[peer] += [source.views(item.name, box)[0] for box in way.sends[peer]]
-            incoming[peer] += [target.views(item.name, box) for box in way.receives[peer]]
+            outgoing[peer] += [source.views(item.name, box)[0] for box in route.sends[peer]]
+            incoming[peer] += [target.views(item.name, box) for box in route.receives[peer]]
     for here, everywhere in zip(outgoing[rank], incoming[rank], strict=True):
         for there in everywhere:
             there.copy_(here)

@@ -39,7 +39,7 @@ def _wrong(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         first.setdefault((one.purpose, tuple(sorted(one.ranks))), one)
     for (purpose, ranks), one in first.items():
         if purpose in set(Purpose) and (purpose, ranks) not in legal:
-            wanted = "; ".join(sorted(rank_list(own) for other, own in legal if other == purpose)) or "none"
+            wanted = "; ".join(sorted(rank_list(members) for other, members in legal if other == purpose)) or "none"
             place = where(run.stage, one)
             yield f"Rank {run.rank} ({place}) uses {rank_list(ranks)} for {purpose}; the plan's are: {wanted}."
 
@@ -54,8 +54,8 @@ def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> 
     """Whether all sums that the plan needs were made."""
     planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in (*_missing(run, planned), *_apart(run, planned))]
-    said = "Every gradient is summed over all ranks that hold its parameter and see other samples, tokens or pixels."
-    return check_of(GRADIENTS, wrong, said)
+    passed = "Every gradient is summed over all ranks that hold its parameter and see other samples, tokens or pixels."
+    return check_of(GRADIENTS, wrong, passed)
 
 
 def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
@@ -64,14 +64,14 @@ def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         strategy = planned.strategies.get(split.layer)
         if strategy is None:
             continue
-        for one in split.parameters:
-            for ranks, scattered, items in _sums_of(run, one, strategy, planned) if one.trains else ():
+        for parameter in split.parameters:
+            for ranks, scattered, items in _sums_of(run, parameter, strategy, planned) if parameter.trains else ():
                 if len(ranks) > 1:
                     needed[ranks, scattered][split.layer] += items
-    given = _summed_items(run)
+    summed = _summed_items(run)
     for (ranks, scattered), by_layer in sorted(needed.items(), key=_strictest):
         items = sum(by_layer.values())
-        left = items - _take(given, ranks, scattered, items)
+        left = items - _take(summed, ranks, scattered, items)
         if left > 0:
             yield _missing_text(run, by_layer, ranks, left, items)
 
@@ -104,11 +104,11 @@ def _take(sums: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | N
 
 def _summed_items(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
     found: dict[tuple[Ranks, bool], int] = defaultdict(int)
-    for one in run.messages:
-        reduces = one.kind in (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER)
-        if reduces and one.phase in _AFTER and one.purpose in ("gradients", "states"):
-            items = one.bytes // _SIZES.get(one.dtype, 4) * one.times
-            found[tuple(sorted(one.ranks)), one.kind is MessageType.REDUCE_SCATTER] += items
+    for message in run.messages:
+        reduces = message.kind in (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER)
+        if reduces and message.phase in _AFTER and message.purpose in ("gradients", "states"):
+            items = message.bytes // _SIZES.get(message.dtype, 4) * message.times
+            found[tuple(sorted(message.ranks)), message.kind is MessageType.REDUCE_SCATTER] += items
     return found
 
 
@@ -140,11 +140,11 @@ def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: Pla
             yield around(states.gradients), False, prod(one.held)
         return
     passes = planned.plan.microbatches if one.sharded else 1
-    own = prod(one.held) if one.sharded else one.updated
-    whole = own * len(shards) if one.sharded else prod(one.held)
+    local_items = prod(one.held) if one.sharded else one.updated
+    full_items = local_items * len(shards) if one.sharded else prod(one.held)
     if _even(one, len(shards)):
-        yield shards, True, whole * passes
-        yield around(states.replicas), False, own
+        yield shards, True, full_items * passes
+        yield around(states.replicas), False, local_items
 
 
 def _even(one: ParameterSplit, shards: int) -> bool:
@@ -160,7 +160,7 @@ def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         groups = {homes[tie.first], homes[tie.second]}
         if tie.parameters == tie.frozen or len(groups) == 1 or not here & {tie.first, tie.second}:
             continue
-        if not any(one.purpose == COPIES and one.kind is MessageType.ALL_REDUCE for one in run.messages):
+        if not any(message.purpose == COPIES and message.kind is MessageType.ALL_REDUCE for message in run.messages):
             names = f"{tie.first} and {tie.second}"
             yield f"Rank {run.rank} (stage {run.stage}): {names} share parameters, whose gradients are not summed."
 

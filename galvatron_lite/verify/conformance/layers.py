@@ -115,9 +115,9 @@ def check_of(name: str, wrong: Sequence[str], right: str) -> Check:
 def _other_stages(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
     for run in runs:
         wanted = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
-        own = [split.layer for split in run.splits]
-        if own != wanted:
-            yield f"Rank {run.rank} (stage {run.stage}) {_differing(own, wanted)}."
+        layer_names = [split.layer for split in run.splits]
+        if layer_names != wanted:
+            yield f"Rank {run.rank} (stage {run.stage}) {_differing(layer_names, wanted)}."
         yield from _not_run(run, planned)
         yield from _other_ends(run, planned)
 
@@ -141,7 +141,9 @@ def _other_ends(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     """What is sent on comes from the last layer of a stage."""
     last = {name for stage in planned.stages_of(run.stage) for name in _ends(planned, stage)}
     sent = [
-        one for one in run.messages if one.kind is MessageType.SEND and one.purpose == "pipeline forward" and one.layer
+        message
+        for message in run.messages
+        if message.kind is MessageType.SEND and message.purpose == "pipeline forward" and message.layer
     ]
     for layer in dict.fromkeys(one.layer for one in sent if one.layer not in last):
         ends = " or ".join(sorted(last))
@@ -168,7 +170,10 @@ def _other_splits(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[s
 def _other_samples(run: RoleRun, split: LayerSplit, planned: PlannedLayers) -> Iterator[str]:
     """A block that works on more or fewer samples than its strategy leaves to a rank."""
     strategy, plan = planned.strategies[split.layer], planned.plan
-    if len({planned.strategies[one.layer].batch_degree for one in run.splits if one.layer in planned.strategies}) > 1:
+    if (
+        len({planned.strategies[split.layer].batch_degree for split in run.splits if split.layer in planned.strategies})
+        > 1
+    ):
         return  # a layer may be given what lies as a neighbour has it
     wanted = plan.microbatch // strategy.batch_degree
     if planned.layers[split.layer].role is Role.BLOCK and split.taken and split.taken[0] != wanted:
@@ -185,9 +190,9 @@ def _other_split(
     if unknown or (lines.spread is not None and lines.states.shards.size > 1):
         return
     # a layer that shares parameters with one that is not on these devices has a copy of its own
-    wanted = planned.work_of(planned.kind_on(split.layer, {one.layer for one in run.splits}), strategy).parameters
+    wanted = planned.work_of(planned.kind_on(split.layer, {split.layer for split in run.splits}), strategy).parameters
     where = f"{split.layer} on rank {run.rank} (stage {run.stage}), planned {strategy}"
-    sharded = any(one.sharded for one in split.parameters)
+    sharded = any(parameter.sharded for parameter in split.parameters)
     if sharded != (strategy.parameter_shards > 1):
         yield f"{where}: its parameters are {'' if sharded else 'not '}shared out over ranks."
         return
@@ -205,17 +210,17 @@ def _other_split(
 def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: PlannedLayers) -> tuple[int, int]:
     strategy, run = planned.strategies[layer], homes[rank]
     members = lines_of(strategy).states.shards.around(rank, strategy.devices)
-    known = [own for one in members if one in homes and (own := _split_of(homes[one], layer)) is not None]
+    splits = [own for member in members if member in homes and (own := _split_of(homes[member], layer)) is not None]
     place = lines_of(strategy).states.shards.index(run.rank % strategy.devices)
-    alone = len({homes[one].rank for one in members if one in homes}) == 1
+    alone = len({homes[member].rank for member in members if member in homes}) == 1
     held = updated = 0
-    for one in (_split_of(run, layer) or LayerSplit(layer, (), (), 0)).parameters:
-        same = [other for split in known for other in split.parameters if other.name == one.name]
-        if one.sharded and alone and _is_uneven_share(one, place, len(members)):
-            held, updated = held + prod(one.used), updated + prod(one.used)
+    for parameter in (_split_of(run, layer) or LayerSplit(layer, (), (), 0)).parameters:
+        same = [parameter for split in splits for parameter in split.parameters if parameter.name == parameter.name]
+        if parameter.sharded and alone and _is_uneven_share(parameter, place, len(members)):
+            held, updated = held + prod(parameter.used), updated + prod(parameter.used)
             continue
-        once = not one.sharded or _stays(one, strategy, planned.layers[layer])
-        held += prod(one.held) if once else sum(prod(other.held) for other in same)
+        once = not parameter.sharded or _stays(parameter, strategy, planned.layers[layer])
+        held += prod(parameter.held) if once else sum(prod(other.held) for other in same)
         updated += sum(other.updated for other in same)
     return held, updated
 
@@ -234,14 +239,14 @@ def _stays(one: ParameterSplit, strategy: Strategy, layer: Layer) -> bool:
 
 
 def _split_of(run: RoleRun, layer: str) -> LayerSplit | None:
-    return next((one for one in run.splits if one.layer == layer), None)
+    return next((split for split in run.splits if split.layer == layer), None)
 
 
 def _kept_said(planned: PlannedLayers) -> str:
     if _same_precision(planned):
         return "Layers keep and recompute what the plan says."
-    own, plans = planned.graph.precision, planned.plan.precision
-    return f"Layers recompute what the plan says. Bytes are not compared: the model is in {own}, the plan in {plans}."
+    model, plan = planned.graph.precision, planned.plan.precision
+    return f"Layers recompute what the plan says. Bytes are not compared: the model is in {model}, the plan in {plan}."
 
 
 def _same_precision(planned: PlannedLayers) -> bool:
@@ -254,7 +259,7 @@ def _other_kept(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str
         yield from _other_forwards(run, planned)
         for name, kept in run.kept.items() if _same_precision(planned) else ():
             layer = planned.layers.get(name)
-            if layer is not None and layer.role is Role.BLOCK and name in {one.layer for one in run.splits}:
+            if layer is not None and layer.role is Role.BLOCK and name in {split.layer for split in run.splits}:
                 yield from _other_layer_kept(run, name, kept, planned)
 
 
@@ -301,7 +306,11 @@ def _in_steps(kind: LayerKind) -> int:
 
     What multiplies by weights, item by item, is taken to be one, by whatever name the model calls it.
     """
-    memory = [(one.name.rpartition(".")[0], one) for one in kind.operators if one.kind is OperatorClass.MEMORY]
+    memory = [
+        (operator.name.rpartition(".")[0], operator)
+        for operator in kind.operators
+        if operator.kind is OperatorClass.MEMORY
+    ]
     norms = {name: operator for name, operator in memory if "norm" in name or (operator.weight_bytes and name)}
     return sum(4 * operator.shape[0] for operator in norms.values())
 
@@ -314,16 +323,18 @@ def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
     layout it makes a copy of what it is given, which it keeps, and its neighbour keeps one of what it returns; where
     tensors differ, or go past layers, what comes in and goes out may count or not.
     """
-    names, graph, own = list(planned.layers), planned.graph, planned.strategies[name]
+    names, graph, strategy = list(planned.layers), planned.graph, planned.strategies[name]
     place = names.index(name)
-    shares = layout_of(own).devices // layout_of(own).copies
-    given, made = (graph.crossing(cut) * planned.plan.microbatch / shares for cut in (place, place + 1))
-    if given != made or any(len(tensor.readers) > 1 for tensor in graph.tensors):
-        return max(given, made), max(given, made)
-    before, after = (layout_of(planned.strategies[names[side]]) != layout_of(own) for side in (place - 1, place + 1))
+    shares = layout_of(strategy).devices // layout_of(strategy).copies
+    entering, leaving = (graph.crossing(cut) * planned.plan.microbatch / shares for cut in (place, place + 1))
+    if entering != leaving or any(len(tensor.readers) > 1 for tensor in graph.tensors):
+        return max(entering, leaving), max(entering, leaving)
+    before, after = (
+        layout_of(planned.strategies[names[side]]) != layout_of(strategy) for side in (place - 1, place + 1)
+    )
     last = planned.layers[names[place + 1]].role is not Role.BLOCK  # which may keep nothing (a mean)
     first = not planned.kind(names[place - 1]).returns
-    return made * (after or last), given * (before or first)
+    return leaving * (after or last), entering * (before or first)
 
 
 def _recomputed(work: LayerWork) -> Recompute:

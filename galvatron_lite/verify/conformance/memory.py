@@ -28,11 +28,11 @@ _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary
 def memory_checks(runs: Sequence[RoleRun], plan: Plan, cluster: Cluster | None = None) -> list[Check]:
     """Peaks against the prediction, and against the budget (what the device itself takes, as predicted, included)."""
     if plan.prediction is None:
-        said = "The plan has no prediction: evaluate it first."
-        return [Check(name, Verdict.SKIPPED, said) for name in (MEMORY, BUDGET)]
+        text = "The plan has no prediction: evaluate it first."
+        return [Check(name, Verdict.SKIPPED, text) for name in (MEMORY, BUDGET)]
     if stack := stack_of(plan):
-        said = f"The plan is priced as {stack} runs it, which this run of galvatron's own runtime does not show."
-        return [Check(name, Verdict.SKIPPED, said) for name in (MEMORY, BUDGET)]
+        text = f"The plan is priced as {stack} runs it, which this run of galvatron's own runtime does not show."
+        return [Check(name, Verdict.SKIPPED, text) for name in (MEMORY, BUDGET)]
     predicted = device_memory(plan)
     return [_as_predicted(runs, predicted), _budget(runs, plan, predicted, cluster)]
 
@@ -60,23 +60,23 @@ def _first_of(lines: Sequence[str]) -> str:
 
 def _explained(run: RoleRun, predicted: MemoryBreakdown) -> bool:
     """Whether a peak is so near the prediction that other kernels may be why they differ."""
-    whole = predicted.total - predicted.context
-    return abs(run.peak.total - run.peak.context - whole) <= EXPLAINED * max(whole, 1)
+    total = predicted.total - predicted.context
+    return abs(run.peak.total - run.peak.context - total) <= EXPLAINED * max(total, 1)
 
 
 def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
-    whole = max(predicted.total - predicted.context, 1)
-    own = run.peak.total - run.peak.context
-    if abs(own - whole) > TOLERANCE * whole:
-        yield _line(run, "its peak", own, whole)
+    expected = max(predicted.total - predicted.context, 1)
+    measured = run.peak.total - run.peak.context
+    if abs(measured - expected) > TOLERANCE * expected:
+        yield _line(run, "its peak", measured, expected)
     moment = run.peak
     if not predicted.activations:  # as many bytes in all may be taken at two moments: those of the optimizer's compare
         updating = [sample.memory for sample in run.samples if sample.phase is During.OPTIMIZER]
         moment = max(updating, key=lambda memory: memory.total, default=moment)
     for name in _CATEGORIES:
-        seen, said = getattr(moment, name), getattr(predicted, name)
-        if abs(seen - said) > max(TOLERANCE * whole, PIECE):
-            yield _line(run, name, seen, said)
+        seen, planned = getattr(moment, name), getattr(predicted, name)
+        if abs(seen - planned) > max(TOLERANCE * expected, PIECE):
+            yield _line(run, name, seen, planned)
 
 
 def _line(run: RoleRun, what: str, seen: int, predicted: int) -> str:
@@ -126,8 +126,8 @@ def _left_free(made_from: Provenance, stage: Stage, cluster: Cluster | None) -> 
     if cluster is None:
         return 0
     budget, usual = made_from.budget_of(stage), budget_on(cluster, DEFAULT_BUDGET)
-    own = [group.device.memory for group in cluster.groups if stage.device in ("", group.device.name)]
-    return min(own, default=budget) - budget if budget == usual.of(stage.device) else 0
+    capacities = [group.device.memory for group in cluster.groups if stage.device in ("", group.device.name)]
+    return min(capacities, default=budget) - budget if budget == usual.of(stage.device) else 0
 
 
 def _with_context(run: RoleRun, predicted: Sequence[MemoryBreakdown]) -> int:

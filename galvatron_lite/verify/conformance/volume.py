@@ -62,15 +62,19 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
             if name not in classes and sent[name] > least:
                 wrong.append(f"Stage {group} sends {format_bytes(sent[name])} that is {name}.")
             elif abs(difference) > max(TOLERANCE * priced.get(name, 0.0), least):
-                said = f"{format_bytes(sent[name])} for {name}; priced are {format_bytes(priced.get(name, 0.0))}."
-                wrong.append(f"Stage {group} sends {said}")
+                passed = f"{format_bytes(sent[name])} for {name}; priced are {format_bytes(priced.get(name, 0.0))}."
+                wrong.append(f"Stage {group} sends {passed}")
         if sent_together - together > max(EXPLAINED * together, least):
-            said = f"{format_bytes(sent_together)} in all; priced are {format_bytes(together)}."
-            far.append(f"Stage {group} sends {said}")
-    if found := folded([*far, *wrong]):
-        return Check(VOLUME, Verdict.FAILED if far else Verdict.DIFFERS, found[0], (*found[1:], *folded(lines)))
-    said = f"What is sent differs from what is priced by less than {TOLERANCE:.0%} of its class or {SMALL:.0%} of all."
-    return Check(VOLUME, Verdict.PASSED, said, tuple(folded(lines)))
+            passed = f"{format_bytes(sent_together)} in all; priced are {format_bytes(together)}."
+            far.append(f"Stage {group} sends {passed}")
+    if differences := folded([*far, *wrong]):
+        return Check(
+            VOLUME, Verdict.FAILED if far else Verdict.DIFFERS, differences[0], (*differences[1:], *folded(lines))
+        )
+    passed = (
+        f"What is sent differs from what is priced by less than {TOLERANCE:.0%} of its class or {SMALL:.0%} of all."
+    )
+    return Check(VOLUME, Verdict.PASSED, passed, tuple(folded(lines)))
 
 
 def _classes() -> list[str]:
@@ -87,12 +91,14 @@ def _most(runs: Sequence[RoleRun], planned: PlannedLayers) -> dict[str, float]:
 def sent_bytes(run: RoleRun, planned: PlannedLayers) -> dict[str, float]:
     """Wire bytes of a rank in a step, by class."""
     here = [planned.strategies[name] for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
-    found: dict[str, float] = defaultdict(float)
-    for one in run.messages:
-        if one.phase is not During.SETUP:
-            strategy = planned.strategies.get(one.layer or "")
-            found[_class_of(one, here if strategy is None else [strategy])] += wire_bytes(one, run.rank) * one.times
-    return found
+    bytes_: dict[str, float] = defaultdict(float)
+    for message in run.messages:
+        if message.phase is not During.SETUP:
+            strategy = planned.strategies.get(message.layer or "")
+            bytes_[_class_of(message, here if strategy is None else [strategy])] += (
+                wire_bytes(message, run.rank) * message.times
+            )
+    return bytes_
 
 
 def _class_of(message: Message, strategies: Sequence[Strategy]) -> str:
@@ -105,7 +111,7 @@ def _class_of(message: Message, strategies: Sequence[Strategy]) -> str:
     if purpose == Purpose.ACTIVATIONS and kind is MessageType.ALL_TO_ALL:
         return "redistribution"
     senders = [one for one in pinned() if one.sends(purpose, sums=kind is MessageType.ALL_REDUCE)]
-    used = [one for one in senders if any(map(one.word, strategies))]
+    used = [sender for sender in senders if any(map(sender.word, strategies))]
     return next((one.name for one in (*used, *reversed(senders))), f"{_NOT_PRICED} ({purpose})")
 
 
@@ -127,19 +133,19 @@ def wire_bytes(message: Message, rank: int) -> float:
 
 def predicted_bytes(pricer: LayerPricer, planned: PlannedLayers, group: int) -> dict[str, float]:
     """Wire bytes of the fullest device of a group in a step, as priced, by class."""
-    plan, found = planned.plan, defaultdict[str, float](float)
+    plan, bytes_ = planned.plan, defaultdict[str, float](float)
     here = {name for stage in planned.stages_of(group) for name in planned.stages[stage]}
     for stage in planned.stages_of(group):
         names = planned.stages[stage]
         for name in names:
             strategy = planned.strategies[name]
             work = pricer.work(planned.kind_on(name, here), strategy, plan.microbatch)
-            for one in work.communications:
-                found[_caused(one)] += _priced_bytes(one, plan.microbatches)
-        found["redistribution"] += _moved(planned, names) * plan.microbatches
-        found["pipeline"] += _handed_on(planned, stage) * plan.microbatches
-    found[COPIES] = _summed_copies(pricer.profile, planned, here)
-    return found
+            for communication in work.communications:
+                bytes_[_caused(communication)] += _priced_bytes(communication, plan.microbatches)
+        bytes_["redistribution"] += _moved(planned, names) * plan.microbatches
+        bytes_["pipeline"] += _handed_on(planned, stage) * plan.microbatches
+    bytes_[COPIES] = _summed_copies(pricer.profile, planned, here)
+    return bytes_
 
 
 def _summed_copies(profile: Profile, planned: PlannedLayers, here: Collection[str]) -> float:

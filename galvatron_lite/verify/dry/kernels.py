@@ -56,7 +56,7 @@ def _attention(function: Function, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     operands = [*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :])]
     if torch.is_autocast_enabled("cpu"):
-        operands = [one.to(torch.get_autocast_dtype("cpu")) for one in operands]
+        operands = [operand.to(torch.get_autocast_dtype("cpu")) for operand in operands]
     return _BiasedAttention.apply(*operands, mask.to(operands[0].dtype))  # type: ignore[no-untyped-call]
 
 
@@ -95,7 +95,7 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
-        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:4])
+        return tuple(torch.empty_like(saved_tensor) for saved_tensor in ctx.saved_tensors[:4])
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -152,11 +152,11 @@ class Ledger:
 
     def kept(self, microbatch: int) -> dict[str, int]:
         """Bytes by layer that the forward passes of a micro-batch made, and that are still there."""
-        found: dict[str, int] = {}
+        kept_bytes: dict[str, int] = {}
         for entry in self._entries.values():
             if entry.phase is During.FORWARD and entry.microbatch == microbatch and entry.use in _KEPT:
-                found[entry.layer] = found.get(entry.layer, 0) + entry.size
-        return found
+                kept_bytes[entry.layer] = kept_bytes.get(entry.layer, 0) + entry.size
+        return kept_bytes
 
     def watch(self) -> None:
         """Peaks and samples count from now on."""
@@ -193,9 +193,9 @@ class Ledger:
         resize: Any = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            made = resize(storage, size)
+            resized = resize(storage, size)
             self.resized(storage, size)
-            return made
+            return resized
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:

@@ -78,21 +78,21 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if active is not None:
             if active is not self._fake:
                 return func(*args, **kwargs)
-            made = self._known.run(func, args, kwargs, func)
+            output = self._known.run(func, args, kwargs, func)
             if _makes(func):
-                self._enter(made)
-            return made
+                self._enter(output)
+            return output
         if func is _ITEM:
             return _answer(args[0])
         if func is _SEARCH and isinstance(args[0], FakeTensor) and type(args[1]) is Tensor and len(args) == 2:
-            made = _evenly(args[0], args[1])
-            self._enter(made)
-            return made
+            output = _evenly(args[0], args[1])
+            self._enter(output)
+            return output
         if func is _EMPTY_LIKE and _on_meta(kwargs):
             dtype = kwargs.get("dtype") or args[0].dtype
             return torch.empty_strided(args[0].shape, args[0].stride(), dtype=dtype, device="meta")
         if not fake and not _fakes(func, args, kwargs):
-            made = func(*args, **kwargs)
+            output = func(*args, **kwargs)
         else:
             if func is _GROUPED:
                 func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped(*args, **kwargs)), {}
@@ -101,14 +101,14 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._fake.__torch_dispatch__(func, types, args, kwargs)
 
             with self if func.namespace == OWN else nullcontext():
-                made = self._known.run(func, args, kwargs, compute)
+                output = self._known.run(func, args, kwargs, compute)
         if _makes(func):
-            self._enter(made)
+            self._enter(output)
         if func is _COPY:
-            self.ledger.copied(args[0], made)
+            self.ledger.copied(args[0], output)
         if func.namespace == SHARDING:
-            self._sort(func, kwargs, made)
-        return made
+            self._sort(func, kwargs, output)
+        return output
 
     def _sort(self, func: Any, kwargs: Any, output: Any) -> None:
         """What FSDP2's own operators fill: whole parameters, or buffers that are sent."""
@@ -158,8 +158,10 @@ def _fakes(func: Any, args: Any, kwargs: Any) -> bool:
     items = _items(func, args)
     dtype = kwargs.get("dtype")
     if dtype is None:
-        whole = func.overloadpacket is _RANDOM or (func.overloadpacket is torch.ops.aten.arange and _all_ints(args))
-        dtype = torch.int64 if whole else torch.float32
+        runs_for_real = func.overloadpacket is _RANDOM or (
+            func.overloadpacket is torch.ops.aten.arange and _all_ints(args)
+        )
+        dtype = torch.int64 if runs_for_real else torch.float32
     return bool(items and (dtype.is_floating_point or dtype.is_complex or items > SMALL))
 
 
@@ -169,12 +171,12 @@ def _on_meta(kwargs: Any) -> bool:
 
 
 def _all_ints(args: Any) -> bool:
-    return all(isinstance(one, int) for one in args)
+    return all(isinstance(arg, int) for arg in args)
 
 
 def _items(func: Any, args: Any) -> int:
     """How many items an operation makes from nothing; more than ``SMALL`` where that is not known."""
-    sizes = next((one for one in args if isinstance(one, (list, tuple))), None)
+    sizes = next((arg for arg in args if isinstance(arg, (list, tuple))), None)
     if sizes is not None:
         return int(prod(sizes))
     if func.overloadpacket is torch.ops.aten.arange and _all_ints(args):
@@ -194,9 +196,9 @@ def _makes(func: Any) -> bool:
 
 
 def _answer(tensor: Tensor) -> Any:
-    known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
-    if known is not None:
-        return known.item()
+    constant = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if constant is not None:
+        return constant.item()
     if tensor.dtype == torch.bool:
         return True
     if tensor.dtype.is_floating_point:
@@ -225,10 +227,10 @@ class FakeCache(OpCache):
 
     def dress(self, bare: Tensor, device: torch.device | None) -> Tensor:
         """What ``FakeTensor(mode, bare, device)`` gives, which checks and sets for longer than an operation takes."""
-        known = self._dresses.get(device)
-        if known is None:
+        cached = self._dresses.get(device)
+        if cached is None:
             empty = torch.empty(0, device="meta")
-            known = self._dresses[device] = vars(FakeTensor(self.fake, empty, device)).copy()
-        made = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device)
-        vars(made).update(known)
-        return made
+            cached = self._dresses[device] = vars(FakeTensor(self.fake, empty, device)).copy()
+        dressed = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device)
+        vars(dressed).update(cached)
+        return dressed

@@ -66,10 +66,13 @@ def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -
     if end - start != length or not all(_same(_shifted(one, 1, length), other, drained) for one, other in pairs):
         raise UnlikeError("Micro-batches of one step send unlike messages.")
     moved, times = missing * length, plan.microbatches - len(starts) - missing + 1
-    early = [replace(one, waited=one.waited + moved) if one.waited >= drained else one for one in messages[:start]]
-    copies = [_shifted(one, turn, length) for turn in range(missing) for one in messages[start:end]]
-    stands = [replace(_shifted(one, missing, length), times=times) for one in messages[start:end]]
-    return (*early, *copies, *stands, *(_shifted(one, missing, length) for one in messages[end:]))
+    early = [
+        replace(message, waited=message.waited + moved) if message.waited >= drained else message
+        for message in messages[:start]
+    ]
+    copies = [_shifted(message, turn, length) for turn in range(missing) for message in messages[start:end]]
+    stands = [replace(_shifted(message, missing, length), times=times) for message in messages[start:end]]
+    return (*early, *copies, *stands, *(_shifted(message, missing, length) for message in messages[end:]))
 
 
 def _same(one: Message, other: Message, drained: int) -> bool:

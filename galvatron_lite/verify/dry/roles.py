@@ -48,11 +48,11 @@ def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
         raise InputError("plan", plan.model, remedy)
     stages, left = [], iter(sizes)
     for stage in plan.stages:
-        own = []
+        renamed = []
         for run, size in zip(stage.runs, left, strict=False):
-            own.append(replace(run, first=names[start], last=names[start + size - 1], count=size))
+            renamed.append(replace(run, first=names[start], last=names[start + size - 1], count=size))
             start += size
-        stages.append(replace(stage, runs=tuple(own)))
+        stages.append(replace(stage, runs=tuple(renamed)))
     return replace(plan, stages=tuple(stages))
 
 
@@ -104,18 +104,18 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
             earlier one has made, as that had it.
         apart: whether places never repeat, since ZeRO's shards of a parameter are not all alike.
     """
-    pipeline, width, found = pipeline_of(plan), plan.stage_devices, list[RankClass]()
+    pipeline, width, classes = pipeline_of(plan), plan.stage_devices, list[RankClass]()
     for group in range(plan.pipeline):
-        own = pipeline.stages_of(group)
-        runs = [run for stage in own for run in plan.stages[stage].runs]
-        given = [run for stage in range(max(own)) for run in plan.stages[stage].runs]
+        stages = pipeline.stages_of(group)
+        runs = [run for stage in stages for run in plan.stages[stage].runs]
+        given = [run for stage in range(max(stages)) for run in plan.stages[stage].runs]
         if chained:
-            given = [plan.stages[stage - 1].runs[-1] for stage in own if stage]
+            given = [plan.stages[stage - 1].runs[-1] for stage in stages if stage]
         strategies = [run.strategy for run in runs], [run.strategy for run in given]
         places = _places(*strategies, width, even=even, apart=apart)
         for text, alike in places.items():
-            found.append(RankClass(group, text, tuple(group * width + place for place in alike)))
-    return tuple(found)
+            classes.append(RankClass(group, text, tuple(group * width + place for place in alike)))
+    return tuple(classes)
 
 
 def _places(
@@ -125,9 +125,9 @@ def _places(
         repeats = width if apart else _repeats([*strategies, *entering])
         alike = even and not apart and _tensor_peers_alike([*strategies, *entering])
         inner = gcd(*(one.weight_slices for one in (*strategies, *entering))) if alike else 1
-        said = f"of {width}" if repeats == width else f"of every {repeats}"
+        share = f"of {width}" if repeats == width else f"of every {repeats}"
         return {
-            f"place {place} {said}": [one for one in range(width) if one % repeats // inner == place // inner]
+            f"place {place} {share}": [one for one in range(width) if one % repeats // inner == place // inner]
             for place in range(0, repeats, inner)
         }
     slices = strategies[0].weight_slices
@@ -141,9 +141,9 @@ def _places(
 
 def _alike(strategies: Sequence[Strategy]) -> bool:
     """Whether no rank of a stage does anything that its neighbours do not."""
-    degrees = {(one.batch_degree, one.weight_slices) for one in strategies}
+    degrees = {(strategy.batch_degree, strategy.weight_slices) for strategy in strategies}
     lines = map(lines_of, strategies)
-    return len(degrees) == 1 and not any(one.uneven or one.tokens.size > 1 for one in lines)
+    return len(degrees) == 1 and not any(line.uneven or line.tokens.size > 1 for line in lines)
 
 
 def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
@@ -152,14 +152,16 @@ def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
     They do where tokens that are split anywhere are split over the same ranks everywhere, or not at all: elsewhere it
     depends on a rank's place which of its tokens another layer wants.
     """
-    if len({one.batch_degree for one in strategies}) > 1 or any(lines_of(one).uneven for one in strategies):
+    if len({strategy.batch_degree for strategy in strategies}) > 1 or any(
+        lines_of(strategy).uneven for strategy in strategies
+    ):
         return False
-    layouts = {layout_of(one): one.weight_slices for one in strategies}
+    layouts = {layout_of(strategy): strategy.weight_slices for strategy in strategies}
     return len({(one.tokens, slices) for one, slices in layouts.items() if one.tokens * one.sequence > 1}) < 2
 
 
 def _repeats(strategies: Sequence[Strategy]) -> int:
-    inner = [layout_of(one).replicas for one in strategies]
+    inner = [layout_of(strategy).replicas for strategy in strategies]
     spread = [one for one in (lines_of(strategy).spread for strategy in strategies) if one is not None]
     return lcm(*inner, *(one.over.size * one.sharing for one in spread if one.over is not None))
 
@@ -225,7 +227,7 @@ def _run_roles(
 
 
 def _amount(announced: Mapping[int, Announced]) -> int:
-    return sum(len(values) for own in announced.values() for values in own.values())
+    return sum(len(values) for by_stage in announced.values() for values in by_stage.values())
 
 
 def _shards_alike(subject: Subject, plan: Plan) -> bool:

@@ -85,9 +85,9 @@ def subject_of(
     """What a plan trains, examined once."""
     layers = discover_layers(model, batch, blocks)
     stages, bare = place_layers(plan, layers), map_tensors(batch, lambda one: one.to("meta"))
-    whole = resize_batch(bare, plan.global_batch)
+    full_batch = resize_batch(bare, plan.global_batch)
     examined = examine(model, layers, stages, range(len(stages)), batch, loss_fn)
-    return Subject(model, layers, whole, examined, loss_fn, optimizer, precision, _unreached(model, bare, loss_fn))
+    return Subject(model, layers, full_batch, examined, loss_fn, optimizer, precision, _unreached(model, bare, loss_fn))
 
 
 def _unreached(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> frozenset[str]:
@@ -138,11 +138,11 @@ def dry_run(
     mode = DryMode(ledger, subject.operations)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
         run = shortened(plan, rank // plan.stage_devices) if brief else plan
-        made = _Run(subject, run, place, log, ledger)
-        made.step()
-        splits, kept, stage = made.splits(plan.microbatches), made.kept, made.parallel.runtime.meshes.stage_index
-        messages = lengthened(log.messages, made.watch.starts, plan) if run is not plan else tuple(log.messages)
-        del made
+        step = _Run(subject, run, place, log, ledger)
+        step.step()
+        splits, kept, stage = step.splits(plan.microbatches), step.kept, step.parallel.runtime.meshes.stage_index
+        messages = lengthened(log.messages, step.watch.starts, plan) if run is not plan else tuple(log.messages)
+        del step
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
         peak=breakdown(ledger.at_peak), kept=kept, splits=splits, seconds=process_time() - begun,
@@ -163,7 +163,7 @@ def _explain_refusals(place: RankPlace) -> Iterator[None]:
 
 def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
     notes = ["All numbers are taken to be finite, as a step without an overflow has them."]
-    if any(lines_of(one.strategy).spread for stage in plan.stages for one in stage.runs):
+    if any(lines_of(run.strategy).spread for stage in plan.stages for run in stage.runs):
         notes.append("Routers are taken to send every expert as many tokens as every other.")
     if left := plan.microbatches - run.microbatches:
         notes.append(
@@ -251,8 +251,8 @@ class _LayerHooks:
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self.mark(self.name)
         # as it lies: looking at it would move it to where code between layers works
-        made = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
-        for tensor in made:
+        outputs = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
+        for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _gradient: self.mark(self.name))  # type: ignore[no-untyped-call]
                 return
@@ -264,9 +264,9 @@ class _Run:
         self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
         model = _without_values(subject.model)
-        whole = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
-        ledger.forget(tensors_of(whole))  # a loop's data are in host memory, until a rank takes its own of them
-        self.batch = _first_of(whole, plan.global_batch)
+        zeros = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
+        ledger.forget(tensors_of(zeros))  # a loop's data are in host memory, until a rank takes its own of them
+        self.batch = _first_of(zeros, plan.global_batch)
         self.parallel: Any = ParallelModel(
             model,
             plan,
@@ -320,7 +320,7 @@ class _Run:
         states += [one.held.detach() for one in owned if one.held is not one.parameter]
         ledger.use(map(local_tensor, states), Use.OPTIMIZER)
         hosts = [one.host.copy for one in owned if one.host is not None]
-        ledger.use((local_tensor(one.detach()) for one in hosts), Use.HOST)
+        ledger.use((local_tensor(host.detach()) for host in hosts), Use.HOST)
 
     def _sort_gradients(self) -> None:
         grads = [one.parameter.grad for one in self._owned()]
@@ -377,8 +377,8 @@ class _Run:
 def _shape(value: Any) -> tuple[int, ...]:
     """Of the first floating-point tensor; of the first one where there is none."""
     tensors = list(tensors_of(value))
-    found = next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
-    return () if found is None else tuple(found.shape)
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0] if tensors else None)
+    return () if first is None else tuple(first.shape)
 
 
 def _first_of(batch: Any, samples: int) -> Any:

@@ -60,10 +60,10 @@ class MessageLog:
         """The next of these announcements."""
         number = self.heard.get((source, purpose), 0)
         self.heard[source, purpose] = number + 1
-        found = None if self.hear is None else self.hear(source, purpose, place, number)
-        if found is None:
+        heard = None if self.hear is None else self.hear(source, purpose, place, number)
+        if heard is None:
             raise UnheardError(f"Rank {source} must be run before: what it announces ({purpose}) is not known.")
-        return found
+        return heard
 
     def waited(self, numbers: Sequence[int]) -> None:
         """The rank waits for messages that it started."""
@@ -149,7 +149,7 @@ class _DryGroup(dist.ProcessGroup):
         return self._note(MessageType.ALL_REDUCE, tensor, operator=_operator(opts), result=tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _DoneWork:
-        return self._together([self.allreduce([one], opts) for one in tensors], tensors)
+        return self._together([self.allreduce([tensor], opts) for tensor in tensors], tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
@@ -163,7 +163,7 @@ class _DryGroup(dist.ProcessGroup):
         return self._note(MessageType.REDUCE, tensor, peer=peer, operator=_operator(opts), result=tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # noqa: ARG002
-        works = [self._note(MessageType.ALL_GATHER, one) for one in inputs]
+        works = [self._note(MessageType.ALL_GATHER, input_) for input_ in inputs]
         for gathered, tensor in zip(outputs, inputs, strict=True):
             for part in gathered:
                 _fill(part, tensor)
@@ -185,7 +185,7 @@ class _DryGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         works = []
         for parts in inputs:
-            nbytes, operator = sum(one.nbytes for one in parts), _operator(opts)
+            nbytes, operator = sum(part.nbytes for part in parts), _operator(opts)
             works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], nbytes, operator=operator))
         return self._together(works, outputs)
 
@@ -213,8 +213,8 @@ class _DryGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> _DoneWork:
         del opts
-        splits = _splits(*([one.numel() for one in tensors] for tensors in (inputs, outputs)))
-        nbytes = sum(one.nbytes for one in inputs)
+        splits = _splits(*([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)))
+        nbytes = sum(input_.nbytes for input_ in inputs)
         return self._note(MessageType.ALL_TO_ALL, inputs[0], nbytes, result=outputs, **splits)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
@@ -223,7 +223,7 @@ class _DryGroup(dist.ProcessGroup):
         return self._note(MessageType.GATHER, inputs[0], peer=self._root(opts)[1], result=outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        nbytes = sum(one.nbytes for one in inputs[0]) if inputs else 0
+        nbytes = sum(input_.nbytes for input_ in inputs[0]) if inputs else 0
         return self._note(MessageType.SCATTER, outputs[0], nbytes, peer=self._root(opts)[1], result=outputs)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> _DoneWork:
@@ -256,8 +256,8 @@ def _splits(input_sizes: Sequence[int], output_sizes: Sequence[int]) -> dict[str
 
 
 def _operator(opts: Any) -> str:
-    found = getattr(opts, "reduceOp", None)
-    return "sum" if found is None else str(getattr(found, "op", found)).rpartition(".")[-1].lower()
+    operator = getattr(opts, "reduceOp", None)
+    return "sum" if operator is None else str(getattr(operator, "op", operator)).rpartition(".")[-1].lower()
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
@@ -280,14 +280,14 @@ def dry_world(rank: int, size: int, log: MessageLog) -> Iterator[None]:
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
     if not dist.is_backend_available(DRY_BACKEND):
         dist.Backend.register_backend(DRY_BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
-    before, told = _LOG.set(log), sys.excepthook
+    before, hook = _LOG.set(log), sys.excepthook
     _forget_meshes()
     dist.init_process_group(DRY_BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = told  # joining a world puts this rank's name before all that fails later
+        sys.excepthook = hook  # joining a world puts this rank's name before all that fails later
         _LOG.reset(before)
         _forget_meshes()
 

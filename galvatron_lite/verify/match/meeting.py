@@ -56,13 +56,15 @@ def mismatch_text(ended: Replay) -> tuple[str, list[str]]:
     """Messages that met and do not fit: a line, and more of them."""
     assert ended.clash is not None
     assert ended.meeting is not None
-    clash, (group, way, count) = ended.clash, ended.meeting
+    clash, (group, direction, count) = ended.clash, ended.meeting
     stream = ended.streams[group]
     names = rank_list([one.rank for one in clash.odd])
-    common = f"What {names} and rank {clash.other.rank} give one another" if way else f"What {names} and others give"
-    said = f"{common} as message {count} of {rank_list(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
+    common = (
+        f"What {names} and rank {clash.other.rank} give one another" if direction else f"What {names} and others give"
+    )
+    sentence = f"{common} as message {count} of {rank_list(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
     lines = [f"expected: {_described(clash.other, stream)}", *(_described(one, stream) for one in clash.odd[:_MOST])]
-    return said, lines
+    return sentence, lines
 
 
 def _described(one: RankMessage, stream: Stream) -> str:
@@ -73,16 +75,18 @@ def _described(one: RankMessage, stream: Stream) -> str:
 def missing_group_text(ended: Replay) -> tuple[str, list[str]]:
     """A message of a group some of whose ranks have no such group."""
     assert ended.strangers is not None
-    given, strangers = ended.strangers
-    stream = ended.streams[given.meeting[0]]
-    said = f"Rank {given.rank} uses the group of {rank_list(stream[1])} ({stream[0]}), which {rank_list(strangers)} "
-    said += f"{'do' if len(strangers) > 1 else 'does'} not use."
-    lines = [_line(ended, given)]
+    message, strangers = ended.strangers
+    stream = ended.streams[message.meeting[0]]
+    sentence = (
+        f"Rank {message.rank} uses the group of {rank_list(stream[1])} ({stream[0]}), which {rank_list(strangers)} "
+    )
+    sentence += f"{'do' if len(strangers) > 1 else 'does'} not use."
+    lines = [_line(ended, message)]
     for rank in strangers[:_MOST]:
-        own = [one for one in ended.actors[rank].part.streams if one is not None and one[0] == stream[0]]
-        has = "; ".join(rank_list(one[1]) for one in own) or "none"
+        streams = [one for one in ended.actors[rank].part.streams if one is not None and one[0] == stream[0]]
+        has = "; ".join(rank_list(one[1]) for one in streams) or "none"
         lines.append(f"rank {rank}'s groups for {stream[0]}: {has}")
-    return said, lines
+    return sentence, lines
 
 
 def _line(ended: Replay, message: StartedMessage) -> str:
@@ -92,25 +96,25 @@ def _line(ended: Replay, message: StartedMessage) -> str:
 def deadlock_text(ended: Replay) -> tuple[str, list[str]]:
     """Ranks that wait for ever: for one that has ended, or in a circle."""
     waiting = _waiting(ended)
-    for rank, (given, missing) in waiting.items():
+    for rank, (message, missing) in waiting.items():
         gone = [one for one in missing if ended.actors[one].ended]
         if gone:
             ends = f"{rank_list(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
-            stream = ended.streams[given.meeting[0]]
-            lines = [_line(ended, given), *(_why_gone(ended, one, stream) for one in gone[:_MOST])]
+            stream = ended.streams[message.meeting[0]]
+            lines = [_line(ended, message), *(_why_gone(ended, one, stream) for one in gone[:_MOST])]
             return f"Rank {rank} waits for ever: {ends}.", lines
     circle = _circle(waiting)
-    said = f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}."
-    return said, [f"{_line(ended, waiting[one][0])}, waits for {rank_list(waiting[one][1])}" for one in circle]
+    sentence = f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}."
+    return sentence, [f"{_line(ended, waiting[one][0])}, waits for {rank_list(waiting[one][1])}" for one in circle]
 
 
 def _why_gone(ended: Replay, rank: int, stream: Stream) -> str:
     part = ended.actors[rank].part
-    own = [number for number, line in enumerate(part.script.lines) if part.streams[line] == stream]
-    if not own:
+    lines = [number for number, line in enumerate(part.script.lines) if part.streams[line] == stream]
+    if not lines:
         return f"rank {rank} gives nothing there"
-    last = _described(rank_message(part, own[-1]), stream)
-    return f"rank {rank} gives {len(own)} message{'s' if len(own) > 1 else ''} there, the last: {last}"
+    last = _described(rank_message(part, lines[-1]), stream)
+    return f"rank {rank} gives {len(lines)} message{'s' if len(lines) > 1 else ''} there, the last: {last}"
 
 
 Waiting = dict[int, tuple[StartedMessage, list[int]]]
@@ -118,15 +122,15 @@ Waiting = dict[int, tuple[StartedMessage, list[int]]]
 
 
 def _waiting(ended: Replay) -> Waiting:
-    found: Waiting = {}
+    waiting: Waiting = {}
     for rank, actor in ended.actors.items():
         held = [
             one for one in actor.open.values() if NOBODY != actor.part.script.messages[one.number].waited <= actor.next
         ]
-        first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
+        first = next((head for place in held for head in _heads(ended, place) if _missing(ended, head)), None)
         if first is not None:
-            found[rank] = first, _missing(ended, first)
-    return found
+            waiting[rank] = first, _missing(ended, first)
+    return waiting
 
 
 def _heads(ended: Replay, message: StartedMessage) -> Iterator[StartedMessage]:
@@ -139,19 +143,19 @@ def _heads(ended: Replay, message: StartedMessage) -> Iterator[StartedMessage]:
 
 
 def _missing(ended: Replay, message: StartedMessage) -> list[int]:
-    group, way, _ = message.meeting
+    group, direction, _ = message.meeting
     there = {one.rank for one in ended.present[message.meeting]}
-    wanted = ended.streams[group][1] if way is None else way[:2]
+    wanted = ended.streams[group][1] if direction is None else direction[:2]
     return [rank for rank in wanted if rank not in there]
 
 
 def _circle(waiting: Waiting) -> list[int]:
-    way: list[int] = []
+    path: list[int] = []
     rank = next(iter(waiting))
-    while rank not in way:
-        way.append(rank)
+    while rank not in path:
+        path.append(rank)
         rank = next(one for one in waiting[rank][1] if one in waiting)
-    circle = way[way.index(rank) :]
+    circle = path[path.index(rank) :]
     first = circle.index(min(circle))
     return [*circle[first:], *circle[:first]]
 
@@ -165,9 +169,9 @@ def unmatched_text(ended: Replay) -> tuple[str, list[str]]:
     verb = {MessageType.SEND: "never receives it", MessageType.RECEIVE: "never sends it"}.get(
         message.kind, "never gives it"
     )
-    said = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
+    sentence = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
     more = f" ({len(held)} messages in all)." if len(held) > 1 else "."
-    return said + more, [_line(ended, one) for one in held[:_MOST]]
+    return sentence + more, [_line(ended, one) for one in held[:_MOST]]
 
 
 _RANK = re.compile(r"^Rank (\d+) \(stage (\d+)\)(.*)$", re.DOTALL)
@@ -181,11 +185,11 @@ def folded(lines: Iterable[str]) -> list[str]:
         match = _RANK.match(line) or _STAGE.match(line)
         key = (line, "") if match is None else (match[3], "" if match.re is _RANK else match[1])
         groups.setdefault(key, []).append(line if match is None else match)
-    return [_folded_line(found) for found in groups.values()]
+    return [_folded_line(group) for group in groups.values()]
 
 
 def _folded_line(parts: Sequence[re.Match[str] | str]) -> str:
-    matches = [one for one in parts if not isinstance(one, str)]
+    matches = [part for part in parts if not isinstance(part, str)]
     if len(matches) < 2:
         return parts[0] if isinstance(parts[0], str) else parts[0][0]
     stages = _numbers(sorted({int(one[2]) for one in matches}))
@@ -221,8 +225,8 @@ def match(runs: Sequence[RoleRun], plan: Plan) -> list[Check]:
     parts = {rank: role_of(script, rank, plan.stage_devices) for script in scripts for rank in script.run.ranks}
     unknown = [rank for rank in range(plan.devices) if rank not in parts]
     if unknown:
-        said = f"Of {rank_list(unknown)} it is not known what they do."
-        return [Check(name, Verdict.SKIPPED, said) for name in (FIT, PROGRESS)]
+        sentence = f"Of {rank_list(unknown)} it is not known what they do."
+        return [Check(name, Verdict.SKIPPED, sentence) for name in (FIT, PROGRESS)]
     lost = [part for part in parts.values() if None in part.streams]
     if lost:
         return _ended(Check(FIT, Verdict.FAILED, *_lost_text(lost[0])))
@@ -232,7 +236,7 @@ def match(runs: Sequence[RoleRun], plan: Plan) -> list[Check]:
 
 
 def _passed(parts: Mapping[int, RankRole]) -> list[Check]:
-    count = sum(one.times for part in parts.values() for one in part.script.messages)
+    count = sum(message.times for part in parts.values() for message in part.script.messages)
     groups = len({stream for part in parts.values() for stream in part.streams})
     return [
         Check(FIT, Verdict.PASSED, f"All {count} messages of {len(parts)} ranks in {groups} groups fit."),
@@ -266,5 +270,7 @@ def _lost_text(part: RankRole) -> tuple[str, tuple[str, ...]]:
     place = part.streams.index(None)
     purpose, ranks = part.script.groups[place]
     run = part.script.run
-    said = f"Rank {run.rank} uses the group of {rank_list(ranks)} ({purpose}); rank {part.rank}, which is to do the "
-    return said + "same in its own place, has no such group.", (f"role: {run.role}",)
+    sentence = (
+        f"Rank {run.rank} uses the group of {rank_list(ranks)} ({purpose}); rank {part.rank}, which is to do the "
+    )
+    return sentence + "same in its own place, has no such group.", (f"role: {run.role}",)

@@ -54,26 +54,30 @@ class RankRole:
 def script_of(run: RoleRun) -> Script:
     """What a role does."""
     groups: dict[Stream, int] = {}
-    lines = [groups.setdefault((one.purpose, one.ranks), len(groups)) for one in run.messages]
-    places = [one.ranks.index(one.peer) if one.peer in one.ranks else -1 for one in run.messages]
+    lines = [groups.setdefault((message.purpose, message.ranks), len(groups)) for message in run.messages]
+    places = [message.ranks.index(message.peer) if message.peer in message.ranks else -1 for message in run.messages]
     return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages), run.messages)
 
 
 def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
     """Messages from rank to rank that start one after the other on a group, none waited for before the last, are a
     batch (``batch_isend_irecv``), but in a pipeline, which starts each alone."""
-    found: list[int] = []
+    batches: list[int] = []
     first, awaited, group = NOBODY, 0, None
-    for number, one in enumerate(messages):
-        own = (one.purpose, one.ranks) if one.kind in PAIRED and not one.purpose.startswith(PIPELINE) else None
-        if own is None:
+    for number, message in enumerate(messages):
+        rows = (
+            (message.purpose, message.ranks)
+            if message.kind in PAIRED and not message.purpose.startswith(PIPELINE)
+            else None
+        )
+        if rows is None:
             first = NOBODY
-        elif first == NOBODY or own != group or awaited <= number:
+        elif first == NOBODY or rows != group or awaited <= number:
             first, awaited = number, len(messages)
-        group = own
-        awaited = awaited if one.waited == NOBODY else min(awaited, one.waited)
-        found.append(first)
-    return tuple(found)
+        group = rows
+        awaited = awaited if message.waited == NOBODY else min(awaited, message.waited)
+        batches.append(first)
+    return tuple(batches)
 
 
 def role_of(script: Script, rank: int, width: int) -> RankRole:
@@ -82,8 +86,8 @@ def role_of(script: Script, rank: int, width: int) -> RankRole:
     moved = [(purpose, moved_group(ranks, source, rank, width)) for purpose, ranks in script.groups]
     streams = tuple(None if ranks is None else (purpose, ranks) for purpose, ranks in moved)
     shifts = [
-        0 if own is None or source not in ranks else own[1].index(rank) - ranks.index(source)
-        for own, (_, ranks) in zip(streams, script.groups, strict=True)
+        0 if stream is None or source not in ranks else stream[1].index(rank) - ranks.index(source)
+        for stream, (_, ranks) in zip(streams, script.groups, strict=True)
     ]
     return RankRole(rank, script, streams, tuple(shifts))
 

@@ -38,8 +38,8 @@ class MessageMismatch:
 def collective_mismatch(spoken: Sequence[RankMessage]) -> MessageMismatch | None:
     """Why the messages of all ranks of a group, in the group's order, are not one collective; None: they are."""
     for what, look in _LOOKS:
-        if found := _mismatch_in(what, look, spoken):
-            return found
+        if mismatch := _mismatch_in(what, look, spoken):
+            return mismatch
     uneven = _parts_mismatch(spoken) if spoken[0].message.kind is MessageType.ALL_TO_ALL else None
     return uneven or _order_mismatch(spoken)
 
@@ -49,8 +49,8 @@ def pair_mismatch(sent: RankMessage, taken: RankMessage) -> MessageMismatch | No
     for what in ("dtype", "shape"):
         if getattr(sent.message, what) != getattr(taken.message, what):
             return MessageMismatch(what, (sent,), taken)
-    known = NOBODY not in (sent.message.microbatch, taken.message.used)
-    if known and sent.message.microbatch != taken.message.used:
+    comparable = NOBODY not in (sent.message.microbatch, taken.message.used)
+    if comparable and sent.message.microbatch != taken.message.used:
         return MessageMismatch("micro-batch", (sent,), taken)
     return None
 
@@ -95,12 +95,12 @@ def _mismatch_in(
 def _parts_mismatch(spoken: Sequence[RankMessage]) -> MessageMismatch | None:
     """Of an all-to-all: what one rank has for another is what that one waits for."""
     size = len(spoken)
-    given = [_parts(one.message.sent, one.message, size) for one in spoken]
+    parts = [_parts(one.message.sent, one.message, size) for one in spoken]
     taken = [_parts(one.message.taken, one.message, size) for one in spoken]
     for i, sender in enumerate(spoken):
         for j, receiver in enumerate(spoken):
-            known = (sender.exact or _even(given[i])) and (receiver.exact or _even(taken[j]))
-            if known and given[i][j] != taken[j][i]:
+            exact = (sender.exact or _even(parts[i])) and (receiver.exact or _even(taken[j]))
+            if exact and parts[i][j] != taken[j][i]:
                 return MessageMismatch("parts", (sender,), receiver)
     return None
 
@@ -246,17 +246,17 @@ class Replay:
             self._meet(message)
 
     def _meet(self, message: StartedMessage) -> None:
-        found = self.present[message.meeting]
-        found.append(message)
+        present = self.present[message.meeting]
+        present.append(message)
         group, direction, _ = message.meeting
-        if len(found) < (len(self.streams[group][1]) if direction is None else 2):
+        if len(present) < (len(self.streams[group][1]) if direction is None else 2):
             return
-        clash = None if self._same_message(found) else self._mismatch(found, direction)
+        clash = None if self._same_message(present) else self._mismatch(present, direction)
         if clash is not None:
             self.clash, self.meeting = clash, message.meeting
             return
         del self.present[message.meeting]
-        for one in found:
+        for one in present:
             self._happen(one)
 
     def _same_message(self, messages: Sequence[StartedMessage]) -> bool:
@@ -264,7 +264,7 @@ class Replay:
         first = messages[0]
         script = self.actors[first.rank].part.script
         return script.messages[first.number].kind is not MessageType.ALL_TO_ALL and all(
-            one.number == first.number and self.actors[one.rank].part.script is script for one in messages
+            message.number == first.number and self.actors[message.rank].part.script is script for message in messages
         )
 
     def _mismatch(self, found: Sequence[StartedMessage], direction: Way | None) -> MessageMismatch | None:

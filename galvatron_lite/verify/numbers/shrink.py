@@ -84,8 +84,8 @@ class SmallModel:
 
 def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Recipe:
     """How to make a small model and a plan for it that uses what ``plan`` uses."""
-    made = source.on_meta()
-    layers = discover_layers(made[0], example_of(made))
+    parts = source.on_meta()
+    layers = discover_layers(parts[0], example_of(parts))
     named = named_for(plan, layers)
     placed = [(number, one) for number, stage in enumerate(place_layers(named, layers)) for one in stage]
     spots = [Spot(one.layer.name, one.layer.kind, one.layer.role, number, one.strategy) for number, one in placed]
@@ -165,9 +165,9 @@ def _strategies(graph: ModelGraph, kept: Sequence[Spot], names: Sequence[str], s
     for spot, name in zip(kept, names, strict=True):
         users.setdefault(spot.strategy, {})[kinds[name].name] = kinds[name]
     chosen: dict[tuple[Strategy, str], Strategy] = {}
-    for strategy, own in users.items():
-        together = reduced(strategy, size.devices, legal_for(list(own.values()), size.devices))
-        for name, kind in own.items():
+    for strategy, user in users.items():
+        together = reduced(strategy, size.devices, legal_for(list(user.values()), size.devices))
+        for name, kind in user.items():
             chosen[strategy, name] = together or _alone(strategy, kind, size.devices)
     return {spot.name: chosen[spot.strategy, kinds[name].name] for spot, name in zip(kept, names, strict=True)}
 
@@ -176,10 +176,10 @@ def _alone(strategy: Strategy, kind: LayerKind, devices: int) -> Strategy:
     """For one kind of layer: what the planner would not do there is left out."""
     plain = replace(strategy, recompute=Recompute.NONE, sequence_parallel=False, expert=1, expert_tensor=0)
     legal = legal_for([kind], devices)
-    found = reduced(strategy, devices, legal) or reduced(plain, devices, legal)
-    if found is None:
+    strategy_found = reduced(strategy, devices, legal) or reduced(plain, devices, legal)
+    if strategy_found is None:
         raise TooLargeError(f"No strategy on {devices} processes is like {strategy} in layers of kind {kind.name}.")
-    return found
+    return strategy_found
 
 
 def _check_work(graph: ModelGraph, plan: Plan) -> None:
@@ -222,4 +222,4 @@ def _with_values(source: ModelSource, model: nn.Module, batch: Any) -> Any:
     """The user's batch; made again beside the full model where it has no values and that is not too large; or None."""
     if batch is None or not any(tensor.is_meta for tensor in tensors_of(batch)):
         return batch
-    return source.make()[1] if sum(one.numel() for one in model.parameters()) <= BUILT else None
+    return source.make()[1] if sum(parameter.numel() for parameter in model.parameters()) <= BUILT else None

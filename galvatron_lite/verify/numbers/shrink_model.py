@@ -45,10 +45,10 @@ def narrowed(model: nn.Module, ways: int, configured: bool = False) -> tuple[nn.
         return None
     smaller, changes = _smaller(config, ways)
     try:
-        made: nn.Module = type(model)(smaller)
+        rebuilt: nn.Module = type(model)(smaller)
     except (GalvatronError, ValueError, RuntimeError, TypeError, AttributeError, IndexError, ZeroDivisionError):
         return None
-    return made.train(model.training), changes
+    return rebuilt.train(model.training), changes
 
 
 def _made_of(model: nn.Module, config: Any) -> bool:
@@ -58,8 +58,8 @@ def _made_of(model: nn.Module, config: Any) -> bool:
             again = type(model)(config)
     except Exception:  # a class that wants other arguments
         return False
-    own, other = ({name: p.shape for name, p in one.named_parameters()} for one in (model, again))
-    return own == other and [n for n, _ in model.named_modules()] == [n for n, _ in again.named_modules()]
+    shapes, other = ({name: p.shape for name, p in one.named_parameters()} for one in (model, again))
+    return shapes == other and [n for n, _ in model.named_modules()] == [n for n, _ in again.named_modules()]
 
 
 def _smaller(config: Any, ways: int) -> tuple[Any, list[str]]:
@@ -169,7 +169,7 @@ def cut_for(batch: Any, small: nn.Module) -> Any:
     config = getattr(small, "config", None)
     sizes = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "sequence"))
     before = sequence_length(batch)
-    tokens = min(next((one for one in sizes if isinstance(one, int)), before), before)
+    tokens = min(next((size for size in sizes if isinstance(size, int)), before), before)
     vocab = getattr(config, "vocab_size", None) or getattr(config, "vocab", None)
 
     def cut(tensor: Tensor) -> Tensor:

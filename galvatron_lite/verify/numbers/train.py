@@ -77,7 +77,7 @@ def train_alone(small: SmallModel, plan: Plan) -> ReferenceTraining:
         losses.append(_backward(small, batch, count))
         gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
         optimizer.step()
-    norm = float(torch.stack([one.norm().double() for one in gradients[0].values()]).norm())
+    norm = float(torch.stack([gradient.norm().double() for gradient in gradients[0].values()]).norm())
     return ReferenceTraining(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
 
 
@@ -140,7 +140,7 @@ def _incomplete(parts: list[LocalShard], expected: Tensors) -> Iterator[str]:
     """Tensors of which all ranks together do not have every item; all ranks call it."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
-        every, {(one.name, str(box.whole.ranges)): box.whole.items for one in parts for box in one.chunks}
+        every, {(part.name, str(box.whole.ranges)): box.whole.items for part in parts for box in part.chunks}
     )
     items = Counter[str]()
     for (name, _), size in {box: size for some in every for box, size in some.items()}.items():
@@ -243,7 +243,7 @@ def _guarded(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patie
 
 def _result(folder: Path, rank: int) -> Result:
     with suppress(FileNotFoundError):
-        found: Result = json.loads((folder / f"{rank}.json").read_text())
-        return found
+        result: Result = json.loads((folder / f"{rank}.json").read_text())
+        return result
     stack = folder / f"{rank}.stack"
     return {"error": HANGS, "trace": stack.read_text(errors="replace") if stack.exists() else ""}

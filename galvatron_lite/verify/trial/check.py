@@ -202,10 +202,12 @@ class Findings:
                 "none, to have one found; or move buffers and update into a module that is called."
             )
             raise InputError("buffers", _few(self.loose), remedy)
-        shared = any(one.parameter_shards > 1 or _shares_inside(one) for one in strategies)
+        shared = any(strategy.parameter_shards > 1 or _shares_inside(strategy) for strategy in strategies)
         shared = shared or len(plan.stages) > 1 or bool(plan.branches)
-        again = any(one.recompute is not Recompute.NONE for one in strategies)
-        kept = all(one.devices == one.replicas and one.offload is Offload.NONE for one in strategies)
+        again = any(strategy.recompute is not Recompute.NONE for strategy in strategies)
+        kept = all(
+            strategy.devices == strategy.replicas and strategy.offload is Offload.NONE for strategy in strategies
+        )
         if self.written and (shared or again or not kept or plan.microbatches > 1):
             remedy = (
                 "Forward passes change these parameters: further micro-batches and recomputation would do so again, "
@@ -262,7 +264,7 @@ def try_model(
         return Findings(skipped=str(error))
     try:
         observer = CallObserver(double, model)
-        whole = run_pass(double, double.batch, loss_fn, observer=observer)
+        full_pass = run_pass(double, double.batch, loss_fn, observer=observer)
         noted = NotedBatch(double.batch) if loss_fn is not None and isinstance(double.batch, Mapping) else None
         noting = loss_fn if loss_fn is None or noted is None else lambda output, _: loss_fn(output, noted)
         again = run_pass(double, double.batch, noting, seed=1)
@@ -270,18 +272,18 @@ def try_model(
         # rows of one tensor may number those of another, as edges do nodes: no share of such a batch runs
         return Findings(skipped=str(error), whole=runs_on(double, batch, loss_fn))
     outside = tuple(observer.seen.outside)
-    if again.loss != whole.loss:
+    if again.loss != full_pass.loss:
         return Findings(
             outside=outside,
             skipped="the same batch gives another loss again, dropout apart: it is random, or the model keeps "
             "something from pass to pass, which further micro-batches and recomputation change more often",
         )
-    if not whole.is_finite:
-        return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({whole.loss})")
+    if not full_pass.is_finite:
+        return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({full_pass.loss})")
     terms = terms_of(observer.seen, double.batch)
     counts = counts_of(terms)
     try:
-        trials = list(_trials(double, counts, whole, loss_fn))
+        trials = list(_trials(double, counts, full_pass, loss_fn))
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), whole=True)
     buffers = _buffers(model, double, trials[0])
@@ -291,26 +293,28 @@ def try_model(
     unread = () if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys()))
     findings = Findings(
         outside=outside, buffers=buffers, loose=loose, unread=unread,
-        unheld=tuple(observer.seen.unheld.values()), written=tuple(sorted(double.written.union(whole.written))),
+        unheld=tuple(observer.seen.unheld.values()), written=tuple(sorted(double.written.union(full_pass.written))),
         differentiates=observer.seen.differentiates,
     )  # fmt: skip
     shares = trials[0].shares
-    if any(not _close(one, share.written.get(name, 0.0)) for share in shares for name, one in whole.written.items()):
+    if any(
+        not _close(one, share.written.get(name, 0.0)) for share in shares for name, one in full_pass.written.items()
+    ):
         return replace(findings, whole=True)  # each rank would change them by its own samples
-    found = TargetCounts(counts) if counts else None
+    target_counts = TargetCounts(counts) if counts else None
     by_term = TermCounts(terms) if counts else None
-    for candidate in (weight,) if weight is not None or reduction == "sum" else (found, by_term, None):
+    for candidate in (weight,) if weight is not None or reduction == "sum" else (target_counts, by_term, None):
         try:
-            if all(_equal(double, one, candidate, reduction, loss_fn) for one in trials):
+            if all(_equal(double, trial, candidate, reduction, loss_fn) for trial in trials):
                 return replace(findings, weight=None if weight is not None else candidate)
         except InputError as error:
             return replace(findings, unsaid=error)
-    if found is not None and weight is None and _equal(double, trials[0], None, reduction, loss_fn):
+    if target_counts is not None and weight is None and _equal(double, trials[0], None, reduction, loss_fn):
         # right for the example; its counts are compared in every step
-        return replace(findings, weight=replace(found, even=True))
+        return replace(findings, weight=replace(target_counts, even=True))
     if several := _several(counts):
         return replace(findings, unsaid=InputError("loss", "several means", several))
-    kinds = {_kind(one, sums=reduction != "sum") for one in trials} - {""}
+    kinds = {_kind(trial, sums=reduction != "sum") for trial in trials} - {""}
     if kinds == {SUM}:
         remedy = "The loss is a sum over samples: pass loss_reduction='sum'."
         return replace(findings, unsaid=InputError("loss_reduction", reduction, remedy))
@@ -475,17 +479,17 @@ def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str,
         before, parts = initial[name], [share.buffers[name] for share in trial.shares]
         if all(torch.equal(one, before) for one in (after, *parts)):
             continue
-        changes = [(one.double() - before.double()) for one in parts]
+        changes = [(part.double() - before.double()) for part in parts]
         change = after.double() - before.double()
-        path, _, own = name.rpartition(".")
+        path, _, local_name = name.rpartition(".")
         mean, total = sum(changes) / len(changes), sum(changes)
         rule = "mean" if _close(change, mean) else "sum" if _close(change, total) else ""
-        rules[type(double.model.get_submodule(path)), own] = rule
+        rules[type(double.model.get_submodule(path)), local_name] = rule
     return tuple(
-        (f"{path}.{own}".lstrip("."), rules[type(module), own])
+        (f"{path}.{local_name}".lstrip("."), rules[type(module), local_name])
         for path, module in model.named_modules()
-        for own, _ in module.named_buffers(recurse=False)
-        if (type(module), own) in rules
+        for local_name, _ in module.named_buffers(recurse=False)
+        if (type(module), local_name) in rules
     )
 
 

@@ -97,14 +97,14 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
     try:
         try:
             watched = watch_model(double, small)
-            found, written = watched.layers, frozenset(watched.flow.written)
+            layers, written = watched.layers, frozenset(watched.flow.written)
         except ValuesReadError:
-            found, written = discover_layers(double), frozenset()
+            layers, written = discover_layers(double), frozenset()
         if any(one.is_meta for one in (*double.parameters(), *double.buffers())):
-            materializer = Materializer(double, found, torch.device("cpu"), 0, init_fn)
-            for layer in found:
+            materializer = Materializer(double, layers, torch.device("cpu"), 0, init_fn)
+            for layer in layers:
                 materializer.place(layer)
-        return Double(_widened(double.to("cpu")), small, found, written)
+        return Double(_widened(double.to("cpu")), small, layers, written)
     except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
         blocks = f" with {KEPT} blocks of each kind" if gone else ""
         raise SkippedError(f"a copy{blocks} does not run ({error})") from error
@@ -148,11 +148,11 @@ def _work(model: nn.Module, batch: Any, gone: Sequence[str]) -> float:
 
 def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor]) -> tuple[nn.Module, Any]:
     with torch.device("meta"):
-        found = narrowed(model, NARROW)
-    if found is None:
+        narrow_model = narrowed(model, NARROW)
+    if narrow_model is None:
         items = format_count(sum(one.numel() for one in rest))
         raise SkippedError(f"{items} parameters, equal blocks left out, are too many or take too long on the CPU")
-    double, _ = found
+    double, _ = narrow_model
     return double, cut_for(batch, double)
 
 
@@ -168,7 +168,7 @@ def _as_float(tensor: Tensor) -> Tensor:
 
 def _widened(model: nn.Module) -> nn.Module:
     """In float32, or in float64 where it has such parameters."""
-    double = any(one.dtype in (torch.float64, torch.complex128) for one in model.parameters())
+    double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in model.parameters())
     return model if double else model.float()
 
 
@@ -199,7 +199,7 @@ class PassResult:
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are."""
-        return self.loss == self.loss and all(bool(one.isfinite().all()) for one in self.gradients.values())
+        return self.loss == self.loss and all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
 
 
 def run_pass(
@@ -223,10 +223,10 @@ def run_pass(
             loss = loss_of(call_model(model, batch), batch, loss_fn)
             loss = loss if scale is None else scale(loss)
         with nullcontext() if observer is None else observer.in_backward():
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
-    gradients = {name: one for name, one in zip(parameters, found, strict=True) if one is not None}
+    gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
     written = dict[str, Tensor]()
     with torch.no_grad():
@@ -366,15 +366,15 @@ class CallObserver(TorchFunctionMode):
         self._note_parameters(one for one in tensors_of((args, kwargs)) if isinstance(one, nn.Parameter))
 
     def _note_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        for one in parameters:
-            if id(one) in self._originals:
-                self._found.setdefault(self._originals[id(one)], [])
-            elif id(one) in self._holders:
-                held, direct, holders = self._holders[id(one)]
+        for parameter in parameters:
+            if id(parameter) in self._originals:
+                self._found.setdefault(self._originals[id(parameter)], [])
+            elif id(parameter) in self._holders:
+                held, direct, holders = self._holders[id(parameter)]
                 if holders and not any(holder in self._running for holder in holders):
                     self._found.setdefault(held, direct)
-            elif one.requires_grad and torch.is_grad_enabled():
-                self.seen.unheld[id(one)] = str(list(one.shape))
+            elif parameter.requires_grad and torch.is_grad_enabled():
+                self.seen.unheld[id(parameter)] = str(list(parameter.shape))
 
 
 def terms_of(seen: ObservedPass, batch: Any) -> tuple[TargetCount | None, ...]:
@@ -429,7 +429,9 @@ def relative_error(reference: PassResult, shares: Sequence[PassResult], parts: S
     """How far the weighted sum of shares' losses and gradients is from that of the batch."""
     used = [(part, share) for part, share in zip(parts, shares, strict=True) if part]
     worst = abs(sum(part * share.loss for part, share in used) - reference.loss) / (abs(reference.loss) or 1.0)
-    noise = 1e-3 * max((float(one.abs().max()) for one in reference.gradients.values() if one.numel()), default=0.0)
+    noise = 1e-3 * max(
+        (float(gradient.abs().max()) for gradient in reference.gradients.values() if gradient.numel()), default=0.0
+    )
     for name, gradient in reference.gradients.items():
         if gradient.numel():
             mixed = sum(part * share.gradients.get(name, torch.zeros_like(gradient)) for part, share in used)
