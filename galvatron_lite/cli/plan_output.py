@@ -217,8 +217,8 @@ def _proof(provenance: Provenance, stages: int) -> str:
     if provenance.interrupted:
         return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
     if not provenance.gap:
-        return f"{provenance.proof.value}{' in the closed form' * (stages > 1)}"
-    return f"within {max(provenance.gap, 1e-4):.2%} of the best possible (proven in the closed form)"
+        return f"{provenance.proof.value}{' by formula, before simulation' * (stages > 1)}"
+    return f"within {max(provenance.gap, 1e-4):.2%} of the best possible (proven by formula, before simulation)"
 
 
 def _range(of: Alternative | Provenance) -> str:
