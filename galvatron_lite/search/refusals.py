@@ -302,11 +302,11 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
     for pin in fixed.strategy:
         without = replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin))
         yield f"without --fix {typed_name(pin[0])}", replace(request, fixed=without)
-    for layer in fixed.layers:
-        layers, name, pinned_value = layer
+    for pinned in fixed.layers:
+        layers, name, pinned_value = pinned
         plain = getattr(Strategy(), name)
         if pinned_value != plain:
-            rest = tuple((layers, name, plain) if layer == layer else layer for layer in fixed.layers)
+            rest = tuple((layers, name, plain) if other == pinned else other for other in fixed.layers)
             said = f"with --fix {layers}.{typed_name(name)}={_value(plain)}"
             yield said, replace(request, fixed=replace(fixed, layers=rest))
     for dimension in fixed.forbidden:

@@ -215,7 +215,7 @@ def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned:
     alone = len({homes[member].rank for member in members if member in homes}) == 1
     held = updated = 0
     for parameter in (_split_of(run, layer) or LayerSplit(layer, (), (), 0)).parameters:
-        same = [parameter for split in splits for parameter in split.parameters if parameter.name == parameter.name]
+        same = [other for split in splits for other in split.parameters if other.name == parameter.name]
         if parameter.sharded and alone and _is_uneven_share(parameter, place, len(members)):
             held, updated = held + prod(parameter.used), updated + prod(parameter.used)
             continue
