@@ -1,7 +1,8 @@
-"""``scripts/test --torch``: which environment and tests a version means; nothing is installed."""
+"""``scripts/test``: the environment and tests of a version of torch, and how many processes; nothing is installed."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,15 +12,27 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def run(folder: Path, fakes: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script in this folder, where each of ``fakes`` stands for a program: its path and what it runs."""
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/test", folder / "scripts/test")
+    for name, text in fakes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return subprocess.run([folder / "scripts/test", *arguments], capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(("version", "status"), [("2.12.1", 0), ("2.12", 2), ("$(x)", 2), ("", 2)])
 def test_a_version_of_torch_has_an_environment_of_its_own(tmp_path: Path, version: str, status: int) -> None:
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts/test", tmp_path / "scripts/test")
     fakes = {"scripts/environment": "echo $TORCH $VENV", f".venv-{version}/bin/python": "echo $@"}
-    for name, text in fakes.items() if not status else ():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    ran = subprocess.run([tmp_path / "scripts/test", "--torch", version, "-x"], capture_output=True, text=True)
+    ran = run(tmp_path, {} if status else fakes, "--torch", version, "-x")
     assert ran.returncode == status
     assert status or ran.stdout == "2.12.1 .venv-2.12.1\n-m pytest tests/runtime -x\n"
+
+
+def test_every_core_has_a_process_and_one_waits(tmp_path: Path) -> None:
+    fakes = {"scripts/environment": ":", ".venv/bin/ruff": ":", ".venv/bin/mypy": ":", ".venv/bin/python": "echo $@"}
+    ran = run(tmp_path, fakes, "-x")
+    assert ran.returncode == 0
+    assert f"-m pytest -n {len(os.sched_getaffinity(0)) + 1} --maxprocesses 4 " in ran.stdout
