@@ -162,12 +162,37 @@ class Tempered(nn.Module):
         return out
 
 
+class Positions(nn.Module):
+    """Gives a part of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.values[: hidden.dim() - 1]
+
+
+class Placed(nn.Module):
+    """A linear layer of consecutive columns, behind what another module gives of its parameter."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.positions = linear, Positions()
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.linear(hidden + self.positions(hidden))
+        return out
+
+
 KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
     "complex": Filtered,
     "scalar": Tempered,
+    "view": Placed,
 }
 SPLITS: dict[str, tuple[list[Strategy], list[int]]] = {
     "data": ([Strategy(data=2)] * 4, []),
@@ -215,7 +240,32 @@ def test_they_train_as_in_one_process(pool: WorkerPool, plan: str) -> None:
         assert {kind: error for kind, error in errors.items() if not error < 1e-4} == {}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scalar"])
+class Skipping(nn.Module):
+    """What the first block gives is read by the second, and by code between the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        skip = self.blocks[0](self.embed(values))
+        hidden = self.blocks[2](self.blocks[1](skip))
+        return self.head(self.blocks[3](hidden + skip)).square().mean()
+
+
+def error_of_a_skip() -> float:
+    torch.manual_seed(0)
+    model, batch = Skipping(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return largest_error(model, batch, [*[Strategy(data=2)] * 5, Strategy(tensor=2)], [3])
+
+
+def test_a_skip_connection_between_stages_moves_with_its_gradient(pool: WorkerPool) -> None:
+    assert max(pool.run(4, error_of_a_skip)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("scalar", "view")])
 def test_tensor_parallelism_is_not_offered(kind: str) -> None:
     torch.manual_seed(0)
     graph = trace(Parametrized(kind), torch.randn(ROWS, WIDTH))

@@ -124,7 +124,8 @@ class _Entry:
         brought, place = self.traffic.brought, (id(tensor), key)
         if place not in brought:
             # the original is kept too, so that no other tensor gets its identity
-            brought[place] = (tensor, convert())
+            with torch.enable_grad():
+                brought[place] = (tensor, convert())
         return brought[place][1]
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def _seen(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LayoutTensor):
         return tensor
     if tensor.shown is None:
-        tensor.shown = tensor.show(tensor.piece)
+        with torch.enable_grad():  # it is kept, also for code that does not look at it under no_grad
+            tensor.shown = tensor.show(tensor.piece)
     return tensor.shown
 
 
