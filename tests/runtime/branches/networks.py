@@ -38,7 +38,7 @@ class Coders(nn.Module):
     def forward(self, pictures: Tensor, targets: Tensor) -> Tensor:
         found = [one(pictures) for one in self.coders]
         with torch.no_grad():
-            weight = found[1].abs().mean() if self.use == "weighed" else 1.0
+            weight = found[1].abs().mean().sign() if self.use == "weighed" else 1.0
         losses = [(found[place] - targets).square().mean() / weight for place in self.order]
         if self.use == "weighed":
             assert losses[0] > 0
