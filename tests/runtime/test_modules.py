@@ -255,14 +255,38 @@ class Skipping(nn.Module):
         return self.head(self.blocks[3](hidden + skip)).square().mean()
 
 
-def error_of_a_skip() -> float:
+class Listed(nn.Module):
+    """Code between layers reads parameters of a list, which comes behind the blocks and never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head, self.scales = nn.Linear(WIDTH, 1), nn.ParameterList([*torch.ones(2, WIDTH)])
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = self.embed(values)
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            hidden = block(hidden) * scale
+        return self.head(hidden).square().mean() + self.scales[0].square().mean()
+
+
+BETWEEN: dict[type[nn.Module], tuple[list[Strategy], list[int]]] = {
+    Skipping: ([*[Strategy(data=2)] * 5, Strategy(tensor=2)], [3]),
+    Listed: ([*[Strategy(data=2)] * 3, Strategy(tensor=2)], []),
+}
+
+
+def error_between(model: type[nn.Module]) -> float:
     torch.manual_seed(0)
-    model, batch = Skipping(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    return largest_error(model, batch, [*[Strategy(data=2)] * 5, Strategy(tensor=2)], [3])
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return largest_error(model(), batch, *BETWEEN[model])
 
 
-def test_a_skip_connection_between_stages_moves_with_its_gradient(pool: WorkerPool) -> None:
-    assert max(pool.run(4, error_of_a_skip)) < 1e-4
+@pytest.mark.parametrize("model", BETWEEN)
+def test_gradients_of_what_code_between_layers_reads(pool: WorkerPool, model: type[nn.Module]) -> None:
+    world = 2 * (len(BETWEEN[model][1]) + 1)
+    assert max(pool.run(world, error_between, model=model)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("scalar", "view")])

@@ -55,6 +55,9 @@ def install_hooks(
     for one in stage:
         casts = traffic.compute is not None and one.placed.layer.role is Role.BLOCK
         module = model.get_submodule(one.path)
+        if type(module).forward is nn.Module.forward:  # a ParameterList, say
+            for parameter in module.parameters():
+                traffic.read(parameter, one.border.layout)
         if moves or casts:
             entry = _Entry(traffic, one.border, one.placed.layer.name, traffic.compute if casts else None)
             module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)

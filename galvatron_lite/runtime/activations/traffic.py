@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,16 +183,25 @@ class ActivationRedistributor:
         """A layer's output that does not hold the samples, as glue code sees it."""
         return entering(self._between(tensor, layout, self.glue), (), self.border.lines, self.rules)
 
+    def read(self, parameter: Tensor, layout: ActivationLayout) -> None:
+        """Have the gradient of a layer's parameter that glue code reads by itself count as if the layer had read it."""
+        if parameter.requires_grad and self._counts_otherwise(layout, self.glue):
+            sums = partial(_spread, group=self.mover.group, factor=_factor(layout, self.glue))
+            parameter.register_hook(sums)  # type: ignore[no-untyped-call]
+
     def _between(self, tensor: Tensor, source: ActivationLayout, target: ActivationLayout) -> Tensor:
         """A tensor without samples goes from one layout to another.
 
         In each, a rank's gradient is that of its samples: complete on all ranks that hold the same.
         """
-        if not tensor.requires_grad or source.batch == target.batch or source.devices != target.devices:
+        if not tensor.requires_grad or not self._counts_otherwise(source, target):
             return tensor
-        factor = 1 / (target.replicas * source.batch)
-        spread: Tensor = _Spread.apply(tensor, self.mover.group, factor)  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(tensor, self.mover.group, _factor(source, target))  # type: ignore[no-untyped-call]
         return spread
+
+    @staticmethod
+    def _counts_otherwise(source: ActivationLayout, target: ActivationLayout) -> bool:
+        return source.batch != target.batch and source.devices == target.devices
 
     def show(self, piece: RankPiece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
@@ -288,6 +298,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total = gradient * ctx.factor
-        dist.all_reduce(total, group=ctx.group)
-        return total, None, None
+        return _spread(gradient, ctx.group, ctx.factor), None, None
+
+
+def _spread(gradient: Tensor, group: dist.ProcessGroup | None, factor: float) -> Tensor:
+    total = gradient * factor
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _factor(source: ActivationLayout, target: ActivationLayout) -> float:
+    return 1 / (target.replicas * source.batch)
