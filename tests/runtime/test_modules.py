@@ -271,9 +271,36 @@ class Listed(nn.Module):
         return self.head(hidden).square().mean() + self.scales[0].square().mean()
 
 
+class ConditionedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        out: Tensor = hidden + self.down(torch.tanh(self.up(hidden * condition)))
+        return out
+
+
+class Conditioned(nn.Module):
+    """Each token of a block is scaled by something of its sample that another layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.condition = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden, condition = self.embed(values[..., None]), self.condition(values)[:, None]
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(hidden).square().mean()
+
+
 BETWEEN: dict[type[nn.Module], tuple[list[Strategy], list[int]]] = {
     Skipping: ([*[Strategy(data=2)] * 5, Strategy(tensor=2)], [3]),
     Listed: ([*[Strategy(data=2)] * 3, Strategy(tensor=2)], []),
+    Conditioned: ([EDGES, *[Strategy(tensor=2, sequence_parallel=True)] * 2, EDGES], []),
 }
 
 

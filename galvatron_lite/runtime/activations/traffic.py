@@ -25,6 +25,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
 )
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from galvatron_lite.parallelism.wrapping import rules_under
 from galvatron_lite.runtime.activations.layout import PIXELS, ActivationLayout, Axis, AxisSplit, BoxExchange
@@ -54,6 +55,8 @@ class BoundaryLayout:
     lines: tuple[AxisGroup, ...] = ()  # the ranks along each
     channels: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
+    # the ranks that share tokens between matmuls: each has part of the gradient of what is not cut by tokens
+    matmuls: ProcessTensorGroup | None = None
 
     def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
         """How a rank's box of a tensor is cut inside.
@@ -85,11 +88,13 @@ class Bordered:
 
 def border_of(layout: ActivationLayout, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
+    matmuls = ProcessTensorGroup(groups.weights) if layout.sequence > 1 else None
     if groups.tokens is not None:
-        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.tokens)),))
+        line = MirroredGroup(ProcessAxisGroup(groups.tokens))
+        return BoundaryLayout(layout, (layout.token_axis,), (line,), matmuls=matmuls)
     sides = zip(layout.pixel_axes, (groups.planes, groups.rows, groups.columns), strict=True)
     lines = {axis: ProcessAxisGroup(group) for axis, group in sides if group is not None}
-    return BoundaryLayout(layout, tuple(lines), tuple(lines.values()))
+    return BoundaryLayout(layout, tuple(lines), tuple(lines.values()), matmuls=matmuls)
 
 
 class LayoutTensor(ShardedTensor):
