@@ -300,7 +300,7 @@ class Conditioned(nn.Module):
 BETWEEN: dict[type[nn.Module], tuple[list[Strategy], list[int]]] = {
     Skipping: ([*[Strategy(data=2)] * 5, Strategy(tensor=2)], [3]),
     Listed: ([*[Strategy(data=2)] * 3, Strategy(tensor=2)], []),
-    Conditioned: ([EDGES, *[Strategy(tensor=2, sequence_parallel=True)] * 2, EDGES], []),
+    Conditioned: ([EDGES, Strategy(tensor=2, sequence_parallel=True), Strategy(tensor=2), EDGES], []),
 }
 
 

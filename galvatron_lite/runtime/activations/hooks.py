@@ -130,7 +130,7 @@ class _Entry:
         """What several layers may take of the glue code (a mask, positions) is converted once a micro-batch."""
         if isinstance(tensor, LayoutTensor):
             return convert()
-        brought, place = self.traffic.brought, (id(tensor), key)
+        brought, place = self.traffic.brought, (id(tensor), (key, self.border.matmuls))
         if place not in brought:
             # the original is kept too, so that no other tensor gets its identity
             with torch.enable_grad():
