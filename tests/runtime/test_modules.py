@@ -162,12 +162,37 @@ class Tempered(nn.Module):
         return out
 
 
+class Positions(nn.Module):
+    """Gives a part of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.values[: hidden.dim() - 1]
+
+
+class Placed(nn.Module):
+    """A linear layer of consecutive columns, behind what another module gives of its parameter."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.positions = linear, Positions()
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.linear(hidden + self.positions(hidden))
+        return out
+
+
 KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
     "complex": Filtered,
     "scalar": Tempered,
+    "view": Placed,
 }
 SPLITS: dict[str, tuple[list[Strategy], list[int]]] = {
     "data": ([Strategy(data=2)] * 4, []),
@@ -215,7 +240,83 @@ def test_they_train_as_in_one_process(pool: WorkerPool, plan: str) -> None:
         assert {kind: error for kind, error in errors.items() if not error < 1e-4} == {}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scalar"])
+class Skipping(nn.Module):
+    """What the first block gives is read by the second, and by code between the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        skip = self.blocks[0](self.embed(values))
+        hidden = self.blocks[2](self.blocks[1](skip))
+        return self.head(self.blocks[3](hidden + skip)).square().mean()
+
+
+class Listed(nn.Module):
+    """Code between layers reads parameters of a list, which comes behind the blocks and never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head, self.scales = nn.Linear(WIDTH, 1), nn.ParameterList([*torch.ones(2, WIDTH)])
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = self.embed(values)
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            hidden = block(hidden) * scale
+        return self.head(hidden).square().mean() + self.scales[0].square().mean()
+
+
+class ConditionedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        out: Tensor = hidden + self.down(torch.tanh(self.up(hidden * condition)))
+        return out
+
+
+class Conditioned(nn.Module):
+    """Each token of a block is scaled by something of its sample that another layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.condition = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden, condition = self.embed(values[..., None]), self.condition(values)[:, None]
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(hidden).square().mean()
+
+
+BETWEEN: dict[type[nn.Module], tuple[list[Strategy], list[int]]] = {
+    Skipping: ([*[Strategy(data=2)] * 5, Strategy(tensor=2)], [3]),
+    Listed: ([*[Strategy(data=2)] * 3, Strategy(tensor=2)], []),
+    Conditioned: ([EDGES, Strategy(tensor=2, sequence_parallel=True), Strategy(tensor=2), EDGES], []),
+}
+
+
+def error_between(model: type[nn.Module]) -> float:
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return largest_error(model(), batch, *BETWEEN[model])
+
+
+@pytest.mark.parametrize("model", BETWEEN)
+def test_gradients_of_what_code_between_layers_reads(pool: WorkerPool, model: type[nn.Module]) -> None:
+    world = 2 * (len(BETWEEN[model][1]) + 1)
+    assert max(pool.run(world, error_between, model=model)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("scalar", "view")])
 def test_tensor_parallelism_is_not_offered(kind: str) -> None:
     torch.manual_seed(0)
     graph = trace(Parametrized(kind), torch.randn(ROWS, WIDTH))

@@ -383,8 +383,9 @@ def _hollow_with_shape(module: nn.Module, give: Callable[[Any, torch.device], An
         first = next(tensors_of((args, kwargs)), None)
         device, key = torch.get_default_device() if first is None else first.device, _shape_key((args, kwargs))
         if key not in outputs:
+            args, kwargs = map_tensors((args, kwargs), to_meta)
             with torch.no_grad(), shapes_only(Recorder()):
-                outputs[key] = twin(*map_tensors(args, to_meta), **map_tensors(kwargs, to_meta))
+                outputs[key] = twin(*args, **kwargs)
         return give(outputs[key], device)
 
     module.forward = forward

@@ -275,6 +275,8 @@ def shard_group(
     """
     for one in group.modules:
         one.register_forward_hook(_without_views)
+        for parameter in one.parameters():
+            parameter.data = parameter.data.contiguous()  # FSDP takes no other, such as channels_last
     ranks = group.mesh.size(group.mesh.ndim - 1)
     fully_shard(
         list(group.modules) if len(group.modules) > 1 else group.modules[0],
@@ -311,23 +313,21 @@ def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _without_views(_module: nn.Module, _args: object, output: Any) -> Any:
-    """Forward hook: views that a module returns become results of their own, of the same memory.
+    """Forward hook: views and parameters that a module returns become results of their own.
 
     FSDP2 gathers before backward by a hook on what a module returns, which a view loses where it is written to
-    (``x += y``), and so warns of every view.
+    (``x += y``), and so warns of every view; a parameter would keep it for all steps. Values of parameters are copied,
+    as FSDP2 frees them when the module is done; other views keep their memory.
     """
-    if not any(one.requires_grad and _is_view(one) for one in tensors_of(output)):
-        return output
-    return map_tensors(output, lambda one: _detach_copy(one) if one.requires_grad and _is_view(one) else one)
+    return map_tensors(output, _result) if any(one.requires_grad for one in tensors_of(output)) else output
 
 
-def _is_view(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor._base is not None
-
-
-def _detach_copy(tensor: Tensor) -> Tensor:
-    detached: Tensor = _Detached.apply(tensor)  # type: ignore[no-untyped-call]
-    return detached
+def _result(tensor: Tensor) -> Tensor:
+    base = tensor if isinstance(tensor, nn.Parameter) else tensor._base if type(tensor) is Tensor else None
+    if base is None or not tensor.requires_grad:
+        return tensor
+    result: Tensor = tensor.clone() if isinstance(base, nn.Parameter) else _Detached.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Detached(torch.autograd.Function):

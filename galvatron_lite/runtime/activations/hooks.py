@@ -20,6 +20,7 @@ from galvatron_lite.parallelism.channel.apply import is_shared
 from galvatron_lite.parallelism.sharded.collectives import enter
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
+from galvatron_lite.parallelism.tensor.functions import copy_to_group
 from galvatron_lite.runtime.activations.layout import IDS, INNER, ActivationLayout, AxisSplit
 from galvatron_lite.runtime.activations.traffic import (
     ActivationRedistributor,
@@ -55,6 +56,9 @@ def install_hooks(
     for one in stage:
         casts = traffic.compute is not None and one.placed.layer.role is Role.BLOCK
         module = model.get_submodule(one.path)
+        if type(module).forward is nn.Module.forward:  # a ParameterList, say
+            for parameter in module.parameters():
+                traffic.read(parameter, one.border.layout)
         if moves or casts:
             entry = _Entry(traffic, one.border, one.placed.layer.name, traffic.compute if casts else None)
             module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)
@@ -88,7 +92,7 @@ class _Entry:
         def convert(place: str, tensor: Tensor) -> Tensor:
             piece = self.traffic.piece(tensor, sampled.get(place))
             if piece is None:
-                return self._once(tensor, self.border.layout, lambda: self._loose(tensor))
+                return self._once(tensor, self.border.layout, lambda: self._summed(self._loose(tensor)))
             target = self._target(piece.shape, tensor, hidden)
             if cut := self.border.cuts(target, piece.shape):
                 cuts[place] = cut
@@ -96,7 +100,7 @@ class _Entry:
             def moved() -> Tensor:
                 return self.traffic.mover(self._cast(piece.tensor), piece.split, target, piece.shape)
 
-            return moved() if tensor is hidden else self._once(tensor, target, moved)
+            return moved() if tensor is hidden else self._once(tensor, target, lambda: self._summed(moved()))
 
         args, kwargs = map_places((args, kwargs), convert)
         return args, {**kwargs, SPECS: SpecsAt(cuts)} if self.border.lines else kwargs
@@ -117,14 +121,20 @@ class _Entry:
         cut = ShardSpec(INNER, full.shape[INNER], line)
         return enter(full, [line]).narrow(INNER, cut.start, cut.length)
 
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """What ranks use with their shares of the tokens: its gradient is the sum of theirs."""
+        group = self.border.matmuls
+        return tensor if group is None or not tensor.requires_grad else copy_to_group(tensor, group)
+
     def _once(self, tensor: Tensor, key: object, convert: Callable[[], Tensor]) -> Tensor:
         """What several layers may take of the glue code (a mask, positions) is converted once a micro-batch."""
         if isinstance(tensor, LayoutTensor):
             return convert()
-        brought, place = self.traffic.brought, (id(tensor), key)
+        brought, place = self.traffic.brought, (id(tensor), (key, self.border.matmuls))
         if place not in brought:
             # the original is kept too, so that no other tensor gets its identity
-            brought[place] = (tensor, convert())
+            with torch.enable_grad():
+                brought[place] = (tensor, convert())
         return brought[place][1]
 
     def _cast(self, tensor: Tensor) -> Tensor:

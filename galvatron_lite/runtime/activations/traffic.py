@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
 )
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from galvatron_lite.parallelism.wrapping import rules_under
 from galvatron_lite.runtime.activations.layout import PIXELS, ActivationLayout, Axis, AxisSplit, BoxExchange
@@ -53,6 +55,8 @@ class BoundaryLayout:
     lines: tuple[AxisGroup, ...] = ()  # the ranks along each
     channels: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
+    # the ranks that share tokens between matmuls: each has part of the gradient of what is not cut by tokens
+    matmuls: ProcessTensorGroup | None = None
 
     def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
         """How a rank's box of a tensor is cut inside.
@@ -84,11 +88,13 @@ class Bordered:
 
 def border_of(layout: ActivationLayout, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
+    matmuls = ProcessTensorGroup(groups.weights) if layout.sequence > 1 else None
     if groups.tokens is not None:
-        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.tokens)),))
+        line = MirroredGroup(ProcessAxisGroup(groups.tokens))
+        return BoundaryLayout(layout, (layout.token_axis,), (line,), matmuls=matmuls)
     sides = zip(layout.pixel_axes, (groups.planes, groups.rows, groups.columns), strict=True)
     lines = {axis: ProcessAxisGroup(group) for axis, group in sides if group is not None}
-    return BoundaryLayout(layout, tuple(lines), tuple(lines.values()))
+    return BoundaryLayout(layout, tuple(lines), tuple(lines.values()), matmuls=matmuls)
 
 
 class LayoutTensor(ShardedTensor):
@@ -124,7 +130,8 @@ def _seen(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LayoutTensor):
         return tensor
     if tensor.shown is None:
-        tensor.shown = tensor.show(tensor.piece)
+        with torch.enable_grad():  # it is kept, also for code that does not look at it under no_grad
+            tensor.shown = tensor.show(tensor.piece)
     return tensor.shown
 
 
@@ -181,16 +188,25 @@ class ActivationRedistributor:
         """A layer's output that does not hold the samples, as glue code sees it."""
         return entering(self._between(tensor, layout, self.glue), (), self.border.lines, self.rules)
 
+    def read(self, parameter: Tensor, layout: ActivationLayout) -> None:
+        """Have the gradient of a layer's parameter that glue code reads by itself count as if the layer had read it."""
+        if parameter.requires_grad and self._counts_otherwise(layout, self.glue):
+            sums = partial(_spread, group=self.mover.group, factor=_factor(layout, self.glue))
+            parameter.register_hook(sums)  # type: ignore[no-untyped-call]
+
     def _between(self, tensor: Tensor, source: ActivationLayout, target: ActivationLayout) -> Tensor:
         """A tensor without samples goes from one layout to another.
 
         In each, a rank's gradient is that of its samples: complete on all ranks that hold the same.
         """
-        if not tensor.requires_grad or source.batch == target.batch or source.devices != target.devices:
+        if not tensor.requires_grad or not self._counts_otherwise(source, target):
             return tensor
-        factor = 1 / (target.replicas * source.batch)
-        spread: Tensor = _Spread.apply(tensor, self.mover.group, factor)  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(tensor, self.mover.group, _factor(source, target))  # type: ignore[no-untyped-call]
         return spread
+
+    @staticmethod
+    def _counts_otherwise(source: ActivationLayout, target: ActivationLayout) -> bool:
+        return source.batch != target.batch and source.devices == target.devices
 
     def show(self, piece: RankPiece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
@@ -287,6 +303,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total = gradient * ctx.factor
-        dist.all_reduce(total, group=ctx.group)
-        return total, None, None
+        return _spread(gradient, ctx.group, ctx.factor), None, None
+
+
+def _spread(gradient: Tensor, group: dist.ProcessGroup | None, factor: float) -> Tensor:
+    total = gradient * factor
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _factor(source: ActivationLayout, target: ActivationLayout) -> float:
+    return 1 / (target.replicas * source.batch)

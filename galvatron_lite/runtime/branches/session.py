@@ -297,7 +297,8 @@ class DeferredCall:
         if id(self.template) not in setting.returned:
             setting.returned[id(self.template)] = self._manifest()
         what = f"what branch {self.branch.part.name} returns"
-        self.exit = BranchTransfer(setting.channel, what, setting.returned[id(self.template)])
+        with self._around():  # what asks for a value may do so under no_grad
+            self.exit = BranchTransfer(setting.channel, what, setting.returned[id(self.template)])
         self.exit.there.expect()
 
     def _manifest(self) -> TransferManifest:

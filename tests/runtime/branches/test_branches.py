@@ -42,6 +42,7 @@ TWO_PROCESSES = {
     "used-twice": Case("Coders", TWO, DATA, 2, arguments={"use": "twice"}),
     "told-only": Case("Coders", TWO, DATA, 2, arguments={"order": (0,), "use": "told"}),
     "changed-in-place": Case("Coders", TWO, DATA, 2, arguments={"use": "changed"}),
+    "looked-at-first-under-no-grad": Case("Coders", TWO, DATA, 2, arguments={"use": "weighed"}),
     "no-gradient": Case("Coders", TWO, ONE, 2, arguments={"use": "reduced"}),
     "three-on-two": Case(
         "Coders", {**TWO, "c": (("coders.2",), 1, 1, ONE)}, ONE, 2, arguments={"count": 3, "order": (2, 0, 1)}
