@@ -142,6 +142,7 @@ class LayerPricer:
     common: Links | None = None  # prices communication with devices of other types; None: there are none
     # what single strategies do; the same for profiles that differ in seconds of compute and of links alone
     works: dict[tuple[str, ParameterSharing, Strategy, int], LayerWork] = field(default_factory=dict)
+    sizes: dict[tuple[str, ParameterSharing, Strategy, int], dict[str, Whole]] = field(default_factory=dict)
     points: dict[PointKey, tuple[LayerPoint, ...]] = field(default_factory=dict)  # of the profile; indexed where empty
     compute: float = 1.0  # factor on the seconds of these points
     links: Links = field(init=False)  # prices communication
@@ -207,7 +208,8 @@ class LayerPricer:
             return None
         samples = samples_of(self.profile.graph.kinds[kind], strategy, microbatch)
         figures = figures_at(points, samples).times(self.compute)
-        plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE))
+        recomputes = strategy.recompute is not Recompute.NONE
+        plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE)) if recomputes else None
         again = 0.0 if plain is None else figures.again(figures_at(plain, samples).backward * self.compute)
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
@@ -345,8 +347,25 @@ class LayerPricer:
             "step_exposed": exposed.step + exchange + host.step,
             "update": update + host.update,
             "step_host": work.step_overhead,
-            **self._bytes(kind, work, figures, strategy, sharing.grouped),
+            **self._sizes(name, kind, work, figures, strategy, microbatch, sharing),
         }
+
+    def _sizes(
+        self,
+        name: str,
+        kind: LayerKind,
+        work: LayerWork,
+        figures: LayerFigures,
+        strategy: Either,
+        microbatch: Whole,
+        sharing: ParameterSharing,
+    ) -> dict[str, Whole]:
+        if not isinstance(strategy, Strategy):
+            return self._bytes(kind, work, figures, strategy, sharing.grouped)
+        key = (name, sharing, strategy, microbatch)
+        if key not in self.sizes:
+            self.sizes[key] = self._bytes(kind, work, figures, strategy, sharing.grouped)
+        return self.sizes[key]
 
     def _work(
         self, name: str, kind: LayerKind, strategy: Either, microbatch: Whole, sharing: ParameterSharing

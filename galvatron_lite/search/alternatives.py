@@ -53,7 +53,7 @@ class Range:
 def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
     """The range of each plan, which has its prediction."""
     others = [
-        LayerPricer(profile, works=pricer.works, points=pricer.points, compute=compute)
+        LayerPricer(profile, works=pricer.works, sizes=pricer.sizes, points=pricer.points, compute=compute)
         for profile, compute in scenarios_of(pricer.profile)
     ]
     ranges = []
