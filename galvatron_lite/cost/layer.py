@@ -208,8 +208,8 @@ class LayerPricer:
             return None
         samples = samples_of(self.profile.graph.kinds[kind], strategy, microbatch)
         figures = figures_at(points, samples).times(self.compute)
-        recomputes = strategy.recompute is not Recompute.NONE
-        plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE)) if recomputes else None
+        without = replace(strategy, recompute=Recompute.NONE)
+        plain = None if without == strategy else self._points_of(kind, without)
         again = 0.0 if plain is None else figures.again(figures_at(plain, samples).backward * self.compute)
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
