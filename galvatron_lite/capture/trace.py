@@ -58,7 +58,7 @@ from galvatron_lite.model.graph import (
 )
 from galvatron_lite.model.trace.figures import SAMPLES, RegionFigures, figures, merge, slope
 from galvatron_lite.model.trace.flow import Needs
-from galvatron_lite.model.trace.meta import check_model, dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace.meta import BATCH_NORMS, check_model, dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace.run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import narrow_norms
@@ -448,8 +448,12 @@ class _Capture:
         """Why a block does not run on shares of the tokens."""
         if layer.role is not Role.BLOCK or dims.sequence == 1 or dims.in_channels:
             return ""
+        block = self.twin.get_submodule(layer.name)
+        for path, module in block.named_modules():
+            if isinstance(module, BATCH_NORMS) and module.num_features == dims.sequence:
+                return f"{path or layer.name} takes statistics of each token, as of a channel"
         call = next(call for call in self.calls[1] if call.path == layer.name)
-        name = token_writes(self.twin.get_submodule(layer.name), call)
+        name = token_writes(block, call)
         return f"{name} writes to shares of the tokens" if name else ""
 
     def _parameters(self, layer: Layer, sharded: frozenset[str], *, frozen: bool = False) -> TensorSplit:

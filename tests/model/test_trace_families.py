@@ -8,6 +8,7 @@ from torch import nn
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
+from galvatron_lite.search.space import strategies_for
 from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Mixer, Plain, hugging_face, plain
 from tests.model.models import captured as captured_graph
 
@@ -181,3 +182,23 @@ def test_a_model_without_blocks_is_one_layer() -> None:
     assert graph.kinds["before"].parameters.total == graph.parameters == 41
     assert heavy_flops(graph.kinds["before"]) == 2 * (8 * 4 + 4)
     assert graph.kinds["before"].backward_flops > 0
+
+
+class OverTokens(nn.Module):
+    """A block whose batch norm takes tokens for channels, as mixers of time series have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(TOKENS), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(self.norm(x)))
+
+
+def test_tokens_that_are_channels_stay_together() -> None:
+    blocks = [OverTokens() for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.Linear(HIDDEN, 1), nn.Flatten(0))
+    graph = trace(model, torch.randint(VOCAB, (4, TOKENS)), loss_fn=lambda output, _: output.mean())
+    kind = graph.kind_of(graph.layers[1])
+    assert "norm takes statistics of each token" in kind.context_reason
+    assert {one.context for one in strategies_for(kind, 2)} == {1}
