@@ -185,7 +185,7 @@ class ValuesReadError(TraceError):
     """The model reads values of tensors to decide what to run, so it cannot be captured without data."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        super().__init__(field, value, reason if reason.endswith(_INSTEAD) else f"{reason} {_INSTEAD}")
+        super().__init__(field, value, reason if reason.endswith(_INSTEAD) else f"{reason.rstrip('.')}. {_INSTEAD}")
 
 
 _INSTEAD = (
