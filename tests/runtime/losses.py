@@ -146,11 +146,21 @@ class Network(nn.Module):
             return each.sum()
         if self.kind == "penalty":
             return each.mean() + 0.01 * sum(one.square().sum() for one in self.parameters())
+        if self.kind == "ctc":
+            lengths = (torch.full((len(tokens),), size) for size in (TOKENS, 3))
+            return F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), labels[:, :3], *lengths)
         if self.kind == "two terms":
             following = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
             return following + 0.5 * F.cross_entropy(logits[:, 0], first) + hidden.square().mean()
         weight = self.classes if self.kind == "classes" else None
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, ignore_index=-1)
+
+
+EVEN = (
+    "classes", "buffers", "loose buffer", "read buffer", "penalty", "written", "slope", "inner module", "reversible",
+    "ctc",
+)  # fmt: skip
+"""Kinds whose samples have as many labels."""
 
 
 def make(kind: str) -> tuple[nn.Module, Any]:
@@ -176,23 +186,8 @@ def make(kind: str) -> tuple[nn.Module, Any]:
             "input_ids": tokens, "labels": tokens.where(keeps, -100),
         }  # fmt: skip
     labels = tokens.roll(-1, 1)
-    labels = (
-        labels
-        if kind
-        in (
-            "classes",
-            "buffers",
-            "loose buffer",
-            "read buffer",
-            "penalty",
-            "written",
-            "slope",
-            "inner module",
-            "reversible",
-        )
-        or "masked" in kind
-        else labels.where(keeps, -1)
-    )
+    even = kind in EVEN or "masked" in kind
+    labels = labels if even else labels.where(keeps, -1)
     more = {"first": tokens[:, 1].where(keeps[:, 2], -100)} if kind == "two terms" else {}
     return Network(kind), {"tokens": tokens, "labels": labels, **more} | ({"mask": keeps} if "masked" in kind else {})
 

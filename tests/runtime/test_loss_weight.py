@@ -45,6 +45,7 @@ FOUR = ("pipeline and data",)
         ("masked", {"loss_weight": count_mask}, ()),
         ("buffers", {}, ("recompute", "selective")),
         ("two terms", {}, ("context", "tensor")),
+        ("ctc", {}, ("tensor",)),
     ],
 )
 def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]) -> None:

@@ -141,7 +141,7 @@ rms_norm.register_autograd(_backward_norm, setup_context=_keep_norm)
 
 class ShapesOnly(TorchFunctionMode):
     """While it is entered, ``scaled_dot_product_attention``, ``rms_norm`` and ``grouped_mm`` on meta tensors are the
-    operators above, as accelerators have them.
+    operators above, as accelerators have them; ``ctc_loss``, which torch has not for meta tensors, is a sum.
 
     Modes do not see calls inside a function they were asked about; inside ``multi_head_attention_forward``
     (``nn.MultiheadAttention``) attention is therefore replaced by name.
@@ -156,6 +156,8 @@ class ShapesOnly(TorchFunctionMode):
             return _fused(*args, **kwargs)
         if func is F.rms_norm:
             return _normed(func, *args, **kwargs)
+        if func is F.ctc_loss or func is torch.ctc_loss:
+            return _sums_of_paths(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
             try:
@@ -166,6 +168,20 @@ class ShapesOnly(TorchFunctionMode):
         if getattr(func, "__name__", "") == "_grouped_mm":
             return _shaped(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _sums_of_paths(
+    log_probs: Tensor,
+    targets: Tensor,  # noqa: ARG001
+    input_lengths: Any,  # noqa: ARG001
+    target_lengths: Any,  # noqa: ARG001
+    blank: int = 0,  # noqa: ARG001
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,  # noqa: ARG001
+) -> Tensor:
+    """Of the shape of ``ctc_loss``, and as it depends on all of what is taken."""
+    each = log_probs.sum((0, -1))
+    return each if reduction in ("none", 0) else each.mean()
 
 
 def _fused(
