@@ -384,7 +384,7 @@ def taking_in(reference: ReferenceRun, region: Region) -> list[str]:
         *(
             column.path
             for column, feeders in zip(region.columns, made_of, strict=True)
-            if not feeders or not feeders <= set(region.feeders)
+            if not (feeders and feeders <= set(region.feeders))
         ),
     ]
 

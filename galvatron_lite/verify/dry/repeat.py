@@ -36,11 +36,11 @@ def shortened(plan: Plan, stage: int) -> Plan:
     no more.
 
     Where they repeat, those are as many as are under way there at most, two to be held against each other, and the last
-    ones, ahead of which less is received. Elsewhere see ``_settled``. Schedules that hold more the more micro-batches
-    there are stay as long as they are.
+    ones, ahead of which less is received. Elsewhere see ``_settled_count``. Schedules that hold more the more
+    micro-batches there are stay as long as they are.
     """
     under_way = 1 if plan.pipeline == 1 else plan.schedule.in_flight(plan.pipeline, stage, plan.microbatches)
-    enough = under_way + 2 + _last(plan) if _repeats(plan) else _settled(pipeline_of(plan), plan.microbatches)
+    enough = under_way + 2 + _last(plan) if _repeats(plan) else _settled_count(pipeline_of(plan), plan.microbatches)
     if plan.microbatches <= enough or plan.global_batch % plan.microbatches:
         return plan
     samples = plan.global_batch // plan.microbatches * enough
@@ -52,7 +52,7 @@ def _repeats(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _settled(pipeline: Pipeline, microbatches: int) -> int:
+def _settled_count(pipeline: Pipeline, microbatches: int) -> int:
     """The fewest rounds of micro-batches in which every group of devices holds as much as in a step of so many."""
     wanted, groups = _most_held(pipeline, microbatches), pipeline.groups
     counts = range(_ROUNDS * groups, microbatches, groups)
@@ -126,20 +126,26 @@ def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -
 def _with_stand_in(messages: Sequence[Message], run: int, microbatches: int) -> tuple[Message, ...]:
     """The messages of a step with fewer micro-batches; those of one in the middle count for all that are left out."""
     middle = run // 2
-    one, other = (Counter(map(_sort_of, (m for m in messages if _of(m) == place))) for place in (middle, middle + 1))
-    if one != other:
+    alike, following = (
+        Counter(_without_order(message) for message in messages if _microbatch_of(message) == place)
+        for place in (middle, middle + 1)
+    )
+    if alike != following:
         raise UnlikeError("Micro-batches of one step send unlike messages.")
     times = microbatches - run + 1
-    return tuple(replace(message, times=times) if _of(message) == middle else message for message in messages)
+    return tuple(
+        replace(message, times=times) if _microbatch_of(message) == middle else message for message in messages
+    )
 
 
-def _of(message: Message) -> int:
+def _microbatch_of(message: Message) -> int:
     """The micro-batch that a message is for: one that arrives was asked for while another was worked on."""
     arrives = message.kind is MessageType.RECEIVE and message.used != NOBODY
     return message.used if arrives else message.microbatch
 
 
-def _sort_of(message: Message) -> Message:
+def _without_order(message: Message) -> Message:
+    """What is left of a message whenever it is sent."""
     phase = During.BETWEEN if message.kind is MessageType.RECEIVE else message.phase
     return replace(message, number=0, microbatch=0, waited=NOBODY, used=NOBODY, phase=phase)
 

@@ -307,7 +307,7 @@ class CallObserver(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the copy runs."""
-        with self._hooked(self._enter, self._leave), self:
+        with self._hooked(self._enter), self:
             yield
         self._note_outside()
 
@@ -319,16 +319,16 @@ class CallObserver(TorchFunctionMode):
             self._enter(path)
             self._note_parameters(module.parameters(recurse=False))
 
-        with self._hooked(enter, self._leave):
+        with self._hooked(enter):
             yield
         self._note_outside()
 
     @contextmanager
-    def _hooked(self, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    def _hooked(self, enter: Callable[..., None]) -> Iterator[None]:
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
                 stack.callback(module.register_forward_pre_hook(partial(enter, path)).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
 
     def _note_outside(self) -> None:
