@@ -49,8 +49,8 @@ from galvatron_lite.units import ITEM_BYTES, activation_bytes
 class ParameterSharing:
     """What parameter sharing with another layer means for one layer in one stage."""
 
-    # it owns parameters that a later layer of the same stage uses too: gathered ones stay until its own backward, and
-    # so do their whole gradients
+    # it shares parameters with another layer of the same stage, so that ZeRO gathers both at once: gathered ones stay
+    # until the first one's backward, and so do their whole gradients
     grouped: bool = False
     copied: int = 0  # items of its own copy of parameters that a layer of another stage owns
     frozen: int = 0  # items of that copy that get no gradient

@@ -292,8 +292,7 @@ def _joined(
 ) -> ParameterSharing:
     first, second = place[tie.first], place[tie.second]
     if first in inside and second in inside:
-        owns = index == first and tie.parameters > 0
-        return replace(sharing, grouped=sharing.grouped or owns)
+        return replace(sharing, grouped=sharing.grouped or tie.parameters > 0)
     copies = index == second
     return replace(
         sharing,
