@@ -31,12 +31,12 @@ class Block(nn.Module):
 class Network(nn.Module):
     def __init__(self, shared: bool) -> None:
         super().__init__()
-        self.embed, scale = nn.Embedding(64, HIDDEN), nn.LayerNorm(HIDDEN)
-        self.blocks = nn.ModuleList(Block(scale if shared else nn.LayerNorm(HIDDEN)) for _ in range(BLOCKS))
+        self.embed, self.scale = nn.Embedding(64, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.blocks = nn.ModuleList(Block(self.scale if shared else nn.LayerNorm(HIDDEN)) for _ in range(BLOCKS))
         self.head = nn.Linear(HIDDEN, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
+        hidden = self.scale(self.embed(tokens))
         for block in self.blocks:
             hidden = block(hidden)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
