@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims, TensorSplit, Tie
@@ -148,5 +149,7 @@ def random_profile(
     cluster = make_cluster(devices, draw.choice([0, 1000]), draw.choice([1e7, 1e8, 1e9]), draw.choice([0.0, 1e-5]))
     optimizer = OptimizerCost("adamw", 8, draw.choice([0.0, 1e-8]), 0.0, draw.choice([0.0, 8.0]), draw.choice([0, 1]))
     overhead = HostOverhead(*(draw.choice([0.0, 1e-5]) for _ in range(4)))
+    if overhead.pipeline:
+        overhead = replace(overhead, split_product=1e-5, split_share=0.1)
     slow = Overlap(draw.uniform(1, 2), draw.uniform(1, 2))
     return make_profile(graph, points, cluster, optimizer=optimizer, overlap=slow, overhead=overhead)

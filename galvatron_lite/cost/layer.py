@@ -36,6 +36,7 @@ from galvatron_lite.parallelism.base import Communication, DimensionContext, Lay
 from galvatron_lite.parallelism.data.cost import bucket_of
 from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
+from galvatron_lite.parallelism.pipeline.cost import weight_products, weight_seconds
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions, work_on
 from galvatron_lite.parallelism.spatial.cost import samples_of
@@ -105,6 +106,8 @@ class LayerCost:
     cast_gradient: int = 0  # the same with the one in the precision of compute that it is cast from
     # bytes of a copy of a bucket of gradients that is reduced meanwhile (ZeRO-1), until the next layer's backward ends
     bucket: int = 0
+    weight: float = 0.0  # the part of ``backward`` that a zero-bubble schedule leaves to a pass of its own
+    splitting: float = 0.0  # seconds by which a micro-batch takes longer under such a schedule
     # whether the profile holds points for the strategy; the other figures mean nothing where it does not
     valid: bool | BoolArray = True
 
@@ -122,6 +125,10 @@ class LayerCost:
     def step_seconds(self) -> float:
         """Seconds once a step."""
         return self.step_exposed + self.update + self.step_host
+
+    def with_split_backward(self) -> LayerCost:
+        """The same under a schedule that leaves gradients of weights to passes of their own."""
+        return replace(self, host=self.host + self.splitting)
 
 
 _NAMES = tuple(item.name for item in fields(LayerCost) if item.name != "valid")
@@ -164,6 +171,11 @@ class LayerPricer:
         self._bucket = bucket_of(self.profile.graph.trainable * ITEM_BYTES[self.profile.reduce_precision])
         overhead = self.profile.overhead
         self._host = {item.name: getattr(overhead, item.name) for item in fields(overhead)}
+
+    @property
+    def prices_splitting(self) -> bool:
+        """Whether layers cost more under schedules that split backward."""
+        return self._host["split_product"] > 0.0 or self._host["split_share"] > 0.0
 
     def of_group(self, stage_devices: int, group: int) -> LayerPricer:
         """The pricer of the devices of a group of a pipeline; this one where all of the cluster are alike.
@@ -336,6 +348,10 @@ class LayerPricer:
         update += work.master_items * (wide + profile.copied_bytes) / profile.cluster.device.memory_bandwidth
         item = HostItem(ITEM_BYTES[profile.reduce_precision], wide, optimizer.state_bytes)
         seconds = (figures.forward, figures.backward)
+        # ZeRO-2 and 3 reduce gradients when backward ends: their layers leave none to a pass of its own
+        weight = where(strategy.parameter_shards > 1, 0.0, weight_seconds(figures.forward, figures.backward - again))
+        overhead = profile.overhead
+        splitting = overhead.split_product * weight_products(kind) + overhead.split_share * weight
         host = host_traffic(profile.cluster.device, work, seconds, figures.kept, item)
         return {
             "forward": figures.forward,
@@ -347,6 +363,8 @@ class LayerPricer:
             "step_exposed": exposed.step + exchange + host.step,
             "update": update + host.update,
             "step_host": work.step_overhead,
+            "weight": weight,
+            "splitting": where(strategy.parameter_shards > 1, 0.0, splitting),
             **self._sizes(name, kind, work, figures, strategy, microbatch, sharing),
         }
 
@@ -413,7 +431,7 @@ class LayerPricer:
     def _copied_bucket(self, strategy: Either, largest_gradient: Whole) -> Whole:
         """Bytes of a bucket on its way to the ranks that share the optimizer's states (ZeRO-1), and of this rank's part
         of the sum. The gradient that fills a bucket goes beyond its size."""
-        if not self.profile.copied_bytes:
+        if self.profile.unbuffered:
             return 0
         return up(sent_bucket(strategy, self._bucket + largest_gradient))
 

@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
@@ -126,7 +125,7 @@ def price_chunk(
         sum(cost.backward_seconds for cost in costs) + fixed,
         right[1],
         left[1],
-        sum(weight_seconds(cost.forward, cost.backward) for cost in costs),
+        sum(cost.weight for cost in costs),
     )
     split = shape.schedule.splits_backward
     waiting = [_pending(pricer, shape, place, strategies[place]) for place in inside] if split else []
@@ -138,15 +137,6 @@ def price_chunk(
     return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, formed, carried)
 
 
-def weight_seconds(forward: Real, backward: Real) -> Real:
-    """Seconds of the gradients of weights of a layer, from its compute (``backward`` without recomputation).
-
-    Every matmul with weights runs once in forward and twice in backward, all else about as long in both, so the
-    weights' share is what backward takes longer (Qi et al. 2023, table 5: within 5 % of their measurements).
-    """
-    return least(largest(backward - forward, 0.0), forward)
-
-
 def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> tuple[int, int]:
     """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls and
     convolutions; and of the gradients alone.
@@ -154,6 +144,8 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
     Matmuls of one tensor (queries, keys and values; gate and up) hold it once. A tensor group shares the wider side:
     columns of what widens, the inner dim of what narrows again.
     """
+    if strategy.parameter_shards > 1:  # ZeRO-2 and 3 reduce gradients when backward ends: nothing waits
+        return 0, 0
     graph, inputs, outputs = pricer.profile.graph, 0.0, 0.0
     operators = graph.kind_of(graph.layers[place]).operators
     for reader in _readers(operators):
@@ -195,7 +187,7 @@ def _layer_cost(
         why = _refused(pricer.profile.graph.kinds[layer.kind], strategy)
         remedy = why or _profiled(pricer.profile, layer.kind, strategy)
         raise InputError(f"strategy of {layer.name}", str(strategy), remedy)
-    return cost
+    return cost.with_split_backward() if shape.schedule.splits_backward else cost
 
 
 def _refused(kind: LayerKind, strategy: Strategy) -> str:

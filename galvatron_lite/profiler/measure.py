@@ -41,7 +41,7 @@ from galvatron_lite.profiler.measure_hardware import (
     with_throughput,
 )
 from galvatron_lite.profiler.measure_layers import LayerSetting, measured_grids, measured_slices, share_on
-from galvatron_lite.profiler.measure_overhead import BlockingCost
+from galvatron_lite.profiler.measure_overhead import Line
 from galvatron_lite.profiler.schema import (
     PROFILE_VERSION,
     CollectiveFit,
@@ -323,7 +323,7 @@ def assemble(name: str, scope: Scope, results: Results) -> Profile:
     points = [point for key, value in results.items() if key.startswith(kinds) for point in value]
     communication = tuple(from_data(CollectivePoint, point, "collectives") for point in points)
     throughput = from_data(Throughput, results["throughput"], "throughput")
-    waiting = from_data(BlockingCost, results["waiting"], "waiting")
+    waiting = from_data(Line, results["waiting"], "waiting")
     overhead = from_data(HostOverhead, results["overhead"], "overhead")
     fits = fit_collectives(communication)
     precision, parameters = scope.graph.precision, scope.parameter_precision
@@ -339,7 +339,7 @@ def assemble(name: str, scope: Scope, results: Results) -> Profile:
         collectives=communication,
         fits=fits,
         overlap=from_data(Overlap, results["overlap"], "overlap"),
-        overhead=replace(overhead, tensor=waiting.fixed, tensor_per_byte=waiting.per_byte),
+        overhead=replace(overhead, tensor=waiting.fixed, tensor_per_byte=waiting.slope),
         throughput=throughput,
         gather_precision=precision,
         reduce_precision=parameters,

@@ -36,7 +36,7 @@ from galvatron_lite.profiler.measure_layers import (
     measure_block,
     segment_memory,
 )
-from galvatron_lite.profiler.measure_overhead import BlockingCost, measure_overhead, measure_waiting
+from galvatron_lite.profiler.measure_overhead import Line, measure_overhead, measure_waiting
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import (
@@ -299,11 +299,11 @@ class LayerBench:
             overhead = replace(overhead, branch=self.branch_seconds(self.device, self.rule))
         return overhead
 
-    def measure_waiting(self, most: int) -> BlockingCost:
+    def measure_waiting(self, most: int) -> Line:
         """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""
         kind = self._frequent_kind()
         if kind is None:
-            return BlockingCost()
+            return Line()
         calls = [self._calls_at(samples)[kind] for samples in (1, most)]
         block = self._blocks[kind]
         plan = infer_block(block, calls[0].args, calls[0].kwargs)

@@ -26,6 +26,8 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
+from galvatron_lite.parallelism.pipeline.cost import weight_products, weight_seconds
+from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.runner import Receiver, Sender
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, ProcessAxisGroup
 from galvatron_lite.parallelism.spatial.cost import exchanges, strategy_on
@@ -55,6 +57,7 @@ from galvatron_lite.profiler.timing import (
     single_part,
     time_call,
     time_difference,
+    time_laps,
 )
 
 CHAIN_LAYERS = 3
@@ -78,10 +81,15 @@ def _leave(_: Tensor) -> None:
     return None
 
 
-def chain_run(chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
+def chain_run(
+    chain: nn.Module,
+    call: SegmentCall,
+    watch: Callable[[Tensor], None] = _leave,
+    deferral: Deferral | None = None,
+) -> Callable[[Lap], object]:
     """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
 
-    ``watch`` sees the chain's scalar before backward.
+    ``watch`` sees the chain's scalar before backward; what ``deferral`` was left follows backward.
     """
     leaf = leaf_of(call)
 
@@ -92,6 +100,8 @@ def chain_run(chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], Non
         seed = chain(call, leaves)
         watch(seed)
         seed.backward()
+        for make_gradient in deferral.take() if deferral is not None else ():
+            make_gradient()
         lap()
 
     return once
@@ -116,7 +126,15 @@ def measure_overhead(
     step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
     data = _data_seconds(block, call, device, rule)
     spatial = line_through([_spatial_point(block, kind, *item, device, rule) for item in calls.items()])
-    overhead = HostOverhead(data=data, step=step, spatial=spatial.fixed, spatial_per_byte=spatial.per_byte)
+    split = line_through([_split_point(block, item, device, rule) for item in calls.values()])
+    overhead = HostOverhead(
+        data=data,
+        step=step,
+        spatial=spatial.fixed,
+        spatial_per_byte=spatial.slope,
+        split_product=split.fixed / max(weight_products(kind), 1),
+        split_share=min(split.slope, 1.0),
+    )
     if not launched():
         return overhead
     return replace(
@@ -176,6 +194,29 @@ def _spatial_point(
         return size, max(time_difference(terms, device, rule).seconds, 0.0)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return size, 0.0
+
+
+def _split_point(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> tuple[float, float]:
+    """Seconds of a block's gradients of weights, and by how much longer the block takes where they have a pass of
+    their own."""
+    plain, split, deferral = BlockChain(block), BlockChain(block), Deferral()
+    for layer in split.blocks:
+        defer_weights(layer, deferral)
+    leaf = leaf_of(call)
+
+    def both_passes(lap: Lap) -> None:
+        leaves = [entering(leaf) for _ in range(CHAIN_LAYERS)]
+        seed = plain(call, leaves)
+        lap()
+        seed.backward()
+        lap()
+
+    forward, backward = (lap / CHAIN_LAYERS for lap in time_laps(both_passes, device, rule).laps)
+    terms = (
+        Term(1.0 / CHAIN_LAYERS, chain_run(split, call, deferral=deferral)),
+        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
+    )
+    return float(weight_seconds(forward, backward)), max(time_difference(terms, device, rule).seconds, 0.0)
 
 
 def _exchange_seconds(
@@ -238,11 +279,11 @@ def _pipeline(device: torch.device, rule: TimingRule) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockingCost:
-    """Seconds that a blocking collective costs beside its transfer: ``fixed + per_byte * bytes of the tensor``."""
+class Line:
+    """Seconds of overhead, ``fixed + slope * x``: of a blocking collective beside its transfer, x its tensor's bytes."""
 
     fixed: float = 0.0
-    per_byte: float = 0.0
+    slope: float = 0.0
 
 
 def measure_waiting(
@@ -251,7 +292,7 @@ def measure_waiting(
     calls: Sequence[SegmentCall],
     device: torch.device,
     rule: TimingRule = DEFAULT_RULE,
-) -> BlockingCost:
+) -> Line:
     """Measure it on the largest tensor-parallel group that this world and the block allow.
 
     Returns:
@@ -259,7 +300,7 @@ def measure_waiting(
     """
     degree = largest_degree(plan)
     if degree == 1:
-        return BlockingCost()
+        return Line()
     group = make_group(GroupShape(degree, 1, dist.get_world_size() // degree))
     points = [_point(block, plan, call, ProcessTensorGroup(group), device, rule) for call in calls]
     return line_through(points)
@@ -272,11 +313,11 @@ def largest_degree(plan: TensorPlan) -> int:
     return max(legal) if plan.collectives else 1
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> BlockingCost:
-    """The line through the points of the smallest and the largest tensor, neither figure below zero."""
+def line_through(points: Sequence[tuple[float, float]]) -> Line:
+    """The line through the points of the smallest and the largest x, neither figure below zero."""
     (small, few), (large, many) = min(points), max(points)
-    per_byte = max((many - few) / (large - small), 0.0) if large > small else 0.0
-    return BlockingCost(max(few - per_byte * small, 0.0), per_byte)
+    slope = max((many - few) / (large - small), 0.0) if large > small else 0.0
+    return Line(max(few - slope * small, 0.0), slope)
 
 
 def _point(

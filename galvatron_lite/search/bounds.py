@@ -32,8 +32,9 @@ import numpy as np
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.points import Curves, index_points, slices_of
 from galvatron_lite.cost.schedule import form_of
-from galvatron_lite.cost.stage import Shape, weight_seconds
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.pipeline.cost import weight_seconds
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts, part_of
 from galvatron_lite.search.tables import TICKS, Memo, StrategyTable, pairs_within, remembered, ticks

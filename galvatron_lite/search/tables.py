@@ -14,7 +14,7 @@ from galvatron_lite.arrays import BoolArray, IntArray, Real
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.schedule import Form, form_of
-from galvatron_lite.cost.stage import Shape, weight_seconds
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.divisors import divisors
@@ -99,7 +99,7 @@ def _figures(costs: LayerCost, single: bool) -> StrategyFigures:
     return StrategyFigures(
         all_ticks(costs.forward_seconds),
         all_ticks(costs.backward_seconds),
-        all_ticks(weight_seconds(costs.forward, costs.backward)),
+        all_ticks(costs.weight),
         all_ticks(costs.step_seconds),
         np.asarray(costs.kept),
         np.column_stack([getattr(memory, name) for name in MEMORY]),
@@ -277,7 +277,7 @@ class Mixtures:
 
 @dataclass(slots=True)
 class Store:
-    """Figures of all strategies of all kinds of layers, whatever the schedule; made when asked for."""
+    """Figures of all strategies of all kinds of layers; made when asked for."""
 
     pricer: LayerPricer  # of the profile
     space: Space  # the strategies to choose from
@@ -336,23 +336,24 @@ class Store:
         return self._options[key]
 
     def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing = ALONE) -> StrategyTable:
-        """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
-        key = (kind, shape.stage_devices, shape.stages, sharing, shape.microbatch, shape.microbatches == 1)
+        """Every strategy of a kind of layer under a shape."""
+        splits = shape.schedule.splits_backward and self.pricer.prices_splitting
+        key = (kind, shape.stage_devices, shape.stages, sharing, shape.microbatch, shape.microbatches == 1, splits)
         found = self._ready(key, fixed)
         if found is None:
             unpinned = self._ready(key, UNPINNED)
             found = None if unpinned is None else self._narrowed(unpinned, fixed)
             if found is None:
                 self._price(kind, shape, fixed, sharing)
-                found = self._priced[fixed][key].table(*key[-2:])
+                found = self._priced[fixed][key[:-1]].table(*key[-3:])
             self._known[fixed][key] = found
         return found
 
     def _ready(self, key: tuple[Any, ...], fixed: Fixed) -> StrategyTable | None:
         """A table that is known, or whose strategies are priced."""
         tables, priced = self._known.setdefault(fixed, {}), self._priced.setdefault(fixed, {})
-        if key not in tables and key in priced:
-            tables[key] = priced[key].table(*key[-2:])
+        if key not in tables and key[:-1] in priced:
+            tables[key] = priced[key[:-1]].table(*key[-3:])
         return tables.get(key)
 
     def _narrowed(self, unpinned: StrategyTable, fixed: Fixed) -> StrategyTable | None:
@@ -388,14 +389,16 @@ class _Batch:
     rows: IntArray  # (S,) which of the options
     sizes: IntArray  # (S,) samples of a micro-batch
     costs: LayerCost
-    figures: dict[bool, StrategyFigures] = field(default_factory=dict)  # by whether a step is one micro-batch
+    # by whether a step is one micro-batch, and whether its schedule splits backward
+    figures: dict[tuple[bool, bool], StrategyFigures] = field(default_factory=dict)
 
-    def table(self, size: int, single: bool) -> StrategyTable:
+    def table(self, size: int, single: bool, splits: bool) -> StrategyTable:
         """Of one size of micro-batches."""
-        if single not in self.figures:
-            self.figures[single] = _figures(self.costs, single)
+        if (single, splits) not in self.figures:
+            costs = self.costs.with_split_backward() if splits else self.costs
+            self.figures[single, splits] = _figures(costs, single)
         valid = np.flatnonzero(self.costs.valid & (self.sizes == size))
-        return StrategyTable(self.options, self.rows[valid], self.figures[single].at(valid))
+        return StrategyTable(self.options, self.rows[valid], self.figures[single, splits].at(valid))
 
 
 @dataclass(slots=True)

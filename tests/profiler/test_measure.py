@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler import measure_bench
 from galvatron_lite.profiler.measure import machine_name, measure_profile, sample_counts
 from galvatron_lite.profiler.measure_hardware import measure_optimizer, measure_throughput
-from galvatron_lite.profiler.measure_overhead import BlockingCost, line_through, measure_waiting
+from galvatron_lite.profiler.measure_overhead import Line, line_through, measure_waiting
 from galvatron_lite.profiler.schema import BRANCH_HOST, OriginKind, Profile
 from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.store import journal_path, last_profile, profile_hash, read_profile
@@ -157,7 +157,7 @@ def test_noise_never_makes_it_negative(points: list[tuple[int, float]]) -> None:
 
 def test_one_process_never_waits() -> None:
     call = SegmentCall((torch.zeros(1, 2),), {}, None)
-    assert measure_waiting(nn.Linear(2, 2), TensorPlan(), [call], torch.device("cpu")) == BlockingCost()
+    assert measure_waiting(nn.Linear(2, 2), TensorPlan(), [call], torch.device("cpu")) == Line()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -337,6 +337,8 @@ class Brute:
         for strategy in self.offered(shape, layer):
             cost = self.pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
             if cost is not None and self.fixed.allows_in(layer.name, strategy):
+                if shape.schedule.splits_backward:
+                    cost = replace(cost, host=cost.host + cost.splitting)
                 found.append((strategy, cost))
         return found
 
@@ -477,8 +479,14 @@ def _stacked(options: list[Options]) -> Options:
 
 
 def _weights(layers: list[list[tuple[Strategy, LayerCost]]], grid: Ints) -> Floats:
-    """Seconds of the gradients of weights: what backward takes longer than forward, at most as long as forward."""
-    columns = [np.array([min(max(c.backward - c.forward, 0.0), c.forward) for _, c in layer]) for layer in layers]
+    """Seconds of the gradients of weights: what backward takes longer than forward, at most as long as forward.
+
+    None of layers under ZeRO-2 and 3, which reduce gradients when backward ends.
+    """
+    columns = [
+        np.array([min(max(c.backward - c.forward, 0.0), c.forward) * (s.parameter_shards == 1) for s, c in layer])
+        for layer in layers
+    ]
     return np.sum([column[own] for column, own in zip(columns, grid, strict=True)], axis=0)
 
 

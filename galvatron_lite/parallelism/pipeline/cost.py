@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from galvatron_lite.arrays import Whole
+from galvatron_lite.arrays import Real, Whole, largest, least
 from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.schedule import Moments, Schedule
 from galvatron_lite.parallelism.strategy import Strategy
@@ -75,3 +76,25 @@ def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool 
 def held_messages(microbatches: int) -> tuple[int, int]:
     """Messages over the boundaries before and behind a stage that ``buffer_bytes`` counts."""
     return (0, 1) if microbatches == 1 else (2, 2)
+
+
+def weight_seconds(forward: Real, backward: Real) -> Real:
+    """Seconds of the gradients of weights of a layer, from its compute (``backward`` without recomputation).
+
+    Every matmul with weights runs once in forward and twice in backward, all else about as long in both, so the
+    weights' share is what backward takes longer (Qi et al. 2023, table 5: within 5 % of their measurements).
+    """
+    return least(largest(backward - forward, 0.0), forward)
+
+
+def weight_products(kind: LayerKind) -> int:
+    """How many products with weights a layer makes whose gradients a zero-bubble schedule leaves to a pass of their
+    own."""
+    return sum(
+        operator.count
+        for operator in kind.operators
+        if operator.kind in _PRODUCTS and operator.weight_bytes and not operator.frozen
+    )
+
+
+_PRODUCTS = frozenset({OperatorClass.MATMUL, OperatorClass.CONVOLUTION})
