@@ -60,7 +60,7 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> int:
         step = make()
         step()
         step()
-        peak.mark()
+        peak.mark(between_steps=True)
         step()
         del step
     return int(highest(peak.phases[-1].peak))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, up, where
+from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, least, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, exposed_by
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
@@ -153,7 +153,8 @@ class LayerPricer:
     points: dict[PointKey, tuple[LayerPoint, ...]] = field(default_factory=dict)  # of the profile; indexed where empty
     compute: float = 1.0  # factor on the seconds of these points
     links: Links = field(init=False)  # prices communication
-    _bucket: int = field(init=False)  # bytes of a bucket of gradients
+    _gradients: int = field(init=False)  # bytes of the gradients of the model
+    _bucket: int = field(init=False)  # bytes from which on a bucket of them is full
     _host: dict[str, float] = field(init=False)
     _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)
     _curves: dict[str, Curves] = field(default_factory=dict)
@@ -168,7 +169,8 @@ class LayerPricer:
         """Indexes the profile."""
         self.links = Links(self.profile)
         self.points = self.points or index_points(self.profile.layers)
-        self._bucket = bucket_of(self.profile.graph.trainable * ITEM_BYTES[self.profile.reduce_precision])
+        self._gradients = self.profile.graph.trainable * ITEM_BYTES[self.profile.reduce_precision]
+        self._bucket = bucket_of(self._gradients)
         overhead = self.profile.overhead
         self._host = {item.name: getattr(overhead, item.name) for item in fields(overhead)}
 
@@ -433,7 +435,7 @@ class LayerPricer:
         of the sum. The gradient that fills a bucket goes beyond its size."""
         if self.profile.unbuffered:
             return 0
-        return up(sent_bucket(strategy, self._bucket + largest_gradient))
+        return up(sent_bucket(strategy, least(self._bucket + largest_gradient, self._gradients)))
 
     def _bytes(
         self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Either, grouped: bool

@@ -280,7 +280,7 @@ def _pipeline(device: torch.device, rule: TimingRule) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of overhead, ``fixed + slope * x``: of a blocking collective beside its transfer, x its tensor's bytes."""
+    """Seconds ``fixed + slope * x``; of a blocking collective beside its transfer, x is its tensor's bytes."""
 
     fixed: float = 0.0
     slope: float = 0.0

@@ -10,10 +10,11 @@ goes unseen. Code that releases old tensors should be tracked from before it mak
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class PeakMemory:
     device: torch.device
     phases: tuple[MemoryPhase, ...] = ()  # one between the entry, each ``mark``, and the exit
     _measured: list[MemoryPhase] = field(default_factory=list)
+    _held: list[Collection[int] | None] = field(default_factory=list)  # by mark: addresses of blocks that count on
 
     @property
     def peak(self) -> int:
@@ -54,15 +56,20 @@ class PeakMemory:
         """Bytes live at the end, above what lived at entry."""
         return self.phases[-1].end
 
-    def mark(self) -> None:
+    def mark(self, *, between_steps: bool = False) -> None:
         """End a phase here and begin the next one.
 
-        For a step's peak in steady state: enter before the model is made, run two steps, ``mark()``, run one more, and
+        For a step's peak in steady state: enter before the model is made, run two steps, ``mark(between_steps=True)``, run one more, and
         read ``phases[-1].peak``.
+
+        Args:
+            between_steps: on CPU, what no tensor of Python holds counts no longer (between steps autograd holds
+                nothing): a thread of the backend released it unseen.
         """
         if self.device.type == "cuda":
             self._measured.append(_cuda_phase(self.device, self._measured))
         else:
+            self._held.append(_held_addresses() if between_steps else None)
             with record_function(_MARK):
                 pass
 
@@ -92,7 +99,15 @@ def _track_cpu(peak: PeakMemory) -> Iterator[PeakMemory]:
     # Garbage of earlier code that is released inside makes the allocator's reporter warn of unknown blocks.
     with garbage_waits(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         yield peak
-    peak.phases = _phases(_read_trace(trace))
+    peak.phases = _phases(_read_trace(trace), peak._held)
+
+
+def _held_addresses() -> Collection[int]:
+    """Where the storages of all tensors lie that Python holds."""
+    gc.collect()
+    # exactly tensors: subclasses hold theirs in attributes
+    tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
+    return {one.untyped_storage().data_ptr() for one in tensors if one.device.type == "cpu" and not one.is_sparse}
 
 
 def _read_trace(trace: profile) -> list[dict[str, Any]]:
@@ -112,14 +127,16 @@ def _is_mark(event: dict[str, Any]) -> bool:
     return bool(event.get("name") == _MARK and event.get("ph") == "X")
 
 
-def _phases(events: list[dict[str, Any]]) -> tuple[MemoryPhase, ...]:
+def _phases(events: list[dict[str, Any]], held: Sequence[Collection[int] | None]) -> tuple[MemoryPhase, ...]:
     blocks: dict[int, int] = {}
     live = start = peak = 0
     phases = []
     for event in events:
         if _is_mark(event):
             phases.append(MemoryPhase(start, peak, live))
-            start = peak = live
+            counted = held[len(phases) - 1]
+            blocks = {place: size for place, size in blocks.items() if counted is None or place in counted}
+            start = peak = live = sum(blocks.values())
             continue
         live += _change(blocks, event["args"]["Addr"], event["args"]["Bytes"])
         peak = max(peak, live)

@@ -157,8 +157,8 @@ class HostOverhead(Strict):
     spatial_per_byte: Seconds = 0.0
     # one exchange of ranks that share pixels beside the transfer: waiting for the others, waking up
     spatial_exchange: CallSeconds = 0.0
-    # zero-bubble schedules, where a product's weight gets its gradient in a pass of its own: seconds of each product, and
-    # the share by which all such passes are slower than within backward (their operands have left the caches)
+    # zero-bubble schedules, whose gradients of weights have passes of their own: seconds of each product with weights,
+    # and the share by which these passes are slower than within backward (what they read has left the caches)
     split_product: CallSeconds = 0.0
     split_share: Share = 0.0
     # one call of a branch with devices of its own, on every rank, forward and backward together beside the transfer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import exchanging
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Operator, OperatorClass, Recompute
 from galvatron_lite.parallelism.layout import layout_of, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.schema import LayerPoint, Overlap
+from galvatron_lite.profiler.schema import HostOverhead, LayerPoint, Overlap
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 
 ITEMS = 1_000_000
@@ -50,6 +51,20 @@ def test_gradients_of_shared_parameters_are_summed_as_they_are_held(strategy: St
     size = exchanged / shards * 4
     seconds = 2 * (size / 2 / BETA + ALPHA)
     assert costs[1].step_exposed - costs[0].step_exposed == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("stage", "share"), [(1, 0.04), (2, 0.0), (3, 0.0)])
+def test_products_whose_gradients_wait_cost_each_and_by_their_time(stage: int, share: float) -> None:
+    """0.01 s for each of two products, and a tenth of 0.2 s of gradients; ZeRO-2 and 3 reduce them with backward."""
+    product = Operator("linear", OperatorClass.MATMUL, (2, 2, 2), 2, 1, 1, 1, 1, weight_bytes=16)
+    kind = replace(make_kind("block", ITEMS), operators=(product, replace(product, weight_bytes=0, count=1)))
+    points = [LayerPoint("block", 1, 1, False, Recompute.NONE, 0.2, 0.4, 400, 800, 600)]
+    profile = make_profile(make_graph([kind], ["block"]), points, make_cluster(2, 0, BETA, ALPHA))
+    overhead = HostOverhead(split_product=0.01, split_share=0.1)
+    cost = LayerPricer(replace(profile, overhead=overhead)).price("block", Strategy(zero=2, zero_stage=stage), 2, 2)
+    assert cost is not None
+    assert cost.splitting == pytest.approx(share)
+    assert cost.with_split_backward().host == cost.host + cost.splitting
 
 
 @pytest.mark.parametrize(("beta", "hidden"), [(BETA, True), (BETA / 100, False)])

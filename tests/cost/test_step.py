@@ -22,7 +22,15 @@ from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import stride_between
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Schedule
-from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, LayerPoint, OptimizerCost, Overlap, Profile
+from galvatron_lite.profiler.schema import (
+    CollectiveFit,
+    CollectivePoint,
+    HostOverhead,
+    LayerPoint,
+    OptimizerCost,
+    Overlap,
+    Profile,
+)
 from galvatron_lite.search.result import plan_of
 from tests.factories import make_cluster, make_graph, make_kind, make_profile, random_profile
 from tests.processor_time import least, process_seconds
@@ -146,9 +154,11 @@ def test_points_lie_on_straight_lines() -> None:
     assert figures_at(known[:1], 4).forward == 4.0
 
 
-def pipelined(schedule: Schedule, groups: int, virtual: int, layers: int, microbatches: int) -> Plan:
+def pipelined(
+    schedule: Schedule, groups: int, virtual: int, layers: int, microbatches: int, overhead: HostOverhead | None = None
+) -> Plan:
     """Equal layers over ``groups * virtual`` stages, priced."""
-    profile = simple_of(layers, groups)
+    profile = replace(simple_of(layers, groups), overhead=overhead or HostOverhead())
     stages = groups * virtual
     cuts = tuple(range(0, layers + 1, layers // stages))
     plan = plan_of(
@@ -187,6 +197,14 @@ def test_stages_of_one_group_say_the_memory_of_its_devices() -> None:
     assert [stage.memory for stage in plan.stages] == [groups[place % 4] for place in range(8)]
     assert groups[0].activations > groups[3].activations
     assert plan.prediction.peak_memory == max(memory.total for memory in groups)
+
+
+@pytest.mark.parametrize(("schedule", "slower"), [(Schedule.ONE_F_ONE_B, 0.0), (Schedule.ZERO_BUBBLE_2P, 0.1)])
+def test_gradients_in_passes_of_their_own_take_longer(schedule: Schedule, slower: float) -> None:
+    overhead = HostOverhead(split_share=0.1)
+    steps = [pipelined(schedule, 4, 1, 8, 12, each).prediction.step_seconds for each in (None, overhead)]
+    # two layers a group, each with 1 s of gradients of weights, are busy for 12 micro-batches, and wait for 3 at most
+    assert 12 * 2 * slower <= steps[1] - steps[0] + 1e-9 <= (12 + 3) * 2 * slower + 2e-9
 
 
 def test_zero_bubble_is_quicker_and_holds_what_its_limit_says() -> None:

@@ -15,13 +15,14 @@ from torch import nn
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork
+from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler import measure_bench
 from galvatron_lite.profiler.measure import machine_name, measure_profile, sample_counts
 from galvatron_lite.profiler.measure_hardware import measure_optimizer, measure_throughput
-from galvatron_lite.profiler.measure_overhead import Line, line_through, measure_waiting
+from galvatron_lite.profiler.measure_overhead import BlockChain, Line, chain_run, line_through, measure_waiting
 from galvatron_lite.profiler.schema import BRANCH_HOST, OriginKind, Profile
 from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.store import journal_path, last_profile, profile_hash, read_profile
@@ -142,17 +143,31 @@ sizes = st.integers(1, 2**30)
 
 
 @given(figures, st.floats(0, 1e-8), st.tuples(sizes, sizes).filter(lambda pair: pair[0] != pair[1]))
-def test_points_of_a_line_give_the_line(fixed: float, per_byte: float, places: tuple[int, int]) -> None:
-    found = line_through([(size, fixed + per_byte * size) for size in places])
-    assert found.per_byte == pytest.approx(per_byte, rel=1e-3, abs=1e-9)
-    wanted = max(fixed + per_byte * size for size in places)
-    assert found.fixed + found.per_byte * max(places) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+def test_points_of_a_line_give_the_line(fixed: float, slope: float, places: tuple[int, int]) -> None:
+    found = line_through([(size, fixed + slope * size) for size in places])
+    assert found.slope == pytest.approx(slope, rel=1e-3, abs=1e-9)
+    wanted = max(fixed + slope * size for size in places)
+    assert found.fixed + found.slope * max(places) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
 @given(st.lists(st.tuples(sizes, st.floats(-1e-2, 1e-2)), min_size=2, max_size=2))
 def test_noise_never_makes_it_negative(points: list[tuple[int, float]]) -> None:
     found = line_through(points)
-    assert min(found.fixed, found.per_byte) >= 0
+    assert min(found.fixed, found.slope) >= 0
+
+
+def test_a_chain_whose_gradients_wait_makes_them_all() -> None:
+    block, call = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), SegmentCall((torch.ones(2, 4),), {}, None)
+    plain, split, deferral = BlockChain(block), BlockChain(block), Deferral()
+    for layer in split.blocks:
+        defer_weights(layer, deferral)
+    chain_run(plain, call)(lambda: None)
+    chain_run(split, call, deferral=deferral)(lambda: None)
+    assert not deferral.take()
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_one_process_never_waits() -> None:
