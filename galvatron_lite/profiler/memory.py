@@ -59,8 +59,8 @@ class PeakMemory:
     def mark(self, *, between_steps: bool = False) -> None:
         """End a phase here and begin the next one.
 
-        For a step's peak in steady state: enter before the model is made, run two steps, ``mark(between_steps=True)``, run one more, and
-        read ``phases[-1].peak``.
+        For a step's peak in steady state: enter before the model is made, run two steps,
+        ``mark(between_steps=True)``, run one more, and read ``phases[-1].peak``.
 
         Args:
             between_steps: on CPU, what no tensor of Python holds counts no longer (between steps autograd holds
