@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import DeadParameters, Layer, Operator, OperatorClass, Role, SplitDims
 from galvatron_lite.model.sides import SIDES, sides_of
@@ -179,6 +180,25 @@ def token_writes(block: nn.Module, call: BlockCall) -> str:
     with torch.no_grad(), shapes_only(Recorder()), left_to_the_plan(), writes:
         block(*args, **kwargs)
     return next(iter(writes.names), "")
+
+
+def check_replaced(model: nn.Module, twin: nn.Module) -> None:
+    """Refuse a model that replaces modules of its own while it runs: plans are applied to the modules there are.
+
+    Args:
+        model: the whole model, which has not run.
+        twin: its copy, which has.
+
+    Raises:
+        TraceError: a module of the copy is of another class.
+    """
+    before = dict(model.named_modules())
+    for path, module in twin.named_modules():
+        if path in before and type(module) is not type(before[path]):
+            value = (
+                f"{path}, a {type(before[path]).__name__} that the forward pass replaces by a {type(module).__name__}"
+            )
+            raise TraceError("model", value, "Run the model once on such a batch before.")
 
 
 def whole_reason(

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.capture.limits import dead_parameters, folded_argument, split_dims, token_writes, whole_reason
+from galvatron_lite.capture.limits import (
+    check_replaced,
+    dead_parameters,
+    folded_argument,
+    split_dims,
+    token_writes,
+    whole_reason,
+)
 from galvatron_lite.capture.shared import (
     Owners,
     find_owners,
@@ -111,6 +118,7 @@ def trace(
         if (other := _row_error(twin, batch, precision, blocks, error)) is None:
             raise
         raise other from error
+    check_replaced(model, twin)
     with watched.flow:
         outputs = _ends(watched.output, batches[1], loss_fn)
     seen = (fewer, watched.seen)

@@ -77,6 +77,23 @@ class Weighted(nn.Module):
         return (x * weights)[: len(names)].mean()
 
 
+class Settling(Plain):
+    """Chooses a block by the length of its first batch, as BigBird does its attention."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        if not isinstance(self.body[0], Careful):
+            self.body[0] = Careful(32)
+        return super().forward(*args)
+
+
+def test_a_model_that_replaces_modules_runs_once_before() -> None:
+    model, (_, batch) = Settling(), plain()
+    with pytest.raises(TraceError, match=r"'body\.0, a Mixer that the forward pass replaces by a Careful'.*Run the mo"):
+        trace(model, batch)
+    model(*batch)
+    assert trace(model, batch).layers
+
+
 def test_a_tensor_whose_first_dimension_is_that_of_the_samples_by_chance() -> None:
     batch = {"x": torch.ones(4, 4), "weights": torch.ones(4), "names": ["a"]}
     with pytest.raises(TraceError, match=r"batch: 'x, weights'.*a row for each of 4 samples.*a first dimension of 1"):
