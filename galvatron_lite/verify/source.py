@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +26,7 @@ from galvatron_lite.model.shapes import (
     load_shape,
 )
 from galvatron_lite.model.shapes.fields import PictureShape, TransformerShape
+from galvatron_lite.model.trace.meta import copy_with
 from galvatron_lite.model.zoo import build, build_image, size_named
 
 
@@ -182,14 +184,7 @@ def module_source(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = 
 
     def make() -> ModelParts:
         bare = torch.get_default_device().type == "meta"
-        return _meta_copy(model) if bare else copy.deepcopy(model), batch, loss_fn
+        twin = copy_with(model, partial(torch.empty_like, device="meta")) if bare else copy.deepcopy(model)
+        return twin, batch, loss_fn
 
     return ModelSource(type(model).__name__, make)
-
-
-def _meta_copy(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no storages, made without reading any."""
-    fresh: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    for parameter in model.parameters():
-        fresh[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    return copy.deepcopy(model, fresh)

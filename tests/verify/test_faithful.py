@@ -25,7 +25,8 @@ from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, layer
 from galvatron_lite.verify.conformance.memory import BUDGET, MEMORY, memory_checks
 from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
 from galvatron_lite.verify.dry.world import _LOG
-from galvatron_lite.verify.match.meeting import FIT, PROGRESS, folded, match
+from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, RoleRun, Sample, Verdict
 from tests.equivalence.plans import write_plan
 

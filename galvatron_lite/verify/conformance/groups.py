@@ -12,7 +12,7 @@ from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.conformance.layers import PlannedLayers, check_of
-from galvatron_lite.verify.match.meeting import rank_list, where
+from galvatron_lite.verify.match.words import rank_list, where
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"

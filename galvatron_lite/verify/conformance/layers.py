@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
-from galvatron_lite.verify.match.meeting import folded
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
 
 STAGES = "stages are the plan's"

@@ -10,7 +10,7 @@ from galvatron_lite.cost.step import device_memory
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Provenance, Stage
 from galvatron_lite.units import format_budget, format_bytes
-from galvatron_lite.verify.match.meeting import folded
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, RoleRun, Verdict
 
 MEMORY = "memory is as predicted"

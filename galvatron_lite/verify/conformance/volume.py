@@ -30,7 +30,7 @@ from galvatron_lite.units import ITEM_BYTES, format_bytes
 from galvatron_lite.verify.conformance.groups import COPIES
 from galvatron_lite.verify.conformance.layers import PlannedLayers
 from galvatron_lite.verify.conformance.memory import EXPLAINED
-from galvatron_lite.verify.match.meeting import folded
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Verdict
 
 VOLUME = "communication is as priced"

@@ -178,7 +178,7 @@ def run_roles(
     A rank that waits for something announced by a rank that comes later (stages that go round the groups of devices
     more than once) is begun again once that has been run so far.
 
-    Micro-batches that repeat others are not run (``dry_repeat``); all are where some turn out not to.
+    Micro-batches that repeat others are not run (``repeat``); all are where some turn out not to.
 
     Raises:
         DryRunError: what runs depends on values, or ranks wait for one another.

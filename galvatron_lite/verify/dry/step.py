@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from galvatron_lite.model.batch import (
 )
 from galvatron_lite.model.discover import BlockNames, discover_layers
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.meta import copy_with, meta_copy
 from galvatron_lite.model.trace.record import Recorder
 from galvatron_lite.model.trace.run import shapes_only
 from galvatron_lite.parallelism.lines import lines_of
@@ -124,7 +123,7 @@ def dry_run(
         rank: of the plan's world.
         hear: what other ranks announce to this one.
         announced: what the rank announces is put in here, too, as far as it comes.
-        brief: leave out micro-batches that repeat others (``dry_repeat``).
+        brief: leave out micro-batches that repeat others (``repeat``).
 
     Raises:
         DryRunError: what runs depends on values.
@@ -137,11 +136,13 @@ def dry_run(
     log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger, subject.operations)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
-        run = shortened(plan, rank // plan.stage_devices) if brief else plan
+        run = shortened(plan) if brief else plan
         step = _Run(subject, run, place, log, ledger)
         step.step()
         splits, kept, stage = step.splits(plan.microbatches), step.kept, step.parallel.runtime.meshes.stage_index
-        messages = lengthened(log.messages, step.watch.starts, plan) if run is not plan else tuple(log.messages)
+        messages = tuple(log.messages)
+        if run is not plan:
+            messages = lengthened(messages, run.microbatches, plan.microbatches)
         del step
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
@@ -176,13 +177,12 @@ def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
 class DryWatch(Watch):
     """Tells where the rank is, and nobody else."""
 
-    def __init__(self, place: RankPlace, log: MessageLog, ledger: Ledger, *, splits_backward: bool) -> None:
+    def __init__(self, place: RankPlace, ledger: Ledger, *, splits_backward: bool) -> None:
         super().__init__(DEVICE)
-        self._place, self._log, self._ledger = place, log, ledger
+        self._place, self._ledger = place, ledger
         # what outlives a backward pass: what gradients of weights are made of later, or the sums that FSDP2 keeps
         self._outlives = Use.ACTIVATIONS if splits_backward else Use.GRADIENTS
         self.forwards_over: Callable[[int], None] = lambda _: None
-        self.starts: list[int] = []
 
     def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
         """This rank comes to a phase."""
@@ -195,8 +195,6 @@ class DryWatch(Watch):
         if place.phase is During.FORWARD:
             self.forwards_over(place.microbatch)
         place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
-        if phase is StepPhase.FORWARD and number == len(self.starts):
-            self.starts.append(len(self._log.messages))
 
     @contextmanager
     def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:  # noqa: ARG002
@@ -263,7 +261,7 @@ class _Run:
         self.subject, self.plan, self.place, self.ledger, self._log = subject, plan, place, ledger, log
         self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
-        model = _without_values(subject.model)
+        model = copy_with(subject.model, _zeros_like)
         zeros = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
         ledger.forget(tensors_of(zeros))  # a loop's data are in host memory, until a rank takes its own of them
         self.batch = _first_of(zeros, plan.global_batch)
@@ -277,7 +275,7 @@ class _Run:
             examined=subject.examined,
             precision=subject.precision,
         )
-        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule.splits_backward)
+        self.watch = self.parallel.watch = DryWatch(place, ledger, splits_backward=plan.schedule.splits_backward)
         self.watch.forwards_over = self._forward_over
         self.optimizer = self.parallel.optimizer(subject.optimizer)
         self._seen = {layer.name: _LayerHooks(layer.name, place, self._mark) for layer in subject.layers}
@@ -387,16 +385,7 @@ def _first_of(batch: Any, samples: int) -> Any:
     return map_tensors(batch, lambda one: one.narrow(0, 0, samples) if one.dim() and len(one) == size else one)
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy of a model whose tensors are made anew, without data where a dry run's mode is active.
-
-    Whole numbers that have values (``dry_mode.SMALL``) are 0: places and kinds of tokens, which something looks up.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for one in tensors + [value for value in vars(module).values() if isinstance(value, Tensor)]:
-            if id(one) not in memo:
-                empty = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=DEVICE).zero_()
-                memo[id(one)] = nn.Parameter(empty, one.requires_grad) if isinstance(one, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Without data where a dry run's mode is active; small whole numbers (``mode.SMALL``) are 0: places and kinds of
+    tokens, which something looks up."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).zero_()
