@@ -17,8 +17,7 @@ from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.trainable import Trainable
 from galvatron_lite.oracle.pricing import lay_out_model, profile_on, reading_seconds
-from galvatron_lite.oracle.rows import Method
-from galvatron_lite.oracle.strategies import RowQuestion
+from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.estimate import estimate_profile

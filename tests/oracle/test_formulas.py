@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,8 +40,10 @@ NEAR, FAR = Link(1e-5, 1e-9), Link(1e-4, 1e-8)
 WIRES = WorstLinks("two nodes", "", 16, 1e9, 4, ((4, NEAR), (16, FAR)), ((4, FAR), (16, FAR)))
 
 
-def ask(kind: Method, devices: int, batch: int = 8, **changes: object) -> Case:
-    return Case(NET, WIRES, kind, devices, batch, **changes)  # type: ignore[arg-type]
+def ask(
+    kind: Method, devices: int, batch: int = 8, network: Network = NET, wires: WorstLinks = WIRES, **changes: Any
+) -> Case:
+    return Case(kind, devices, batch, network.samples, network=network, wires=wires, **changes)
 
 
 def test_pooling_is_counted_as_if_it_mixed_channels() -> None:
@@ -56,7 +59,7 @@ def test_whole_iterations_count() -> None:
 
 def test_the_last_layer_brings_nothing_together() -> None:
     whole = replace(NET, layers=(FIRST, replace(LAST, split=(ModelSplit.FILTER,))))
-    found = estimate(Case(whole, WIRES, Method.FILTER, 4, 8))
+    found = estimate(ask(Method.FILTER, 4, network=whole))
     assert found.moved.layers == pytest.approx(120 * 3 * 3 * (1e-5 + 8 * 256 / 4 * 4 * 1e-9))
 
 
@@ -84,7 +87,7 @@ def test_pipeline_by_hand() -> None:
 def test_weight_update_counts_where_it_is_known() -> None:
     known = replace(NET, update_seconds=0.5)
     times = {
-        kind: estimate(Case(known, WIRES, kind, 2, 8, group=2)).update for kind in Method if kind is not Method.SERIAL
+        kind: estimate(ask(kind, 2, network=known, group=2)).update for kind in Method if kind is not Method.SERIAL
     }
     assert times[Method.SPATIAL] == times[Method.DATA_SPATIAL] == 60.0
     assert times[Method.DATA] == 30.0  # half the iterations
@@ -104,10 +107,11 @@ def test_formulas_without_the_codes_ways() -> None:
     """Own values that the golden rows' quirks change: systems.md 5.4."""
     resnet, cosmo = network_named("resnet50"), network_named("cosmoflow-512")
     for devices, memory in ((4, 15_310_729_600), (64, 15_271_943_320)):
-        assert estimate(Case(resnet, replace(WIRES, direct=((64, FAR),)), Method.FILTER, devices, 64)).memory == memory
-    found = estimate(Case(cosmo, WIRES, Method.DATA_SPATIAL, 4, 1))
+        wide = replace(WIRES, direct=((64, FAR),))
+        assert estimate(ask(Method.FILTER, devices, 64, resnet, wide)).memory == memory
+    found = estimate(ask(Method.DATA_SPATIAL, 4, 1, cosmo))
     assert found.compute / 1584 == pytest.approx(0.6740, abs=5e-5)
-    code = estimate(Case(cosmo, WIRES, Method.DATA_SPATIAL, 4, 1, quirks=frozenset(Quirk)))
+    code = estimate(ask(Method.DATA_SPATIAL, 4, 1, cosmo, quirks=frozenset(Quirk)))
     assert code.compute / 1584 == pytest.approx(0.554168697)
     assert code.moved.gather > 3 * found.moved.gather
 
@@ -177,10 +181,10 @@ def test_two_settings_of_the_same_network(setting: str | None, figures: dict[int
 
 def test_messages_through_host_memory() -> None:
     wires = wires_of(ABCI)
-    assert wires.staged_link(4).alpha == pytest.approx(3.00011e-3)
-    assert wires.staged_link(4).beta == 1 / 16e9
-    assert wires.staged_link(8).alpha == pytest.approx((4 * 15.11 + 0.09) * MICRO)
-    assert wires.staged_link(8).beta == 1 / 12.5e9
+    assert wires.link(4, staged=True).alpha == pytest.approx(3.00011e-3)
+    assert wires.link(4, staged=True).beta == 1 / 16e9
+    assert wires.link(8, staged=True).alpha == pytest.approx((4 * 15.11 + 0.09) * MICRO)
+    assert wires.link(8, staged=True).beta == 1 / 12.5e9
 
 
 def test_any_cluster_has_links() -> None:
@@ -301,7 +305,7 @@ def test_the_largest_batch_to_every_printed_digit(
 ) -> None:
     """``maxSamplePerNode`` of the logs."""
     assert ABCI is not None
-    case = Case(network_named(name), wires_of(ABCI), kind, 4, 1, quirks=quirks_named(quirks))
+    case = ask(kind, 4, 1, network_named(name), wires_of(ABCI), quirks=quirks_named(quirks))
     assert shown(largest_batch(case)) == samples
 
 

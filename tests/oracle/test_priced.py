@@ -11,10 +11,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.pricing import ClusterCosts, forecast, limit_of, machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.rows import ForecastRow, Method
+from galvatron_lite.oracle.rows import ForecastRow, Method, RowQuestion
 from galvatron_lite.oracle.strategies import (
     Chosen,
-    RowQuestion,
     allowed,
     degree_of,
     legal,
@@ -145,11 +144,11 @@ def test_too_small_a_batch_is_worked_through_alike() -> None:
 
 def test_a_given_strategy(machine: ClusterCosts) -> None:
     given = parse_strategy("data8 spatial2x1")
-    row = row_of(machine, RowQuestion(Method.SERIAL, 16, BATCH, SAMPLES, strategy=given, name=str(given)))
+    row = row_of(machine, RowQuestion(Method.SERIAL, 16, BATCH, SAMPLES, text=given))
     assert (row.batch, row.strategy) == (128, "data8 spatial2x1")
     same = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 16, BATCH, SAMPLES, group=2))
     assert row.iteration == pytest.approx(same.iteration, rel=0.05)  # rows or columns, whichever is cheaper
-    sharded = row_of(machine, RowQuestion(Method.SERIAL, 4, BATCH, SAMPLES, strategy=parse_strategy("zero3x4")))
+    sharded = row_of(machine, RowQuestion(Method.SERIAL, 4, BATCH, SAMPLES, text=parse_strategy("zero3x4")))
     plain = row_of(machine, RowQuestion(Method.DATA, 4, BATCH, SAMPLES))
     assert sharded.memory < plain.memory
 
@@ -188,7 +187,7 @@ def test_what_layers_allow(machine: ClusterCosts) -> None:
     assert legal(block, parse_strategy("data3 filters4"))
     assert not legal(block, parse_strategy("tensor2"))
     assert "filters up to 64" in allowed(block)
-    row = row_of(machine, RowQuestion(Method.SERIAL, 2, BATCH, SAMPLES, strategy=parse_strategy("tensor2")))
+    row = row_of(machine, RowQuestion(Method.SERIAL, 2, BATCH, SAMPLES, text=parse_strategy("tensor2")))
     assert "--strategy: 'tensor2'" in row.problem
 
 

@@ -13,8 +13,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.rows import Method
-from galvatron_lite.oracle.strategies import RowQuestion
+from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.catalog import DEFAULT, STACKS, match_stack
 from galvatron_lite.stacks.schema import Stack

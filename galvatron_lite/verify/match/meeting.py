@@ -350,7 +350,9 @@ def _mismatch_text(mismatch: Mismatch, last: StartedMessage) -> Text:
     _, direction, count = last.meeting
     purpose, ranks = last.role.stream(last.number)
     names = rank_list([one.role.rank for one in odd])
-    common = f"What {names} and rank {other.role.rank} give one another" if direction else f"What {names} and others give"
+    common = (
+        f"What {names} and rank {other.role.rank} give one another" if direction else f"What {names} and others give"
+    )
     lines = [_described(one.role, one.number) for one in odd[:MOST]]
     return (
         f"{common} as message {count} of {rank_list(ranks)} ({purpose}) {what}.",
