@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Proof, Provenance, TimeBreakdown
 from galvatron_lite.verify.conformance.groups import GRADIENTS, GROUPS, gradients_summed, groups_fit
-from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, layer_checks
+from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, PlannedLayers, layer_checks
 from galvatron_lite.verify.conformance.memory import BUDGET, MEMORY, memory_checks
 from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
 from galvatron_lite.verify.dry.world import _LOG
@@ -49,7 +49,7 @@ def graph() -> ModelGraph:
     return trace(model(), batch())
 
 
-def planned(strategy: Strategy, stages: int = 1, microbatches: int = 1, **others: Strategy) -> Plan:
+def plan_with(strategy: Strategy, stages: int = 1, microbatches: int = 1, **others: Strategy) -> Plan:
     """``others``: strategies of single blocks."""
     size = len(NAMES) // stages
     cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
@@ -89,8 +89,9 @@ def with_fault(plan: Plan, fault: Any, broken: Sequence[int] = (0,)) -> list[Rol
 
 
 def checks_of(runs: Sequence[RoleRun], plan: Plan) -> dict[str, Check]:
-    found = [*match(runs, plan), *layer_checks(runs, plan, graph())]
-    found += [gradients_summed(runs, plan, graph()), groups_fit(runs, plan, graph())]
+    planned = PlannedLayers(plan, graph())
+    found = [*match(runs, plan), *layer_checks(runs, planned), gradients_summed(runs, planned)]
+    found.append(groups_fit(runs, planned))
     return {check.name: check for check in found}
 
 
@@ -98,17 +99,17 @@ def failed(runs: Sequence[RoleRun], plan: Plan) -> dict[str, Check]:
     return {name: check for name, check in checks_of(runs, plan).items() if check.verdict is Verdict.FAILED}
 
 
-DATA = planned(Strategy(data=2))
-PIPELINE = planned(Strategy(), stages=2, microbatches=3 + 1)
-AGAIN = planned(Strategy(data=2), blocks_1=Strategy(data=2, recompute=Recompute.FULL))
+DATA = plan_with(Strategy(data=2))
+PIPELINE = plan_with(Strategy(), stages=2, microbatches=3 + 1)
+AGAIN = plan_with(Strategy(data=2), blocks_1=Strategy(data=2, recompute=Recompute.FULL))
 PLANS = {
     "data": DATA,
     "pipeline": PIPELINE,
     "recompute": AGAIN,
-    "states": planned(Strategy(zero=2, zero_stage=1)),
-    "shards": planned(Strategy(zero=2, zero_stage=3)),
-    "tensor": planned(Strategy(tensor=2, sequence_parallel=True)),
-    "mixed": planned(Strategy(data=2, tensor=2), blocks_1=Strategy(data=4)),
+    "states": plan_with(Strategy(zero=2, zero_stage=1)),
+    "shards": plan_with(Strategy(zero=2, zero_stage=3)),
+    "tensor": plan_with(Strategy(tensor=2, sequence_parallel=True)),
+    "mixed": plan_with(Strategy(data=2, tensor=2), blocks_1=Strategy(data=4)),
 }
 
 
@@ -127,7 +128,7 @@ def test_parameters_that_the_loss_does_not_need(name: str) -> None:
     examined = subject_of(spare, plan, batch(), optimizer=torch.optim.SGD)
     runs = [dry_run(examined, plan, rank)[0] for rank in range(plan.devices)]
     assert examined.unreached == {"blocks.0.spare.weight", "blocks.0.spare.bias"}
-    assert gradients_summed(runs, plan, trace(spare, batch())).verdict is Verdict.PASSED
+    assert gradients_summed(runs, PlannedLayers(plan, trace(spare, batch()))).verdict is Verdict.PASSED
 
 
 def test_a_missing_sum_of_gradients_on_one_rank() -> None:
@@ -196,7 +197,7 @@ def test_a_receive_before_the_send_that_it_answers() -> None:
 
 def test_a_layer_with_another_split() -> None:
     """All ranks agree, and do something else than the plan."""
-    plan = planned(Strategy(data=2, tensor=2))
+    plan = plan_with(Strategy(data=2, tensor=2))
     found = failed(right_runs(PLANS["mixed"]), plan)
     assert FIT not in found
     assert any("blocks.1 on rank 0" in line for line in (found[SPLITS].said, *found[SPLITS].details))

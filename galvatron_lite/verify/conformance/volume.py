@@ -90,7 +90,7 @@ def _most(runs: Sequence[RoleRun], planned: PlannedLayers) -> dict[str, float]:
 
 def sent_bytes(run: RoleRun, planned: PlannedLayers) -> dict[str, float]:
     """Wire bytes of a rank in a step, by class."""
-    here = [planned.strategies[name] for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
+    here = [planned.strategies[name] for name in planned.layers_of(run.stage)]
     bytes_: dict[str, float] = defaultdict(float)
     for message in run.messages:
         if message.phase is not During.SETUP:
@@ -134,7 +134,7 @@ def wire_bytes(message: Message, rank: int) -> float:
 def predicted_bytes(pricer: LayerPricer, planned: PlannedLayers, group: int) -> dict[str, float]:
     """Wire bytes of the fullest device of a group in a step, as priced, by class."""
     plan, bytes_ = planned.plan, defaultdict[str, float](float)
-    here = {name for stage in planned.stages_of(group) for name in planned.stages[stage]}
+    here = set(planned.layers_of(group))
     for stage in planned.stages_of(group):
         names = planned.stages[stage]
         for name in names:
