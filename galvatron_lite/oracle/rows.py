@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from math import ceil, floor
+from typing import TypeVar
 
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.units import format_bytes
@@ -189,11 +190,14 @@ class StrategyLine:
         return tuple(row for row in self.rows if not row.problem)
 
 
+Question = TypeVar("Question", bound=RowQuestion)
+
+
 def line_of(
-    question: RowQuestion,
+    question: Question,
     counts: Sequence[int],
     limit: Limit,
-    price: Callable[[RowQuestion, ForecastRow], ForecastRow],
+    price: Callable[[Question, ForecastRow], ForecastRow],
     alone: float,
 ) -> StrategyLine:
     """A strategy over numbers of devices.

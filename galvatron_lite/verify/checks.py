@@ -21,8 +21,7 @@ from galvatron_lite.verify.dry.roles import Progress, named_for, run_roles
 from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.numbers.check import NAME as NUMBERS
-from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.train import training_fork
+from galvatron_lite.verify.numbers.check import check_numbers, training_fork
 from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification, not_run
 from galvatron_lite.verify.source import ModelSource, example_of
 

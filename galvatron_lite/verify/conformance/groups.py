@@ -57,8 +57,10 @@ def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     needed: dict[tuple[Ranks, bool | None], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for split in run.splits:
         strategy = planned.strategies.get(split.layer)
-        for parameter in split.parameters if strategy is not None else ():
-            for ranks, scattered, items in _sums_of(run, parameter, strategy, planned) if parameter.trains else ():
+        for parameter in split.parameters:
+            if strategy is None or not parameter.trains:
+                continue
+            for ranks, scattered, items in _sums_of(run, parameter, strategy, planned):
                 if len(ranks) > 1:
                     needed[ranks, scattered][split.layer] += items
     summed = _summed_items(run)

@@ -143,7 +143,7 @@ class _DryGroup(dist.ProcessGroup):
 
     def _root(self, opts: Any) -> int:
         """The rank of a collective's root in the world."""
-        return self._ranks[0 if opts is None else int(opts.rootRank)]
+        return int(self._ranks[0 if opts is None else opts.rootRank])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         return self._note(MessageType.ALL_REDUCE, tensors, operator=_operator(opts))
