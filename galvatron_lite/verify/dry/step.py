@@ -139,7 +139,7 @@ def dry_run(
         run = shortened(plan) if brief else plan
         step = _Run(subject, run, place, log, ledger)
         step.step()
-        splits, kept, stage = step.splits(plan.microbatches), step.kept, step.parallel.runtime.meshes.stage_index
+        splits, kept, stage = step.splits(plan.microbatches), step.watch.kept, step.parallel.runtime.meshes.stage_index
         messages = tuple(log.messages)
         if run is not plan:
             messages = lengthened(messages, run.microbatches, plan.microbatches)
@@ -182,18 +182,18 @@ class DryWatch(Watch):
         self._place, self._ledger = place, ledger
         # what outlives a backward pass: what gradients of weights are made of later, or the sums that FSDP2 keeps
         self._outlives = Use.ACTIVATIONS if splits_backward else Use.GRADIENTS
-        self.forwards_over: Callable[[int], None] = lambda _: None
+        self.kept: dict[str, int] = {}  # by layer, behind the first micro-batch's forward
 
     def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
         """This rank comes to a phase."""
         super().at(phase, number, step)
         ledger, place = self._ledger, self._place
-        ledger.end_forward()
+        ledger.end(During.FORWARD)
         ledger.sample()
         if place.phase is During.BACKWARD:
-            ledger.end_backward(self._outlives)
-        if place.phase is During.FORWARD:
-            self.forwards_over(place.microbatch)
+            ledger.end(During.BACKWARD, self._outlives)
+        if place.phase is During.FORWARD and place.microbatch <= 0 and not self.kept:
+            self.kept = {name: size for name, size in ledger.kept(place.microbatch).items() if name}
         place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
 
     @contextmanager
@@ -259,12 +259,12 @@ class _LayerHooks:
 class _Run:
     def __init__(self, subject: Subject, plan: Plan, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         self.subject, self.plan, self.place, self.ledger, self._log = subject, plan, place, ledger, log
-        self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
         model = copy_with(subject.model, _zeros_like)
         zeros = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
         ledger.forget(tensors_of(zeros))  # a loop's data are in host memory, until a rank takes its own of them
-        self.batch = _first_of(zeros, plan.global_batch)
+        size, samples = batch_size(zeros), plan.global_batch  # the first samples, all of which stay held
+        self.batch = map_tensors(zeros, lambda one: one[:samples] if one.dim() and len(one) == size else one)
         self.parallel: Any = ParallelModel(
             model,
             plan,
@@ -276,7 +276,6 @@ class _Run:
             precision=subject.precision,
         )
         self.watch = self.parallel.watch = DryWatch(place, ledger, splits_backward=plan.schedule.splits_backward)
-        self.watch.forwards_over = self._forward_over
         self.optimizer = self.parallel.optimizer(subject.optimizer)
         self._seen = {layer.name: _LayerHooks(layer.name, place, self._mark) for layer in subject.layers}
         self._attach()
@@ -320,14 +319,6 @@ class _Run:
         hosts = [one.host.copy for one in owned if one.host is not None]
         ledger.use((local_tensor(host.detach()) for host in hosts), Use.HOST)
 
-    def _sort_gradients(self) -> None:
-        grads = [one.parameter.grad for one in self._owned()]
-        self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
-
-    def _forward_over(self, microbatch: int) -> None:
-        if microbatch <= 0 and not self.kept:
-            self.kept = {name: size for name, size in self.ledger.kept(microbatch).items() if name}
-
     def _attach(self) -> None:
         # in place of layers of other stages a structure has modules that pass on what they are given
         for runtime, structure in zip(self.parallel.runtimes, self.parallel.structures, strict=True):
@@ -344,9 +335,10 @@ class _Run:
 
     def _mark(self, name: str) -> None:
         if self.place.phase is During.FORWARD:
-            self.ledger.end_forward()
+            self.ledger.end(During.FORWARD)
         else:
-            self._sort_gradients()
+            grads = [one.parameter.grad for one in self._owned()]
+            self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
         self.ledger.sample()
         self.place.layer = name
 
@@ -355,21 +347,18 @@ class _Run:
         layers = [one.layer for runtime in self.parallel.runtimes for one in runtime.stage]
         splits: dict[str, list[ParameterSplit]] = {layer.name: [] for layer in layers}
         for one in self._owned():
-            splits[layer_of(one.names[0], layers)].append(self._split_of(one))
-        found = []
-        for name, parameters in splits.items():
-            seen = self._seen[name]
-            forwards = seen.runs * microbatches // self.plan.microbatches
-            found.append(LayerSplit(name, seen.taken, seen.returned, forwards, tuple(parameters)))
-        return tuple(found)
-
-    def _split_of(self, one: Any) -> ParameterSplit:
-        updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
-        return ParameterSplit(
-            one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
-            one.is_zero, one.host is not None, tuple(one.parameter.shape),
-            not self.subject.unreached.issuperset(one.names),
-        )  # fmt: skip
+            updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
+            split = ParameterSplit(
+                one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
+                one.is_zero, one.host is not None, tuple(one.parameter.shape),
+                not self.subject.unreached.issuperset(one.names),
+            )  # fmt: skip
+            splits[layer_of(one.names[0], layers)].append(split)
+        return tuple(
+            LayerSplit(name, seen.taken, seen.returned, seen.runs * microbatches // self.plan.microbatches, tuple(own))
+            for name, own in splits.items()
+            for seen in (self._seen[name],)
+        )
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -377,12 +366,6 @@ def _shape(value: Any) -> tuple[int, ...]:
     tensors = list(tensors_of(value))
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0] if tensors else None)
     return () if first is None else tuple(first.shape)
-
-
-def _first_of(batch: Any, samples: int) -> Any:
-    """The first samples of a batch, all of which stays held."""
-    size = batch_size(batch)
-    return map_tensors(batch, lambda one: one.narrow(0, 0, samples) if one.dim() and len(one) == size else one)
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
