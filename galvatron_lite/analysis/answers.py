@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 from galvatron_lite.analysis.setting import Point
@@ -29,14 +28,20 @@ class AnswerText:
     failed: bool = False  # whether everything was looked at and nothing is enough
 
 
-@singledispatch
 def answer_text(answer: Answer) -> AnswerText:
     """An answer for people."""
-    raise TypeError(type(answer).__name__)
+    match answer:
+        case BestBatch():
+            return _best_batch(answer)
+        case Fewest():
+            return _fewest(answer)
+        case Cheapest():
+            return _cheapest(answer)
+        case ParetoFront():
+            return _front(answer)
 
 
-@answer_text.register
-def _(answer: BestBatch) -> AnswerText:
+def _best_batch(answer: BestBatch) -> AnswerText:
     best, enough = answer.best, answer.saturated
     top = 1.0 if best is None else best.rate
     rows = tuple(
@@ -63,14 +68,14 @@ def _(answer: BestBatch) -> AnswerText:
     return AnswerText(columns, rows, sentence, notes, best, best is None and answer.complete)
 
 
-@answer_text.register
-def _(answer: Fewest) -> AnswerText:
-    rows = tuple(
-        (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "",
-         *_speed(run[0], answer.target.goal),
-         *(_plan(run[0]) if run[0].plan is not None else ("", _reason(run[-1]))))
-        for run in _runs(answer.points)
-    )  # fmt: skip
+def _fewest(answer: Fewest) -> AnswerText:
+    rows = []
+    for run in _runs(answer.points):
+        first, last = run[0], run[-1]
+        devices = str(first.devices) if first.devices == last.devices else f"{first.devices} … {last.devices}"
+        batch = str(first.batch) if len({point.batch for point in run}) == 1 else ""
+        outcome = _plan(first) if first.plan is not None else ("", _reason(last))
+        rows.append((devices, batch, *_speed(first, answer.target.goal), *outcome))
     chosen = answer.answer
     if chosen is not None:
         reached = _reach(answer.target, chosen.devices > 1)
@@ -83,21 +88,23 @@ def _(answer: Fewest) -> AnswerText:
     notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
     columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
     return AnswerText(
-        columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen, chosen is None and answer.complete
+        columns,
+        tuple(rows),
+        sentence,
+        (*notes, *_unfinished(answer.complete)),
+        chosen,
+        chosen is None and answer.complete,
     )
 
 
-@answer_text.register
-def _(answer: Cheapest) -> AnswerText:
+def _cheapest(answer: Cheapest) -> AnswerText:
     kept = {cost.point.devices for cost in answer.frontier}
-    rows = [
-        (
-            cost.point.devices,
-            (str(cost.point.devices), str(cost.point.batch), _money(cost.cost), format_duration(cost.seconds),
-             _hours(cost.device_hours), format_seconds(cost.point.seconds), _mark(answer, cost, kept)),
-        )
-        for cost in answer.costs
-    ]  # fmt: skip
+    rows = []
+    for cost in answer.costs:
+        hours = f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.2g}"
+        spent = (_money(cost.cost), format_duration(cost.seconds), hours, format_seconds(cost.point.seconds))
+        mark = _mark(answer, cost, kept)
+        rows.append((cost.point.devices, (str(cost.point.devices), str(cost.point.batch), *spent, mark)))
     rows += [(p.devices, (str(p.devices), str(p.batch), "", "", "", "", _reason(p))) for p in answer.missing]
     columns = ("GPUs", "batch", "cost", "time", "GPU-hours", "step", "")
     notes = (
@@ -109,15 +116,14 @@ def _(answer: Cheapest) -> AnswerText:
     return AnswerText(
         columns,
         tuple(row for _, row in sorted(rows)),
-        _cheapest(answer),
+        _cheapest_sentence(answer),
         notes,
         None if chosen is None else chosen.point,
         chosen is None and answer.complete,
     )
 
 
-@answer_text.register
-def _(answer: ParetoFront) -> AnswerText:
+def _front(answer: ParetoFront) -> AnswerText:
     top = answer.points[0].seconds if answer.points else 1.0
     certain = all(_is_proven(p) for p in answer.points)
     rows = tuple(
@@ -175,13 +181,13 @@ def _reach(target: Target, many: bool) -> str:
     return words[target.goal]
 
 
-def _cheapest(answer: Cheapest) -> str:
+def _cheapest_sentence(answer: Cheapest) -> str:
     best = answer.answer
     if best is not None:
-        return (
-            f"Cheapest: {_gpus(best.point.devices)}: {_money(best.cost)} and {format_duration(best.seconds)} for "
-            f"{_run(answer)}."
-        )
+        amounts = {"steps": answer.run.steps, "samples": answer.run.samples, "tokens": answer.run.tokens}
+        amount = next(f"{format_count(size)} {unit}" for unit, size in amounts.items() if size)
+        cost = f"{_money(best.cost)} and {format_duration(best.seconds)}"
+        return f"Cheapest: {_gpus(best.point.devices)}: {cost} for {amount}."
     quickest = min(answer.costs, key=lambda cost: cost.seconds)
     return (
         f"No number of GPUs ends within {format_duration(answer.deadline or 0.0)}: the quickest, "
@@ -189,21 +195,11 @@ def _cheapest(answer: Cheapest) -> str:
     )
 
 
-def _run(answer: Cheapest) -> str:
-    run = answer.run
-    size, unit = next((s, u) for s, u in ((run.steps, "steps"), (run.samples, "samples"), (run.tokens, "tokens")) if s)
-    return f"{format_count(size)} {unit}"
-
-
 def _mark(answer: Cheapest, cost: RunCost, kept: set[int]) -> str:
     if answer.answer is not None and cost.point.devices == answer.answer.point.devices:
         return "cheapest"
     late = answer.deadline is not None and cost.seconds > answer.deadline
     return "too late" if late else "frontier" if cost.point.devices in kept else ""
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _money(cost: float) -> str:
@@ -265,11 +261,6 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
 
 def _alike(point: Point) -> bool:
     return point.plan is None and point.needs is None and point.reason.startswith("too few")
-
-
-def _span(run: Sequence[Point], name: str) -> str:
-    first, last = getattr(run[0], name), getattr(run[-1], name)
-    return str(first) if first == last else f"{first} … {last}"
 
 
 def as_data(answer: Answer) -> dict[str, Any]:

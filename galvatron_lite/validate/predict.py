@@ -133,7 +133,12 @@ class Predictor:
             check_understood(run)
             if max(run.spatial or 1, run.filter or 1) > 1:
                 return self._predict_shared(run)
-            return _outcome(run, self.understand(run))
+            one = self.understand(run)
+            device, prediction = one.cluster.device, one.prediction
+            stage, peak = _peak_of(run, one.stack, one.plan, device)
+            return Predicted(
+                prediction.step_seconds, peak, prediction.peak_memory, device.memory, prediction.time, stage
+            )
         except SkipError as skipped:
             return skipped
         except GalvatronError as error:
@@ -262,19 +267,6 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
             max(plan.microbatch // strategy.batch_degree, 1),
         )
         for layer, strategy in zip(graph.layers, strategies, strict=True)
-    )
-
-
-def _outcome(run: PublishedRun, understood: InterpretedRun) -> Predicted:
-    device = understood.cluster.device
-    stage, peak = _peak_of(run, understood.stack, understood.plan, device)
-    return Predicted(
-        step_seconds=understood.prediction.step_seconds,
-        peak_memory=peak,
-        device_memory=understood.prediction.peak_memory,
-        capacity=device.memory,
-        time=understood.prediction.time,
-        memory=stage,
     )
 
 

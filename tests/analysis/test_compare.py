@@ -7,7 +7,7 @@ from math import fsum
 import pytest
 
 from galvatron_lite import api, api_plans
-from galvatron_lite.analysis.setting import device_counts, even_counts, first_devices
+from galvatron_lite.analysis.setting import device_counts, first_devices
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
@@ -120,8 +120,8 @@ def test_the_first_devices_are_the_cluster_of_so_many(name: str) -> None:
 def test_counts_fill_whole_members_of_every_level() -> None:
     whole = load_cluster("a100-80gb", 64)
     assert device_counts(whole) == (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40, 48, 56, 64)
-    assert even_counts(whole) == (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
-    assert even_counts(load_cluster("a100-80gb", 56))[-3:] == (32, 48, 56)
+    assert device_counts(whole, divide_well=True) == (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
+    assert device_counts(load_cluster("a100-80gb", 56), divide_well=True)[-3:] == (32, 48, 56)
 
 
 def test_the_first_devices_of_unlike_ones() -> None:

@@ -21,7 +21,7 @@ from galvatron_lite.validate.checks import (
 from galvatron_lite.validate.plans import argument, compute_precision, integer_argument, recompute_of, schedule_of
 from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted, SkipError
-from galvatron_lite.validate.rows import KINDS, REAL, WHOLE, parse_runs, read_runs, run_from_data
+from galvatron_lite.validate.rows import KINDS, REAL, WHOLE, parse_rows, read_runs, run_from_data
 
 from .runs import gpt
 
@@ -42,7 +42,7 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
 )
 def test_a_field_of_the_wrong_kind_is_named_with_its_line(field: str, value: object) -> None:
     lines = ["", json.dumps(LEAST | {field: value})]
-    (run,) = parse_runs(lines, "runs.jsonl")
+    ((_, run),) = parse_rows(lines, "runs.jsonl")
     if field == "mfu2":
         assert run.problem is None
     else:
@@ -54,7 +54,7 @@ def test_a_field_of_the_wrong_kind_is_named_with_its_line(field: str, value: obj
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"family": "f"}', "[" * 100_000])
 def test_a_line_that_is_no_run_is_counted_with_its_number_and_costs_no_other(line: str) -> None:
-    runs = list(parse_runs([json.dumps(LEAST), line, json.dumps(LEAST)]))
+    runs = [run for _, run in parse_rows([json.dumps(LEAST), line, json.dumps(LEAST)])]
     assert [run.line for run in runs] == [1, 2, 3]
     assert runs[0].problem is None is runs[2].problem
     assert runs[1].problem is not None
@@ -62,7 +62,7 @@ def test_a_line_that_is_no_run_is_counted_with_its_number_and_costs_no_other(lin
 
 
 def test_a_run_with_a_problem_keeps_its_other_fields() -> None:
-    (run,) = parse_runs([json.dumps(LEAST | {"layers": "32", "gpu": "A100", "quality": "A"})])
+    ((_, run),) = parse_rows([json.dumps(LEAST | {"layers": "32", "gpu": "A100", "quality": "A"})])
     assert (run.family, run.run_id, run.gpu, run.quality, run.layers) == ("f", "r", "A100", "A", None)
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import TYPE_CHECKING
 
+from galvatron_lite.analysis.explain import explain_plan
+from galvatron_lite.analysis.explanation import Explanation
+from galvatron_lite.analysis.setting import PlanSetting, first_devices
+from galvatron_lite.analysis.sweeps import ParetoFront, pareto_front
+from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cost.timeline import Timeline, timeline, untimed
 from galvatron_lite.errors import GalvatronError, InputError
-
-if TYPE_CHECKING:
-    from galvatron_lite.analysis.explanation import Explanation
-    from galvatron_lite.analysis.setting import PlanSetting
-    from galvatron_lite.analysis.sweeps import ParetoFront
-    from galvatron_lite.cost.timeline import Timeline
-    from galvatron_lite.plans.schema import Plan
-    from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runs.schema import RecordedRun
-
+from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runs.schema import RecordedRun
 
 NO_PROFILE = (
     "The timeline, memory over time, the cluster's nodes and the front need what the plan was priced with: give "
@@ -45,8 +43,6 @@ class PlanView:
 
 def with_timeline(shown: PlanView) -> PlanView:
     """With the timeline of its step, or why it has none."""
-    from galvatron_lite.cost.timeline import timeline, untimed
-
     if shown.profile is None:
         return replace(shown, missing=(*shown.missing, NO_PROFILE))
     why = untimed(shown.plan)
@@ -65,7 +61,6 @@ def with_run(shown: PlanView, run: RecordedRun) -> PlanView:
 
 def _bare(plan: Plan) -> Plan:
     """What a plan does, without what it was predicted to cost and made from."""
-    from galvatron_lite.plans.schema import MemoryBreakdown
 
     stages = tuple(replace(stage, memory=MemoryBreakdown(), microbatch_seconds=0.0, device="") for stage in plan.stages)
     return replace(plan, stages=stages, prediction=None, provenance=None, alternatives=(), left_out=(), order=None)
@@ -87,43 +82,28 @@ NO_FRONT = "The front of memory against time was not found within its time: --se
 
 def with_answers(shown: PlanView, seconds: float) -> PlanView:
     """With an explanation and the front, as far as they are found in time."""
-    from galvatron_lite.analysis.explain import explain_plan
 
-    if shown.profile is None or shown.plan.provenance is None:
+    plan, profile, made_from = shown.plan, shown.profile, shown.plan.provenance
+    if profile is None or made_from is None:
         return shown
-    setting = _setting_of(shown.plan, shown.profile)
-    begun = monotonic()
-    explained = replace(shown, explanation=explain_plan(setting, shown.plan, seconds=seconds / 2))
-    if shown.plan.cyclic is not None or shown.plan.branches:
-        return explained
-    try:
-        return replace(explained, front=_front_of(setting, shown.plan, seconds - (monotonic() - begun)))
-    except (GalvatronError, KeyboardInterrupt):
-        return replace(explained, missing=(*shown.missing, NO_FRONT))
-
-
-def _setting_of(plan: Plan, profile: Profile) -> PlanSetting:
-    from galvatron_lite.analysis.setting import PlanSetting, first_devices
-    from galvatron_lite.cluster.budget import Budget
-
-    made_from = plan.provenance
-    assert made_from is not None
     cluster = first_devices(profile.cluster, plan.devices)
     on_cluster = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
     budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
-    margin = 0.0 if plan.provenance is None else plan.provenance.margin
-    return PlanSetting(on_cluster, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
-
-
-def _front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:
-    from galvatron_lite.analysis.sweeps import pareto_front
-    from galvatron_lite.cluster.budget import Budget
-
-    end = monotonic() + max(seconds, 0.0)
+    setting = PlanSetting(
+        on_cluster, budget, backend=plan.backend.value, mode=plan.mode, margin=made_from.margin
+    )  # fmt: skip
+    end = monotonic() + seconds
+    explained = replace(shown, explanation=explain_plan(setting, plan, seconds=seconds / 2))
+    if plan.cyclic is not None or plan.branches:
+        return explained
 
     def look(*_: object) -> None:
         if monotonic() > end:
             raise KeyboardInterrupt  # as Ctrl-C does: what was found so far is kept
 
-    most = setting.budget.most if isinstance(setting.budget, Budget) else setting.budget
-    return pareto_front(setting, plan.global_batch, step=max(most // STEPS, 1), progress=look, searching=look)
+    try:
+        step = max(budget.most // STEPS, 1)
+        front = pareto_front(setting, plan.global_batch, step=step, progress=look, searching=look)
+        return replace(explained, front=front)
+    except (GalvatronError, KeyboardInterrupt):
+        return replace(explained, missing=(*shown.missing, NO_FRONT))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import PlanView, check_priced
 from galvatron_lite.analysis.report.plan_figures import (
-    DeviceGroups,
     StrategyStyle,
     groups_in,
     layer_strip,
@@ -25,7 +24,7 @@ from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
-from galvatron_lite.plans.schema import Mode, Plan, Prediction
+from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.search.result import summary
 from galvatron_lite.svg import change, percent
 from galvatron_lite.units import format_bytes, format_count, format_seconds
@@ -50,15 +49,6 @@ class _Card:
 
 
 @dataclass(frozen=True, slots=True)
-class _SharePart:
-    name: str
-    value: str
-    share: float
-    words: str
-    class_: str
-
-
-@dataclass(frozen=True, slots=True)
 class _TableRow:
     cells: tuple[str, ...]  # texts
     chosen: bool = False  # whether it is of the plan itself
@@ -70,6 +60,7 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
     budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
     drawn = [] if step is None else shown_groups(step)
     front = _marks_of(shown)
+    shared = plan.devices > 1 and not plan.branches and plan.cyclic is None
     return {
         "number": number,
         "name": shown.name,
@@ -89,7 +80,7 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
         "courses": () if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
         "all_drawn": step is not None and len(drawn) == len(step.groups),
         "memory": tuple(_memory_rows(shown)),
-        "dimensions": _dimensions_shown(shown),
+        "dimensions": tuple(groups_in(plan, shown.profile.cluster.levels[0].size)) if shared and shown.profile else (),
         "front": front_figure(front, 0 if made_from is None else made_from.budget) if len(front) > 1 else None,
         "front_rows": tuple(_front_rows(front)),
         "front_words": _front_words(shown),
@@ -108,19 +99,24 @@ def _cards_of(shown: PlanView) -> list[_Card]:
     assert prediction is not None
     unit = "pass" if plan.mode is Mode.INFERENCE else "step"
     batch = f"{plan.microbatches} micro-batches of {plan.microbatch}" if plan.microbatches > 1 else "in one micro-batch"
+    tokens = prediction.tokens_per_second
+    plain = tokens == prediction.samples_per_second
+    if shown.profile is not None:
+        device = " and ".join(dict.fromkeys(group.device.name for group in shown.profile.cluster.types))
+    else:
+        device = plan.provenance.cluster if plan.provenance is not None else "device"
+    stages = "no pipeline" if len(plan.stages) == 1 else f"{len(plan.stages)} stages, {plan.schedule.value}"
+    if plan.branches:
+        stages = f"{len(plan.branches)} branches on devices of their own"
     return [
         _Card(f"{unit.capitalize()} time", format_seconds(prediction.step_seconds), _proof(plan)),
-        _Card("Samples a second", format_count(prediction.samples_per_second), _tokens(prediction)),
+        _Card("Samples a second", format_count(prediction.samples_per_second),
+              "" if plain else f"{format_count(tokens)} tokens/s"),
         _Card("MFU", f"{100 * prediction.mfu:.1f} %", "of the devices' peak", share=prediction.mfu),
         _memory_card(plan),
-        _Card("Devices", f"{plan.devices}", f"{_device_of(shown)}; {_pipeline(plan)}"),
+        _Card("Devices", f"{plan.devices}", f"{device}; {stages}"),
         _Card("Batch", f"{plan.global_batch}", f"{batch}, {plan.precision}"),
     ]  # fmt: skip
-
-
-def _tokens(prediction: Prediction) -> str:
-    plain = prediction.tokens_per_second == prediction.samples_per_second
-    return "" if plain else f"{format_count(prediction.tokens_per_second)} tokens/s"
 
 
 def _proof(plan: Plan) -> str:
@@ -147,21 +143,6 @@ def _memory_card(plan: Plan) -> _Card:
     return _Card("Memory", format_bytes(fullest.memory.total), words, share, alarm=not plan.fits)
 
 
-def _device_of(shown: PlanView) -> str:
-    if shown.profile is not None:
-        names = dict.fromkeys(group.device.name for group in shown.profile.cluster.types)
-        return " and ".join(names)
-    return shown.plan.provenance.cluster if shown.plan.provenance is not None else "device"
-
-
-def _pipeline(plan: Plan) -> str:
-    if plan.branches:
-        return f"{len(plan.branches)} branches on devices of their own"
-    if len(plan.stages) == 1:
-        return "no pipeline"
-    return f"{len(plan.stages)} stages, {plan.schedule.value}"
-
-
 def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_TableRow]:
     parts = parts_of(plan)
     rows = []
@@ -179,14 +160,17 @@ def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_Ta
     return rows
 
 
-def _time_of(plan: Plan) -> list[_SharePart]:
+def _time_of(plan: Plan) -> list[dict[str, Any]]:
     if plan.prediction is None:
         return []
-    total = plan.prediction.time.total or 1.0
-    return [
-        _SharePart(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
-        for name, seconds in time_parts(plan.prediction.time)
+    shares = [
+        (name, part, part / (plan.prediction.time.total or 1.0)) for name, part in time_parts(plan.prediction.time)
     ]
+    return [
+        {"name": TIME_WORDS[name], "value": format_seconds(seconds), "share": share, "words": percent(share),
+         "class_": f"time-{name}"}
+        for name, seconds, share in shares
+    ]  # fmt: skip
 
 
 def _ranks_of(group: GroupTimeline, plan: Plan) -> str:
@@ -222,22 +206,14 @@ def _memory_rows(shown: PlanView) -> list[_TableRow]:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(stage.memory)[:4])
         share = f"{100 * stage.memory.total / budget:.1f} %" if budget else "–"
         name = f"stage {number}" if group is None else name_of(group)
-        moment = "" if group is None else _moment_of(group)
+        moment = ""
+        if group is not None:
+            peak = group.peak
+            worst = group.passes[peak.place]
+            passed = f"{worst.what.value} of micro-batch {worst.microbatch}, layer {peak.layer}"
+            moment = "optimizer" if peak.place < 0 else passed
         rows.append(_TableRow((name, format_bytes(stage.memory.total), share, moment, parts)))
     return rows
-
-
-def _moment_of(group: GroupTimeline) -> str:
-    if group.peak.place < 0:
-        return "optimizer"
-    one = group.passes[group.peak.place]
-    return f"{one.what.value} of micro-batch {one.microbatch}, layer {group.peak.layer}"
-
-
-def _dimensions_shown(shown: PlanView) -> tuple[DeviceGroups, ...]:
-    if shown.profile is None or shown.plan.branches or shown.plan.cyclic is not None or shown.plan.devices == 1:
-        return ()
-    return tuple(groups_in(shown.plan, shown.profile.cluster.levels[0].size))
 
 
 def _marks_of(shown: PlanView) -> list[PlanMark]:
@@ -306,16 +282,11 @@ def _comparison_rows(shown: Sequence[PlanView]) -> list[_TableRow]:
         _TableRow((cards[0].name, *(f"{card.value}\n{card.note}" for card in cards)))
         for cards in zip(*columns, strict=True)
     ]
-    return [*rows, *_against(shown)]
-
-
-def _against(shown: Sequence[PlanView]) -> list[_TableRow]:
-    """Throughput against the first plan's, where all are of one model."""
-    rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
-    if len({one.plan.model for one in shown}) > 1:
-        return []
-    shares = [change(rate / rates[0] - 1.0) for rate in rates[1:]]
-    return [_TableRow(("Samples a second against the first", "–", *shares))]
+    if len({one.plan.model for one in shown}) == 1:
+        rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
+        shares = (change(rate / rates[0] - 1.0) for rate in rates[1:])
+        rows.append(_TableRow(("Samples a second against the first", "–", *shares)))
+    return rows
 
 
 @cache
