@@ -49,19 +49,17 @@ def _as_predicted(runs: Sequence[RoleRun], predicted: Sequence[MemoryBreakdown])
             f"Peaks are within {TOLERANCE:.0%} of the predicted ones, no category is off by more than that of a peak"
         )
         return Check(MEMORY, Verdict.PASSED, f"{right} or {format_bytes(PIECE)}.")
-    explained = all(_explained(run, predicted[run.stage]) for run in runs)
+    explained = all(  # other kernels may be why they differ
+        abs(run.peak.total - run.peak.context - total) <= EXPLAINED * max(total, 1)
+        for run in runs
+        for total in (predicted[run.stage].total - predicted[run.stage].context,)
+    )
     verdict = Verdict.DIFFERS if explained else Verdict.FAILED
     return Check(MEMORY, verdict, _first_of(differing), tuple(differing[1:]))
 
 
 def _first_of(lines: Sequence[str]) -> str:
     return lines[0] + (f" ({len(lines)} in all)" if len(lines) > 1 else "")
-
-
-def _explained(run: RoleRun, predicted: MemoryBreakdown) -> bool:
-    """Whether a peak is so near the prediction that other kernels may be why they differ."""
-    total = predicted.total - predicted.context
-    return abs(run.peak.total - run.peak.context - total) <= EXPLAINED * max(total, 1)
 
 
 def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
