@@ -15,7 +15,7 @@ import torch.distributed as dist
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
+from galvatron_lite.model.zoo.gpt import GPT
 from galvatron_lite.parallelism.pipeline.runner import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
@@ -29,19 +29,7 @@ from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
 from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, RoleRun, Sample, Verdict
 from tests.equivalence.plans import write_plan
-
-CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
-NAMES = ["before", "blocks.0", "blocks.1", "after"]
-
-
-@cache
-def model() -> GPT:
-    with torch.device("meta"):
-        return GPT(CONFIG)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    return random_tokens(8, 16, 64)
+from tests.verify.worlds import CONFIG, NAMES, batch, in_stages, model
 
 
 @cache
@@ -51,12 +39,12 @@ def graph() -> ModelGraph:
 
 def plan_with(strategy: Strategy, stages: int = 1, microbatches: int = 1, **others: Strategy) -> Plan:
     """``others``: strategies of single blocks."""
-    size = len(NAMES) // stages
-    cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
     edge = Strategy(data=strategy.batch_degree, tensor=strategy.tensor)
     strategies = {name: strategy if name.startswith("blocks") else edge for name in NAMES}
     strategies |= {name.replace("_", "."): one for name, one in others.items()}
-    return write_plan(cut, strategies, devices=stages * strategy.devices, batch=8, microbatches=microbatches)
+    return write_plan(
+        in_stages(stages), strategies, devices=stages * strategy.devices, batch=8, microbatches=microbatches
+    )
 
 
 @cache
