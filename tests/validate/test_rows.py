@@ -110,8 +110,8 @@ A100, V100 = device_named("A100"), device_named("V100")
         ("bf16", "bf16"), (None, "bf16"), ("BF16", "bf16"), ("amp_bf16/DEFAULT", "bf16"), ("bf16/PURE", "bf16"),
         ("amp-fp16", "fp16"), ("fp16/bf16 mixed", "fp16"), ("bf16 (fp32 grad accumulation)", "bf16"),
         ("bf16 (fp32 grad accum)", "bf16"), ("fp32", "fp32"), ("tf32", "tf32"), ("fp32/tf32", "tf32"),
-        ("fp8 (TE) + bf16", "fp8"), ("amp_fp8/DEFAULT", "fp8"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"), ("FP8-CS (FP8-MX)", "fp8"),
-        ("fp8 rowwise + AsyncTP", "fp8-rowwise"), ("fp8 tensorwise", "fp8"),
+        ("fp8 (TE) + bf16", "fp8"), ("amp_fp8/DEFAULT", "fp8"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"),
+        ("FP8-CS (FP8-MX)", "fp8"), ("fp8 rowwise + AsyncTP", "fp8-rowwise"), ("fp8 tensorwise", "fp8"),
     ],
 )  # fmt: skip
 def test_precision_of_matmuls(text: str | None, expected: str) -> None:
