@@ -111,8 +111,8 @@ def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[Wh
     others = [one for one in what_ifs if one.name.startswith("links_") or one.name == "batch_twice"]
     left = ["more memory"] * (price is None)
     left += [one.change for one in others if one.gain is None] if what_ifs else ["quicker links", "a larger batch"]
-    known = f"; whether anything binds is not known: {_not_tried(left)}" if left else ", and nothing above binds"
-    return Bound(Constraint.COMPUTE, share + known, None, not left)
+    verdict = f"; whether anything binds is not known: {_not_tried(left)}" if left else ", and nothing above binds"
+    return Bound(Constraint.COMPUTE, share + verdict, None, not left)
 
 
 def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequence[RunChoice]) -> Bound:

@@ -17,7 +17,7 @@ from math import prod
 
 from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
 from galvatron_lite.analysis.step_time import PricedStages
-from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of, seconds_of
+from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of
 from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
@@ -35,6 +35,7 @@ from galvatron_lite.search.result import runs_of, summary
 from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.space import UNPINNED, Fixed, Space, microbatch_counts
 from galvatron_lite.search.tables import glue_of
+from galvatron_lite.search.ways import seconds_of
 
 
 def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequence[Strategy]) -> bool:

@@ -25,6 +25,7 @@ from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, Origi
 from galvatron_lite.search.best_first import MOST_WORK
 from galvatron_lite.search.pins import Pins
 from galvatron_lite.search.result import summary
+from galvatron_lite.search.ways import seconds_of
 from galvatron_lite.units import format_budget
 
 RUNNERS_UP = 5
@@ -79,11 +80,6 @@ def _plan_anew(
 ) -> Plan:
     """The fastest plan, as ``galvatron plan`` finds it, or as near to it as so many labels come."""
     return ask(setting, devices, batch, budget=budget, runners_up=RUNNERS_UP, progress=clock.look, effort=effort)
-
-
-def seconds_of(plan: Plan) -> float:
-    """Predicted, of a step; infinite without a prediction."""
-    return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
 def peak_of(plan: Plan) -> int:

@@ -303,8 +303,8 @@ def _unsplit(machine: ClusterCosts, question: RowQuestion) -> str:
     """Why devices make no groups that share layers as the word says; empty where they do."""
     kind, width = question.kind, question.width
     if question.text is not None:
-        whole = question.devices % question.text.devices == 0
-        return "" if whole else f"{question.name} takes {question.text.devices} devices or a multiple"
+        divides = question.devices % question.text.devices == 0
+        return "" if divides else f"{question.name} takes {question.text.devices} devices or a multiple"
     if kind not in SHARING or width == 1:
         return ""
     if question.devices % width:

@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.analysis.answers import Answer, answer_text, as_data
+from galvatron_lite.analysis.answers import Answer, answer_text, as_data, figure
 from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
-from galvatron_lite.analysis.sweep_figure import figure
 from galvatron_lite.analysis.sweeps import (
     Goal,
     Target,

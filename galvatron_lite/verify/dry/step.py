@@ -354,11 +354,12 @@ class _Run:
                 not self.subject.unreached.issuperset(one.names),
             )  # fmt: skip
             splits[layer_of(one.names[0], layers)].append(split)
-        return tuple(
-            LayerSplit(name, seen.taken, seen.returned, seen.runs * microbatches // self.plan.microbatches, tuple(own))
-            for name, own in splits.items()
-            for seen in (self._seen[name],)
-        )
+        layer_splits = []
+        for name, parameters in splits.items():
+            seen = self._seen[name]
+            forwards = seen.runs * microbatches // self.plan.microbatches
+            layer_splits.append(LayerSplit(name, seen.taken, seen.returned, forwards, tuple(parameters)))
+        return tuple(layer_splits)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

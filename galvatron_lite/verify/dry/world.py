@@ -122,11 +122,11 @@ class _DryGroup(dist.ProcessGroup):
         return EVERYONE if self.group_desc == "default_pg" else str(self.group_desc)
 
     def _note(
-        self, kind: MessageType, given: Any, nbytes: int | None = None, *, result: object = None, **more: Any
+        self, kind: MessageType, tensors: Any, nbytes: int | None = None, *, result: object = None, **more: Any
     ) -> _DoneWork:
         """Write a message down, of a tensor or of the first of several; the work that is over returns ``result``."""
         place, log = self._log.place, self._log
-        tensor: Tensor | None = given[0] if isinstance(given, (list, tuple)) else given
+        tensor: Tensor | None = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         message = Message(
             number=len(log.messages), kind=kind, ranks=self._ranks, purpose=self._purpose,
             shape=() if tensor is None else tuple(tensor.shape),
@@ -136,7 +136,7 @@ class _DryGroup(dist.ProcessGroup):
             **({"peer": NOBODY, "tag": 0} | more),
         )  # fmt: skip
         log.messages.append(message)
-        return _DoneWork(log, [message.number], given if result is None else result)
+        return _DoneWork(log, [message.number], tensors if result is None else result)
 
     def _together(self, works: Iterable[_DoneWork], result: object) -> _DoneWork:
         return _DoneWork(self._log, [number for work in works for number in work.numbers], result)

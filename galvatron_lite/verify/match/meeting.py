@@ -365,8 +365,8 @@ def _described(role: RankRole, number: int) -> str:
     message, (purpose, ranks) = role.messages[number], role.stream(number)
     of = "" if message.kind is MessageType.BARRIER else f" of {message.shape} {message.dtype}"
     if message.kind in PAIRED:
-        way = "to" if message.kind is MessageType.SEND else "from"
-        ends = f" {way} rank {role.peer(number)} ({purpose})"
+        direction = "to" if message.kind is MessageType.SEND else "from"
+        ends = f" {direction} rank {role.peer(number)} ({purpose})"
     else:
         ends = f" over {rank_list(ranks)}{f' ({purpose})' if purpose else ''}"
     parts = f", parts {message.sent}" if message.sent else ""
