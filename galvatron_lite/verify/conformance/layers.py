@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate
 from math import prod
 from typing import cast
 
@@ -52,11 +52,17 @@ class PlannedLayers:
         return {layer.name: layer for layer in self.graph.layers}
 
     @cached_property
+    def ranges(self) -> list[range]:
+        """Places of each stage's layers in the model, taken in order: a profile of a model by name may call them
+        otherwise."""
+        ends = list(accumulate(sum(run.count for run in stage.runs) for stage in self.plan.stages))
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
     def stages(self) -> list[list[str]]:
-        """Names of each stage's layers, taken in order: a profile of a model by name may call them otherwise."""
-        sizes = [sum(run.count for run in stage.runs) for stage in self.plan.stages]
-        names = iter(self.layers)
-        return [list(islice(names, size)) for size in sizes]
+        """Names of each stage's layers."""
+        names = list(self.layers)
+        return [names[inside.start : inside.stop] for inside in self.ranges]
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
@@ -156,8 +162,8 @@ def _differing(names: Sequence[str], wanted: Sequence[str]) -> str:
 
 def _ends(planned: PlannedLayers, stage: int) -> list[str]:
     """Behind which layers a stage may be seen to end: one without blocks ends where the next one's first begins."""
-    names, last = list(planned.layers), planned.stages[stage][-1]
-    following = names[names.index(last) + 1 :][:1] if planned.layers[last].role is not Role.BLOCK else []
+    last, stop = planned.stages[stage][-1], planned.ranges[stage].stop
+    following = list(planned.layers)[stop : stop + 1] if planned.layers[last].role is not Role.BLOCK else []
     return [last, *following]
 
 
