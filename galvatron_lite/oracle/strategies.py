@@ -124,20 +124,16 @@ def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:
     sizes = {right: size for left, right, size in graph.exchanges(range(len(graph.layers))) if right == left + 1}
     ends: list[tuple[float, tuple[Chosen, ...]]] = [(0.0, ())]
     for place, layer in enumerate(graph.layers):
-        ends = [_arrived(pricer, question, sizes.get(place, 0), ends, path) for path in ways[layer.kind]]
+        size, further = sizes.get(place, 0), []
+        for seconds, chosen in ways[layer.kind]:
+            arrived = [
+                (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
+                for before, passed in ends
+            ]
+            before, passed = min(arrived, key=lambda pair: pair[0])
+            further.append((before + seconds, (*passed, chosen)))
+        ends = further
     return list(min(ends, key=lambda end: end[0])[1])
-
-
-def _arrived(
-    pricer: LayerPricer, question: RowQuestion, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], path: Way
-) -> tuple[float, tuple[Chosen, ...]]:
-    seconds, chosen = path
-    arrived = [
-        (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
-        for before, passed in ends
-    ]
-    before, passed = min(arrived, key=lambda pair: pair[0])
-    return before + seconds, (*passed, chosen)
 
 
 def ways_of(pricer: LayerPricer, question: RowQuestion, name: str) -> list[Way]:
