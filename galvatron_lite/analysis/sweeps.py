@@ -14,9 +14,10 @@ with a step of 1 byte no plan is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from galvatron_lite.analysis.setting import (
     PlanSetting,
@@ -55,6 +56,20 @@ def device_seconds(profile: Profile, batch: int) -> float:
         seconds = slices_of(key) * float(min((figure.forward + figure.backward) / size for figure, size in figures))
         least[key[0]] = min(seconds, least.get(key[0], seconds))
     return sum(least.get(layer.kind, 0.0) for layer in profile.graph.layers)
+
+
+Item = TypeVar("Item")
+
+
+def undominated(
+    items: Iterable[Item], rank: Callable[[Item], tuple[float, ...]], other: Callable[[Item], float]
+) -> tuple[Item, ...]:
+    """The items that none beats both in what they are ranked by first and in something else, the best ranked first."""
+    kept: list[Item] = []
+    for item in sorted(items, key=rank):
+        if not kept or other(item) < other(kept[-1]):
+            kept.append(item)
+    return tuple(kept)
 
 
 MOST_SAMPLES_PER_DEVICE = 64
@@ -260,20 +275,11 @@ def cheapest(
         price=price,
         costs=tuple(costs),
         missing=tuple(point for point in seen.points if point.plan is None),
-        frontier=frontier(costs),
+        frontier=undominated(costs, _rank, lambda cost: cost.seconds),
         answer=min(within, key=_rank, default=None),
         deadline=deadline,
         complete=seen.complete,
     )
-
-
-def frontier(costs: Sequence[RunCost]) -> tuple[RunCost, ...]:
-    """The runs that no other one beats in both cost and time, the cheapest first."""
-    kept: list[RunCost] = []
-    for cost in sorted(costs, key=_rank):
-        if not kept or cost.seconds < kept[-1].seconds:
-            kept.append(cost)
-    return tuple(kept)
 
 
 def _rank(cost: RunCost) -> tuple[float, float, int]:
@@ -329,19 +335,9 @@ def pareto_front(
     require_plan(seen)
     least = next((point.needs for point in seen.points if point.plan is None), None)
     planned = [point for point in seen.points if point.plan is not None]
-    return ParetoFront(undominated(planned), gap, least, seen.complete)
-
-
-def undominated(points: list[Point]) -> tuple[Point, ...]:
-    """The points that no other one beats in both time and memory, the fastest first.
-
-    Budgets go down in the closed form of the schedule; the simulated times that are told may differ a little.
-    """
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
-        if not kept or point.peak < kept[-1].peak:
-            kept.append(point)
-    return tuple(kept)
+    # budgets go down in the closed form of the schedule; the simulated times that are told may differ a little
+    front = undominated(planned, lambda point: (point.seconds, point.peak), lambda point: point.peak)
+    return ParetoFront(front, gap, least, seen.complete)
 
 
 def _budget_points(
