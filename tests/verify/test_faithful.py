@@ -14,22 +14,26 @@ import torch.distributed as dist
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.zoo.gpt import GPT
 from galvatron_lite.parallelism.pipeline.runner import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Proof, Provenance, TimeBreakdown
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.groups import GRADIENTS, GROUPS, gradients_summed, groups_fit
 from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, PlannedLayers, layer_checks
 from galvatron_lite.verify.conformance.memory import BUDGET, MEMORY, memory_checks
+from galvatron_lite.verify.conformance.volume import predicted_bytes, volume, wire_bytes
 from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
 from galvatron_lite.verify.dry.world import _LOG
 from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
 from galvatron_lite.verify.match.words import folded
-from galvatron_lite.verify.schema import Check, During, RoleRun, Sample, Verdict
+from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Sample, Verdict
 from tests.equivalence.plans import write_plan
-from tests.verify.worlds import CONFIG, NAMES, batch, in_stages, model
+from tests.verify.worlds import CONFIG, NAMES, batch, in_stages, message, model
 
 
 @cache
@@ -262,3 +266,48 @@ def test_what_ranks_have_in_common_is_said_once() -> None:
 
 def more_of(peak: MemoryBreakdown, share: int) -> MemoryBreakdown:
     return replace(peak, activations=peak.activations + peak.total // share)
+
+
+@cache
+def profile() -> Profile:
+    return estimate_profile(graph(), load_cluster("a100-80gb", 4), precision="fp32", name="gpt")
+
+
+def of(kind: MessageType, bytes_given: int, **more: tuple[int, ...]) -> Message:
+    return replace(message(kind, (0, 1, 2, 3), shape=(bytes_given,)), bytes=bytes_given, **more)
+
+
+def test_wire_bytes_of_one_message() -> None:
+    """By hand, four ranks and 400 bytes given by each."""
+    assert wire_bytes(of(MessageType.ALL_REDUCE, 400), 0) == 600
+    assert wire_bytes(of(MessageType.ALL_GATHER, 400), 0) == 1200
+    assert wire_bytes(of(MessageType.REDUCE_SCATTER, 400), 0) == 300
+    assert wire_bytes(of(MessageType.ALL_TO_ALL, 400), 0) == 300
+    assert wire_bytes(of(MessageType.ALL_TO_ALL, 400, sent=(100,) * 4, taken=(10, 20, 30, 40)), 1) == 80
+    assert wire_bytes(of(MessageType.SEND, 400), 0) == 400
+    assert wire_bytes(replace(of(MessageType.RECEIVE, 400), bytes=0), 0) == 0
+
+
+def test_what_is_priced_is_the_closed_form() -> None:
+    """All gradients once a step in an all-reduce of two ranks; twice a boundary tensor for every micro-batch."""
+    found = predicted_bytes(LayerPricer(profile()), PlannedLayers(PLANS["data"], graph()), 0)
+    assert found["data"] == 4 * graph().parameters
+    ends = predicted_bytes(LayerPricer(profile()), PlannedLayers(PLANS["pipeline"], graph()), 0)
+    assert ends["pipeline"] == PLANS["pipeline"].microbatches * 2 * 16 * 32 * 4
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_sent_is_what_is_priced(name: str) -> None:
+    check = volume(right_runs(PLANS[name]), PLANS[name], profile())
+    assert check.verdict is Verdict.PASSED, (check.said, *check.details)
+    assert check.details
+
+
+def test_what_is_not_priced_is_found() -> None:
+    """Gradients that are summed twice."""
+    runs = right_runs(PLANS["data"])
+    twice = [replace(run, messages=run.messages * 2) for run in runs]
+    check = volume(twice, PLANS["data"], profile())
+    assert check.verdict is Verdict.FAILED
+    assert check.said.startswith("Stage 0 sends")
+    assert any("for data" in line for line in check.details)
