@@ -46,7 +46,7 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
             buffers = memory.gradients if stack.states.buffered_gradients else 0
             used = reserved(memory, device.memory, buffers)
             return used if shown else used - memory.context + workspaces
-        return memory.total - memory.context + workspaces
+        return memory.tensors + workspaces
 
     fullest = max(memories, key=counted)
     if "last rank" in run.remarks:
@@ -172,7 +172,7 @@ class Predictor:
         forward, backward, again, update = (sum(getattr(layer, name) for layer in cost.layers) for name in names)
         other = step - forward - backward - again - update - layout.moved.total
         time = TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, other)
-        counted = cost.memory.total - cost.memory.context + workspace_bytes(stack, cluster.device)
+        counted = cost.memory.tensors + workspace_bytes(stack, cluster.device)
         return Predicted(step, counted, cost.memory.total, cluster.device.memory, time, cost.memory)
 
     def understand(self, run: PublishedRun) -> InterpretedRun:

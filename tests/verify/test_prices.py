@@ -49,7 +49,7 @@ def test_what_a_later_layer_reads_is_there_while_a_layer_computes() -> None:
     priced = evaluate(profile, replace(uniform_plan(graph, Strategy(), batch=2), precision="bf16"))
     _, run = dry(name, priced)
     memory = priced.stages[0].memory
-    assert run.peak.total == pytest.approx(memory.total - memory.context, rel=0.01)
+    assert run.peak.total == pytest.approx(memory.tensors, rel=0.01)
 
 
 SMALL = """
@@ -69,7 +69,7 @@ def test_zero_1_holds_two_four_and_a_share_of_twelve_bytes_an_item(tmp_path: Pat
     priced = evaluate(profile, replace(plan, precision="bf16"))
     named, run = dry(name, priced)
     memory, items = priced.stages[0].memory, graph.trainable
-    assert run.peak.total == pytest.approx(memory.total - memory.context, rel=0.01)
+    assert run.peak.total == pytest.approx(memory.tensors, rel=0.01)
     for held in (run.peak, memory):
         sizes = held.parameters / items, held.gradients / items, held.optimizer / items
         assert sizes == pytest.approx((2, 4, 12 / 4), rel=0.01)
@@ -114,7 +114,7 @@ def test_what_is_gathered_at_once_is_priced_at_once(shared: bool) -> None:
     report = verify_plan(plan, model, batch, checks="dry", profile=profile)
     (predicted,) = device_memory(plan)
     for run in report.roles:
-        peak, expected = (one.total - one.context for one in (run.peak, predicted))
+        peak, expected = run.peak.tensors, predicted.tensors
         assert 0.9 <= peak / expected <= 1.01
     assert [check for check in report.checks if check.verdict is Verdict.FAILED] == []
 

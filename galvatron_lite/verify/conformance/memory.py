@@ -49,11 +49,9 @@ def _as_predicted(runs: Sequence[RoleRun], predicted: Sequence[MemoryBreakdown])
             f"Peaks are within {TOLERANCE:.0%} of the predicted ones, no category is off by more than that of a peak"
         )
         return Check(MEMORY, Verdict.PASSED, f"{right} or {format_bytes(PIECE)}.")
-    explained = all(  # other kernels may be why they differ
-        abs(run.peak.total - run.peak.context - total) <= EXPLAINED * max(total, 1)
-        for run in runs
-        for total in (predicted[run.stage].total - predicted[run.stage].context,)
-    )
+    peaks = [(run.peak.tensors, predicted[run.stage].tensors) for run in runs]
+    # other kernels may be why they differ
+    explained = all(abs(peak - expected) <= EXPLAINED * max(expected, 1) for peak, expected in peaks)
     verdict = Verdict.DIFFERS if explained else Verdict.FAILED
     return Check(MEMORY, verdict, _first_of(differing), tuple(differing[1:]))
 
@@ -63,10 +61,9 @@ def _first_of(lines: Sequence[str]) -> str:
 
 
 def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
-    expected = max(predicted.total - predicted.context, 1)
-    measured = run.peak.total - run.peak.context
-    if abs(measured - expected) > TOLERANCE * expected:
-        yield _line(run, "its peak", measured, expected)
+    expected = max(predicted.tensors, 1)
+    if abs(run.peak.tensors - expected) > TOLERANCE * expected:
+        yield _line(run, "its peak", run.peak.tensors, expected)
     moment = run.peak
     if not predicted.activations:  # as many bytes in all may be taken at two moments: those of the optimizer's compare
         updating = [sample.memory for sample in run.samples if sample.phase is During.OPTIMIZER]
@@ -129,4 +126,4 @@ def _left_free(made_from: Provenance, stage: Stage, cluster: Cluster | None) -> 
 
 
 def _with_context(run: RoleRun, predicted: Sequence[MemoryBreakdown]) -> int:
-    return run.peak.total - run.peak.context + predicted[run.stage].context
+    return run.peak.tensors + predicted[run.stage].context
