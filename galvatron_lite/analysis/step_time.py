@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 
 from galvatron_lite.analysis.explanation import StageMemory, TimeAccount, TimeClass, TimePart
 from galvatron_lite.calibration.store import constants_for_device, load_calibration
@@ -39,9 +38,10 @@ from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.parts import sliced_kind
 from galvatron_lite.parallelism.expert.cost import rank_load
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
-from galvatron_lite.parallelism.pipeline.schedule import Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.spatial.cost import samples_of
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.io import layer_ranges, pipeline_of
 from galvatron_lite.plans.schema import Plan, Prediction
 from galvatron_lite.profiler.estimate import stack_constants
 from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
@@ -73,8 +73,7 @@ class PricedStages:
     @cached_property
     def ranges(self) -> tuple[range, ...]:
         """Places in the model of the layers of each stage."""
-        ends = list(accumulate(sum(run.count for run in stage.runs) for stage in self.plan.stages))
-        return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+        return layer_ranges(self.plan)
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
@@ -93,13 +92,11 @@ class PricedStages:
 
     def stages_of(self, group: int) -> tuple[int, ...]:
         """Numbers of the stages that a group of devices runs, in the order of its chunks."""
-        return tuple(
-            stage_at(self.shape.schedule, self.shape.stages, group, chunk) for chunk in range(self.shape.virtual)
-        )
+        return pipeline_of(self.plan).stages_of(group)
 
     def group_of(self, stage: int) -> int:
         """Number of the group of devices that runs a stage."""
-        return group_of(self.shape.schedule, self.shape.stages, stage)
+        return pipeline_of(self.plan).group_of(stage)
 
     def pricer_of(self, stage: int) -> LayerPricer:
         """The pricer of a stage's devices."""
@@ -116,8 +113,7 @@ def taken_apart(pricer: LayerPricer, plan: Plan) -> PricedStages:
     done = price_staged(pricer, plan)
     strategies = tuple(strategies_of(plan, pricer.profile))
     shape = shape_of(plan, strategies)
-    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
-    stages = tuple(price_stages(pricer, shape, sizes, strategies))
+    stages = tuple(price_stages(pricer, shape, list(map(len, layer_ranges(plan))), strategies))
     assert done.prediction is not None
     return PricedStages(pricer, done, done.prediction, strategies, shape, stages)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import cast
 
@@ -17,9 +16,9 @@ from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorCla
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork
 from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.lines import lines_of
-from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.registry import work_on
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.io import layer_ranges, pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
@@ -52,11 +51,10 @@ class PlannedLayers:
         return {layer.name: layer for layer in self.graph.layers}
 
     @cached_property
-    def ranges(self) -> list[range]:
+    def ranges(self) -> tuple[range, ...]:
         """Places of each stage's layers in the model, taken in order: a profile of a model by name may call them
         otherwise."""
-        ends = list(accumulate(sum(run.count for run in stage.runs) for stage in self.plan.stages))
-        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return layer_ranges(self.plan)
 
     @cached_property
     def stages(self) -> list[list[str]]:
@@ -71,10 +69,9 @@ class PlannedLayers:
         chosen = [run.strategy for run in runs for _ in range(run.count)]
         return dict(zip(self.layers, chosen, strict=False))
 
-    def stages_of(self, group: int) -> list[int]:
+    def stages_of(self, group: int) -> tuple[int, ...]:
         """Numbers of the stages that a group of devices runs."""
-        plan = self.plan
-        return [stage_at(plan.schedule, plan.pipeline, group, chunk) for chunk in range(plan.virtual_stages)]
+        return pipeline_of(self.plan).stages_of(group)
 
     def layers_of(self, group: int) -> list[str]:
         """Names of the layers that a group of devices runs."""
