@@ -22,7 +22,7 @@ from galvatron_lite.plans.io import layer_ranges, pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
-from galvatron_lite.verify.match.words import folded
+from galvatron_lite.verify.match.words import first_of, folded
 from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
 
 STAGES = "stages are the plan's"
@@ -130,8 +130,7 @@ def check_of(name: str, wrong: Sequence[str], right: str) -> Check:
     """Failed, with a line for each difference; passed where there are none."""
     if not wrong:
         return Check(name, Verdict.PASSED, right)
-    more = f" ({len(wrong)} in all)" if len(wrong) > 1 else ""
-    return Check(name, Verdict.FAILED, f"{wrong[0]}{more}", tuple(wrong[1:_MOST]))
+    return Check(name, Verdict.FAILED, first_of(wrong), tuple(wrong[1:_MOST]))
 
 
 def _other_stages(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:

@@ -10,7 +10,7 @@ from galvatron_lite.cost.step import device_memory
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Provenance, Stage
 from galvatron_lite.units import format_budget, format_bytes
-from galvatron_lite.verify.match.words import folded
+from galvatron_lite.verify.match.words import first_of, folded
 from galvatron_lite.verify.schema import Check, During, RoleRun, Verdict
 
 MEMORY = "memory is as predicted"
@@ -53,11 +53,7 @@ def _as_predicted(runs: Sequence[RoleRun], predicted: Sequence[MemoryBreakdown])
     # other kernels may be why they differ
     explained = all(abs(peak - expected) <= EXPLAINED * max(expected, 1) for peak, expected in peaks)
     verdict = Verdict.DIFFERS if explained else Verdict.FAILED
-    return Check(MEMORY, verdict, _first_of(differing), tuple(differing[1:]))
-
-
-def _first_of(lines: Sequence[str]) -> str:
-    return lines[0] + (f" ({len(lines)} in all)" if len(lines) > 1 else "")
+    return Check(MEMORY, verdict, first_of(differing), tuple(differing[1:]))
 
 
 def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
@@ -103,9 +99,9 @@ def _budget(
         return Check(BUDGET, Verdict.PASSED, f"The fullest device, of stage {most.stage}, takes {taken}.")
     lines = folded(over)
     if not fails:
-        return Check(BUDGET, Verdict.DIFFERS, _first_of(lines), tuple(lines[1:]))
+        return Check(BUDGET, Verdict.DIFFERS, first_of(lines), tuple(lines[1:]))
     remedy = f"Plan with less: --mem {format_budget(least)}." if least > 0 else "Plan for more devices."
-    return Check(BUDGET, Verdict.FAILED, f"{_first_of(lines)} {remedy}", tuple(lines[1:]))
+    return Check(BUDGET, Verdict.FAILED, f"{first_of(lines)} {remedy}", tuple(lines[1:]))
 
 
 def _over(run: RoleRun, room: int, budget: int, context: int, reserve: int) -> str:

@@ -25,6 +25,11 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
+def first_of(lines: Sequence[str]) -> str:
+    """The first of some lines, and how many there are."""
+    return lines[0] + (f" ({len(lines)} in all)" if len(lines) > 1 else "")
+
+
 _RANK = re.compile(r"^Rank (\d+) \(stage (\d+)\)(.*)$", re.DOTALL)
 _STAGE = re.compile(r"^([Ss])tage (\d+)(: .*)$", re.DOTALL)
 
