@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.monitor.schema import Adapt
     from galvatron_lite.runtime.parameters.use import InferenceModel
     from galvatron_lite.verify.launched import Verifier
-    from galvatron_lite.verify.trial.check import Findings
+    from galvatron_lite.verify.trial.findings import Findings
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 

@@ -27,10 +27,7 @@ def verified(model: str, gpus: int, options: argparse.Namespace) -> dict[str, An
     except GalvatronError as error:
         return {"error": str(error)[:200]}
     predicted = device_memory(chosen)
-    off = [
-        (run.peak.total - run.peak.context) / max(predicted[run.stage].total - predicted[run.stage].context, 1) - 1
-        for run in found.roles
-    ]
+    off = [run.peak.tensors / max(predicted[run.stage].tensors, 1) - 1 for run in found.roles]
     wrong = {one.name: [one.verdict.value, one.said] for one in found.checks if one.verdict is not Verdict.PASSED}
     worst = {"above": round(max(off), 4), "below": round(min(off), 4)} if off else {}
     return {"seconds": round(time.process_time() - begun, 1), **worst, "wrong": wrong}

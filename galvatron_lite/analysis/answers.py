@@ -1,17 +1,18 @@
-"""Answers of sweeps as rows of a table, as a sentence, and as plain data."""
+"""Answers of sweeps as rows of a table, as a sentence, as plain data, and as a figure of their points."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
+from xml.sax.saxutils import escape
 
 from galvatron_lite.analysis.setting import Point
 from galvatron_lite.analysis.sweeps import SATURATED, BestBatch, Cheapest, Fewest, Goal, ParetoFront, RunCost, Target
 from galvatron_lite.files import to_data
 from galvatron_lite.plans.schema import Proof
 from galvatron_lite.search.result import summary
+from galvatron_lite.svg import Scale, caption, document
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_duration, format_seconds
 
 Answer = BestBatch | Fewest | Cheapest | ParetoFront
@@ -29,14 +30,20 @@ class AnswerText:
     failed: bool = False  # whether everything was looked at and nothing is enough
 
 
-@singledispatch
 def answer_text(answer: Answer) -> AnswerText:
     """An answer for people."""
-    raise TypeError(type(answer).__name__)
+    match answer:
+        case BestBatch():
+            return _best_batch(answer)
+        case Fewest():
+            return _fewest(answer)
+        case Cheapest():
+            return _cheapest(answer)
+        case ParetoFront():
+            return _front(answer)
 
 
-@answer_text.register
-def _(answer: BestBatch) -> AnswerText:
+def _best_batch(answer: BestBatch) -> AnswerText:
     best, enough = answer.best, answer.saturated
     top = 1.0 if best is None else best.rate
     rows = tuple(
@@ -63,14 +70,14 @@ def _(answer: BestBatch) -> AnswerText:
     return AnswerText(columns, rows, sentence, notes, best, best is None and answer.complete)
 
 
-@answer_text.register
-def _(answer: Fewest) -> AnswerText:
-    rows = tuple(
-        (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "",
-         *_speed(run[0], answer.target.goal),
-         *(_plan(run[0]) if run[0].plan is not None else ("", _reason(run[-1]))))
-        for run in _runs(answer.points)
-    )  # fmt: skip
+def _fewest(answer: Fewest) -> AnswerText:
+    rows = []
+    for run in _runs(answer.points):
+        first, last = run[0], run[-1]
+        devices = str(first.devices) if first.devices == last.devices else f"{first.devices} … {last.devices}"
+        batch = str(first.batch) if len({point.batch for point in run}) == 1 else ""
+        outcome = _plan(first) if first.plan is not None else ("", _reason(last))
+        rows.append((devices, batch, *_speed(first, answer.target.goal), *outcome))
     chosen = answer.answer
     if chosen is not None:
         reached = _reach(answer.target, chosen.devices > 1)
@@ -83,21 +90,23 @@ def _(answer: Fewest) -> AnswerText:
     notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
     columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
     return AnswerText(
-        columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen, chosen is None and answer.complete
+        columns,
+        tuple(rows),
+        sentence,
+        (*notes, *_unfinished(answer.complete)),
+        chosen,
+        chosen is None and answer.complete,
     )
 
 
-@answer_text.register
-def _(answer: Cheapest) -> AnswerText:
+def _cheapest(answer: Cheapest) -> AnswerText:
     kept = {cost.point.devices for cost in answer.frontier}
-    rows = [
-        (
-            cost.point.devices,
-            (str(cost.point.devices), str(cost.point.batch), _money(cost.cost), format_duration(cost.seconds),
-             _hours(cost.device_hours), format_seconds(cost.point.seconds), _mark(answer, cost, kept)),
-        )
-        for cost in answer.costs
-    ]  # fmt: skip
+    rows = []
+    for cost in answer.costs:
+        hours = f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.2g}"
+        spent = (_money(cost.cost), format_duration(cost.seconds), hours, format_seconds(cost.point.seconds))
+        mark = _mark(answer, cost, kept)
+        rows.append((cost.point.devices, (str(cost.point.devices), str(cost.point.batch), *spent, mark)))
     rows += [(p.devices, (str(p.devices), str(p.batch), "", "", "", "", _reason(p))) for p in answer.missing]
     columns = ("GPUs", "batch", "cost", "time", "GPU-hours", "step", "")
     notes = (
@@ -109,15 +118,14 @@ def _(answer: Cheapest) -> AnswerText:
     return AnswerText(
         columns,
         tuple(row for _, row in sorted(rows)),
-        _cheapest(answer),
+        _cheapest_sentence(answer),
         notes,
         None if chosen is None else chosen.point,
         chosen is None and answer.complete,
     )
 
 
-@answer_text.register
-def _(answer: ParetoFront) -> AnswerText:
+def _front(answer: ParetoFront) -> AnswerText:
     top = answer.points[0].seconds if answer.points else 1.0
     certain = all(_is_proven(p) for p in answer.points)
     rows = tuple(
@@ -175,13 +183,13 @@ def _reach(target: Target, many: bool) -> str:
     return words[target.goal]
 
 
-def _cheapest(answer: Cheapest) -> str:
+def _cheapest_sentence(answer: Cheapest) -> str:
     best = answer.answer
     if best is not None:
-        return (
-            f"Cheapest: {_gpus(best.point.devices)}: {_money(best.cost)} and {format_duration(best.seconds)} for "
-            f"{_run(answer)}."
-        )
+        amounts = {"steps": answer.run.steps, "samples": answer.run.samples, "tokens": answer.run.tokens}
+        amount = next(f"{format_count(size)} {unit}" for unit, size in amounts.items() if size)
+        cost = f"{_money(best.cost)} and {format_duration(best.seconds)}"
+        return f"Cheapest: {_gpus(best.point.devices)}: {cost} for {amount}."
     quickest = min(answer.costs, key=lambda cost: cost.seconds)
     return (
         f"No number of GPUs ends within {format_duration(answer.deadline or 0.0)}: the quickest, "
@@ -189,21 +197,11 @@ def _cheapest(answer: Cheapest) -> str:
     )
 
 
-def _run(answer: Cheapest) -> str:
-    run = answer.run
-    size, unit = next((s, u) for s, u in ((run.steps, "steps"), (run.samples, "samples"), (run.tokens, "tokens")) if s)
-    return f"{format_count(size)} {unit}"
-
-
 def _mark(answer: Cheapest, cost: RunCost, kept: set[int]) -> str:
     if answer.answer is not None and cost.point.devices == answer.answer.point.devices:
         return "cheapest"
     late = answer.deadline is not None and cost.seconds > answer.deadline
     return "too late" if late else "frontier" if cost.point.devices in kept else ""
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _money(cost: float) -> str:
@@ -267,11 +265,6 @@ def _alike(point: Point) -> bool:
     return point.plan is None and point.needs is None and point.reason.startswith("too few")
 
 
-def _span(run: Sequence[Point], name: str) -> str:
-    first, last = getattr(run[0], name), getattr(run[-1], name)
-    return str(first) if first == last else f"{first} … {last}"
-
-
 def as_data(answer: Answer) -> dict[str, Any]:
     """An answer as plain data for JSON: seconds, bytes, samples; the plan of the answer under ``plan``."""
     chosen = answer_text(answer).chosen
@@ -316,3 +309,113 @@ def _point_data(point: Point) -> dict[str, Any]:
 
 def _cost_data(cost: RunCost) -> dict[str, Any]:
     return _point_data(cost.point) | {"run_seconds": cost.seconds, "device_hours": cost.device_hours, "cost": cost.cost}
+
+
+_WIDTH, _HEIGHT = 640, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 88, 616, 58, 348
+_MARGIN = 1.08  # factor by which axes go on beyond the outermost points
+
+
+@dataclass(frozen=True, slots=True)
+class _LogAxis:
+    name: str  # what it shows
+    write: Callable[[float], str]  # a value for people
+
+
+@dataclass(frozen=True, slots=True)
+class _PointMark:
+    x: float  # x, y: values, above 0
+    y: float
+    words: str  # told where the reader points at it
+    chosen: bool = False  # whether it is the answer
+    faint: bool = False  # whether it is told for comparison only
+
+
+def figure(answer: Answer) -> str:
+    """The figure of an answer as SVG; it fits light and dark pages."""
+    across, up, marks, stairs = _drawn(answer)
+    if not marks:
+        return _svg(answer_text(answer).sentence, [])
+    right = _scale([mark.x for mark in marks], _LEFT, _RIGHT)
+    top = _scale([mark.y for mark in marks], _BOTTOM, _TOP)
+    line = [mark for mark in marks if not mark.faint]
+    path = _path([(right.at(mark.x), top.at(mark.y)) for mark in line], stairs)
+    return _svg(
+        answer_text(answer).sentence,
+        [
+            *_grid(across, up, right, top, marks),
+            f'<path class="t0" stroke-width="1.5" d="{path}"/>',
+            *(_dot(mark, right.at(mark.x), top.at(mark.y)) for mark in marks),
+        ],
+    )
+
+
+def _drawn(answer: Answer) -> tuple[_LogAxis, _LogAxis, list[_PointMark], bool]:
+    if isinstance(answer, Cheapest):
+        kept, best = {cost.point.devices for cost in answer.frontier}, answer.answer
+        marks = [
+            _PointMark(cost.seconds, cost.cost, f"{cost.point.devices} GPUs: {cost.cost:,.4g}, "
+                 f"{format_duration(cost.seconds)}", cost == best, cost.point.devices not in kept)
+            for cost in sorted(answer.costs, key=lambda cost: cost.seconds)
+        ]  # fmt: skip
+        return _LogAxis("time of the run", format_duration), _LogAxis("cost", "{:,.3g}".format), marks, False
+    planned = [point for point in answer.points if point.plan is not None]
+    if isinstance(answer, BestBatch):
+        marks = [
+            _PointMark(p.batch, p.rate, f"batch {p.batch}: {format_count(p.rate)} samples/s", p == answer.best)
+            for p in planned
+        ]
+        return _LogAxis("batch", format_count), _LogAxis("samples/s", format_count), marks, False
+    if isinstance(answer, Fewest):
+        marks = [
+            _PointMark(p.devices, p.seconds, f"{p.devices} GPUs: {format_seconds(p.seconds)}", p == answer.answer)
+            for p in planned
+        ]
+        return _LogAxis("GPUs", format_count), _LogAxis("seconds a step", format_seconds), marks, False
+    marks = [
+        _PointMark(p.peak, p.seconds, f"{format_bytes(p.peak)}: {format_seconds(p.seconds)}")
+        for p in sorted(planned, key=lambda p: p.peak)
+    ]
+    return _LogAxis("memory of the fullest GPU", format_bytes), _LogAxis("seconds a step", format_seconds), marks, True
+
+
+def _scale(values: Sequence[float], start: float, end: float) -> Scale:
+    return Scale(min(values) / _MARGIN, max(values) * _MARGIN, start, end)
+
+
+def _path(places: Sequence[tuple[float, float]], stairs: bool) -> str:
+    """A line through the places; in steps where a plan is the best until the next one fits."""
+    first, *others = places
+    moves = (f"H{x:.1f}V{y:.1f}" if stairs else f"L{x:.1f} {y:.1f}" for x, y in others)
+    return f"M{first[0]:.1f} {first[1]:.1f}" + "".join(moves)
+
+
+def _dot(mark: _PointMark, x: float, y: float) -> str:
+    size, kind = (6, "c1") if mark.chosen else (4, "soft" if mark.faint else "c0")
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"><title>{escape(mark.words)}</title></circle>'
+
+
+def _grid(across: _LogAxis, up: _LogAxis, right: Scale, top: Scale, marks: Sequence[_PointMark]) -> list[str]:
+    lines = [f'<path class="grid" d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
+    for value, x in _apart([mark.x for mark in marks], right, 64):
+        lines.append(caption(x, _BOTTOM + 18, across.write(value), "middle", "soft"))
+    for value, y in _apart([mark.y for mark in marks], top, 22):
+        lines.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>')
+        lines.append(caption(_LEFT - 8, y + 4, up.write(value), "end", "soft"))
+    lines.append(caption((_LEFT + _RIGHT) / 2, _HEIGHT - 12, across.name, "middle"))
+    return [*lines, caption(_LEFT - 8, _TOP - 12, up.name, "middle")]
+
+
+def _apart(values: Sequence[float], scale: Scale, least: float) -> list[tuple[float, float]]:
+    """Values with their places, those left out that lie less than ``least`` pixels from the one before."""
+    kept: list[tuple[float, float]] = []
+    for value in sorted(set(values)):
+        place = scale.at(value)
+        if not kept or abs(place - kept[-1][1]) >= least:
+            kept.append((value, place))
+    return kept
+
+
+def _svg(sentence: str, lines: Sequence[str]) -> str:
+    heading = caption(16, 24, sentence if len(sentence) < 100 else sentence[:97] + "…", more=' font-weight="600"')
+    return document(_WIDTH, _HEIGHT, sentence, [heading, *lines])

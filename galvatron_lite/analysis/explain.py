@@ -15,7 +15,6 @@ from galvatron_lite.analysis.explanation import (
     Bound,
     Constants,
     Constraint,
-    ExpectedError,
     Explanation,
     MemoryPrice,
     RunChoice,
@@ -41,8 +40,7 @@ from galvatron_lite.analysis.what_ifs import (
     with_stairs,
 )
 from galvatron_lite.calibration.store import DEFAULT, entry_for, load_calibration
-from galvatron_lite.cluster.budget import Budget, as_budget
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.budget import as_budget
 from galvatron_lite.cost.timeline import untimed
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import backend_named
@@ -55,11 +53,21 @@ from galvatron_lite.units import format_budget, format_bytes, format_seconds
 
 
 def _trust_in(profile: Profile) -> Trust:
-    origin, links = profile.origin, profile.communication_origin
-    estimated = origin.kind is OriginKind.ESTIMATED
-    expected = expected_error(profile.graph, load_calibration())
-    error = expected.error if estimated else None
+    origin, links, calibration = profile.origin, profile.communication_origin, load_calibration()
+    estimated, expected = origin.kind is OriginKind.ESTIMATED, expected_error(profile.graph, calibration)
     residuals = [fit.residual for fit in profile.fits]
+    constants, missing = list[Constants](), list[str]()
+    if estimated:
+        names = [entry_for(calibration, "devices", group.device.name, DEFAULT) for group in profile.cluster.types]
+        for name in dict.fromkeys(f"devices/{name}" for name in names):
+            if (fit := calibration.origins.get(name)) is not None:
+                constants.append(Constants(name, fit.rows, fit.residual, fit.source))
+        if expected.error is None:
+            missing.append(f"the error of estimated step times of {expected.models}")
+    else:
+        missing.append("the error of a measured profile: train some steps and compare (galvatron diagnose)")
+    missing.append("the error of prices and what-ifs, which are differences of two predictions")
+    error = expected.error if estimated else None
     return Trust(
         layers=origin.kind.value,
         layers_source=", ".join(filter(None, (origin.source, origin.date))),
@@ -67,30 +75,11 @@ def _trust_in(profile: Profile) -> Trust:
         communication_source=", ".join(filter(None, (links.source, links.date))),
         spread=origin.spread,
         links_residual=median(residuals) if residuals else None,
-        constants=tuple(_constants(profile.cluster)) if estimated else (),
+        constants=tuple(constants),
         error=error,
         error_of="" if error is None else f"step times of {expected.models} ({expected.source}; galvatron validate)",
-        missing=tuple(_missing(estimated, expected)),
+        missing=tuple(missing),
     )
-
-
-def _constants(cluster: Cluster) -> Iterator[Constants]:
-    calibration = load_calibration()
-    names = [entry_for(calibration, "devices", group.device.name, DEFAULT) for group in cluster.types]
-    for name in dict.fromkeys(names):
-        origin = calibration.origins.get(f"devices/{name}")
-        if origin is not None:
-            yield Constants(f"devices/{name}", origin.rows, origin.residual, origin.source)
-
-
-def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
-    missing = []
-    if not estimated:
-        missing.append("the error of a measured profile: train some steps and compare (galvatron diagnose)")
-    elif expected.error is None:
-        missing.append(f"the error of estimated step times of {expected.models}")
-    missing.append("the error of prices and what-ifs, which are differences of two predictions")
-    return missing
 
 
 WORTH = 0.01  # share of a step that a constraint must cost to be called one
@@ -119,45 +108,29 @@ def bounds(
 def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[WhatIf]) -> Bound:
     """What is left where nothing else binds; not known to bind where something else was not tried."""
     share = f"compute: {time.seconds_of(TimeClass.COMPUTE) / time.step_seconds:.0%} of the step"
-    names = [
-        one.change
-        for one in what_ifs
-        if one.gain is None and (one.name.startswith("links_") or one.name == "batch_twice")
-    ]
-    open_ones = ["more memory"] * (price is None) + (names if what_ifs else ["quicker links", "a larger batch"])
-    if not open_ones:
-        return Bound(Constraint.COMPUTE, f"{share}, and nothing above binds", None, True)
-    return Bound(
-        Constraint.COMPUTE, f"{share}; whether anything binds is not known: {_not_tried(open_ones)}", None, False
-    )
-
-
-def _fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
-    """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is _fullest."""
-    wanted = [stage for stage in memory if price is not None and stage.group in price.wanted_groups]
-    return max(wanted or memory, key=lambda stage: stage.used_bytes / max(stage.budget_bytes, 1))
+    others = [one for one in what_ifs if one.name.startswith("links_") or one.name == "batch_twice"]
+    left = ["more memory"] * (price is None)
+    left += [one.change for one in others if one.gain is None] if what_ifs else ["quicker links", "a larger batch"]
+    verdict = f"; whether anything binds is not known: {_not_tried(left)}" if left else ", and nothing above binds"
+    return Bound(Constraint.COMPUTE, share + verdict, None, not left)
 
 
 def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequence[RunChoice]) -> Bound:
-    full = _fullest(memory, price)
+    """Of the group whose memory binds: of those that a quicker plan needs more in, else of all, the fullest one."""
+    wanted = [stage for stage in memory if price is not None and stage.group in price.wanted_groups]
+    full = max(wanted or memory, key=lambda stage: stage.used_bytes / max(stage.budget_bytes, 1))
     where = f"stage {', '.join(map(str, full.stages))}" if len(memory) > 1 else "every device"
     when = f", at its worst in {full.moment}" if full.moment else ""
     text = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
     if price is None:
-        every = [
-            neighbour
-            for run in runs
-            for neighbour in run.neighbours
-            if neighbour.added_step_seconds < 0 and not neighbour.fits
-        ]
+        every = [one for run in runs for one in run.neighbours if one.added_step_seconds < 0 and not one.fits]
         quicker = min(every, key=lambda one: one.added_step_seconds, default=None)
         worth = "" if quicker is None else f"; {quicker.strategy} would be quicker there and does not fit"
         return Bound(Constraint.MEMORY, text + worth, None, quicker is not None)
     saved = price.step_seconds - price.then_step_seconds
     among = " with this pipeline and these micro-batches" if price.same_shape else ""
-    worth = f"; {format_budget(price.added_bytes)} more on every device saves {format_seconds(saved)} a step{among}"
-    if saved <= 0:
-        worth = f"; {format_budget(price.added_bytes)} more on every device saves nothing{among}"
+    gain = f"{format_seconds(saved)} a step" if saved > 0 else "nothing"
+    worth = f"; {format_budget(price.added_bytes)} more on every device saves {gain}{among}"
     return Bound(Constraint.MEMORY, text + worth, saved, saved > 0)
 
 
@@ -292,7 +265,11 @@ def explain_plan(
     )  # of a plan that is not taken apart no moment is known
     if priced is not None:
         time, memory = account(priced), memory_of(priced, budget)
-        runs = choices(priced, session.space(backend)[0], lambda other: _fits(other, budget))
+
+        def fits(other: Plan) -> bool:
+            return all(stage.memory.total <= budget.of(stage.device) for stage in other.stages)
+
+        runs = choices(priced, session.space(backend)[0], fits)
         bound = bounds(priced, time, runs, memory, price, changes)
     return Explanation(
         model=plan.model,
@@ -317,21 +294,12 @@ def explain_plan(
     )
 
 
-def _fits(plan: Plan, budget: Budget) -> bool:
-    return all(stage.memory.total <= budget.of(stage.device) for stage in plan.stages)
-
-
 def _not_explained(plan: Plan) -> list[str]:
     """What is not explained of plans of its kind."""
-    skipped = []
-    if plan.branches:
-        skipped.append(
-            "time by part, runs of layers and bounds: branches on devices of their own are priced as regions"
-        )
+    parts = "time by part, runs of layers and bounds"
+    skipped = [f"{parts}: branches on devices of their own are priced as regions"] * bool(plan.branches)
     if plan.cyclic is not None:
-        skipped.append(
-            "time by part, runs of layers and bounds: passes of delayed gradients go round, and are priced so"
-        )
+        skipped.append(f"{parts}: passes of delayed gradients go round, and are priced so")
     if explained_in_parts(plan) and untimed(plan):
         skipped.append(f"the moment of the worst memory: {untimed(plan)}")
     return skipped

@@ -13,12 +13,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
-from itertools import groupby
 from math import prod
 
 from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
 from galvatron_lite.analysis.step_time import PricedStages
-from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of, seconds_of
+from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of
 from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
@@ -28,7 +27,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.registry import choosing, parts_of
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy, degree_names
-from galvatron_lite.plans.schema import LayerRun, Plan, Stage
+from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import ANY_TIME, QUICK, finished, search
 from galvatron_lite.search.problem import is_glued
@@ -36,6 +35,7 @@ from galvatron_lite.search.result import runs_of, summary
 from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.space import UNPINNED, Fixed, Space, microbatch_counts
 from galvatron_lite.search.tables import glue_of
+from galvatron_lite.search.ways import seconds_of
 
 
 def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequence[Strategy]) -> bool:
@@ -107,15 +107,8 @@ def _axes() -> Iterator[_Axis]:
                 yield _Axis(name, (*listed, *more), follow - set(part))
 
 
-@dataclass(frozen=True, slots=True)
-class _NeighbourStep:
-    axis: _Axis  # in which they differ
-    strategy: Strategy  # the other
-    off: bool  # whether it does without the axis, which the first one uses
-
-
-def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_NeighbourStep]:
-    """The strategies next to the chosen one among those that are offered.
+def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[tuple[_Axis, list[Strategy]]]:
+    """The strategies next to the chosen one among those that are offered, by the axis in which they differ.
 
     Along a dimension that splits: no use of it, and the next degrees below and above; where fewer devices share a
     sample, more samples are worked on at once, in the way the chosen strategy splits the batch. Along any other: all.
@@ -123,8 +116,7 @@ def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_Neig
     every = [one for one in offered if one != chosen]
     for axis in _axes():
         steps = [one for one in every if _differs_only_in(axis, chosen, one)]
-        for one in _next(axis, chosen, steps) if axis.split else steps:
-            yield _NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
+        yield axis, _next(axis, chosen, steps) if axis.split else steps
 
 
 def _differs_only_in(axis: _Axis, chosen: Strategy, other: Strategy) -> bool:
@@ -171,7 +163,24 @@ class _Alike:
 
 def choices(priced: PricedStages, space: Space, fits: Fits) -> tuple[RunChoice, ...]:
     """Every run of layers, those of several stages that do the same together, in the order of the model."""
-    return tuple(_choice(priced, alike, space, fits) for alike in _alike(priced))
+    layers, chosen = priced.pricer.profile.graph.layers, []
+    for alike in _alike(priced):
+        kinds = tuple(dict.fromkeys(layers[place].kind for place in alike.places))
+        first, *others = (space.strategies(kind, priced.shape.stage_devices, UNPINNED) for kind in kinds)
+        common = set(first).intersection(*others)
+        offered = [one for one in first if one in common]
+        choice = RunChoice(
+            stages=alike.stages,
+            first=alike.runs[0].first,
+            last=alike.runs[-1].last,
+            layers=len(alike.places),
+            kinds=kinds,
+            strategy=str(alike.runs[0].strategy),
+            step_seconds=_seconds(priced, alike),
+            neighbours=tuple(_neighbours(priced, alike, offered, fits)),
+        )
+        chosen.append(choice)
+    return tuple(chosen)
 
 
 def _alike(priced: PricedStages) -> list[_Alike]:
@@ -194,21 +203,6 @@ def _alike(priced: PricedStages) -> list[_Alike]:
     ]
 
 
-def _choice(priced: PricedStages, alike: _Alike, space: Space, fits: Fits) -> RunChoice:
-    layers, first, last = priced.pricer.profile.graph.layers, alike.runs[0], alike.runs[-1]
-    kinds = tuple(dict.fromkeys(layers[place].kind for place in alike.places))
-    return RunChoice(
-        stages=alike.stages,
-        first=first.first,
-        last=last.last,
-        layers=len(alike.places),
-        kinds=kinds,
-        strategy=str(first.strategy),
-        step_seconds=_seconds(priced, alike),
-        neighbours=tuple(_neighbours(priced, alike, _offered(space, kinds, priced.shape.stage_devices), fits)),
-    )
-
-
 def _seconds(priced: PricedStages, alike: _Alike) -> float:
     total, times = 0.0, priced.shape.microbatches
     for stage in alike.stages:
@@ -218,25 +212,18 @@ def _seconds(priced: PricedStages, alike: _Alike) -> float:
     return total / len(alike.stages)
 
 
-def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]:
-    every = [space.strategies(kind, devices, UNPINNED) for kind in kinds]
-    others = [set(offered) for offered in every[1:]]
-    return [one for one in every[0] if all(one in offered for offered in others)]
-
-
 def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
     """The neighbours; of those of a dimension and degree the quickest that fits, or the one of least memory."""
     chosen = alike.runs[0].strategy
     own = set(alike.places)  # and those that share their parameters, which have one strategy
     places = frozenset(own.union(*(group for group in tied_groups(priced.pricer.profile.graph) if own & set(group))))
-    by_axis = groupby(_steps_from(chosen, offered), key=lambda step: step.axis.name)
-    for _, steps in by_axis:
+    for axis, steps in _steps_from(chosen, offered):
         neighbours: dict[object, Neighbour] = {}
-        for step in steps:
-            other = _neighbour(priced, alike, places, step, fits)
-            key: object = step.axis.degree(step.strategy) if step.axis.split else step.strategy
-            if step.axis.trades:
-                key = (key, *(getattr(step.strategy, name) for name in _STATES))
+        for strategy in steps:
+            other = _neighbour(priced, alike, places, axis, strategy, fits)
+            key: object = axis.degree(strategy) if axis.split else strategy
+            if axis.trades:
+                key = (key, *(getattr(strategy, name) for name in _STATES))
             if other is not None and (key not in neighbours or _rank(other) < _rank(neighbours[key])):
                 neighbours[key] = other
         yield from sorted(neighbours.values(), key=lambda other: (not other.off, other.added_step_seconds))
@@ -247,29 +234,25 @@ def _rank(other: Neighbour) -> tuple[bool, float]:
 
 
 def _neighbour(
-    priced: PricedStages, alike: _Alike, places: frozenset[int], step: _NeighbourStep, fits: Fits
+    priced: PricedStages, alike: _Alike, places: frozenset[int], axis: _Axis, strategy: Strategy, fits: Fits
 ) -> Neighbour | None:
-    changed = [step.strategy if place in places else strategy for place, strategy in enumerate(priced.strategies)]
+    changed = [strategy if place in places else before for place, before in enumerate(priced.strategies)]
     graph = priced.pricer.profile.graph
     if _keeps_rules(graph, priced.ranges, priced.strategies) and not _keeps_rules(graph, priced.ranges, changed):
         return None
+    stages = [
+        replace(stage, runs=runs_of(graph.layers[part.start : part.stop], changed[part.start : part.stop]))
+        for part, stage in zip(priced.ranges, priced.plan.stages, strict=True)
+    ]
     try:
-        other = price_staged(priced.pricer, _with_strategies(priced, changed))
+        other = price_staged(priced.pricer, replace(priced.plan, stages=tuple(stages), prediction=None))
     except InputError:
         return None
     before, after = (max(plan.stages[stage].memory.total for stage in alike.stages) for plan in (priced.plan, other))
     assert other.prediction is not None
     added = other.prediction.step_seconds - priced.prediction.step_seconds
-    return Neighbour(step.axis.name, str(step.strategy), step.off, added, after - before, fits(other))
-
-
-def _with_strategies(priced: PricedStages, strategies: Sequence[Strategy]) -> Plan:
-    layers = priced.pricer.profile.graph.layers
-    stages: list[Stage] = []
-    for inside, stage in zip(priced.ranges, priced.plan.stages, strict=True):
-        section = slice(inside.start, inside.stop)
-        stages.append(replace(stage, runs=runs_of(layers[section], strategies[section])))
-    return replace(priced.plan, stages=tuple(stages), prediction=None)
+    off = axis.used(alike.runs[0].strategy) and not axis.used(strategy)
+    return Neighbour(axis.name, str(strategy), off, added, after - before, fits(other))
 
 
 Pinned = tuple[str, str, str, Fixed]
@@ -283,6 +266,10 @@ def runners_up(
 
     ``reserved``: fields of ``Strategy`` that the backend sets only where it is told to.
     """
+
+    def rank(other: RunnerUp) -> tuple[bool, float]:
+        return not other.fits, other.step_seconds
+
     best: dict[str, RunnerUp] = {}
     pins = list(_others(request, plan, reserved))
     for number, pin in enumerate(pins):
@@ -292,13 +279,9 @@ def runners_up(
             left = ", ".join(dict.fromkeys(f"{name} {instead}" for name, _, instead, _ in pins[number:]))
             return tuple(best.values()), f"runner-ups of {left}: {error}"
         other = _best(session, request, plan, pin)
-        if other is not None and (pin[0] not in best or _runner_rank(other) < _runner_rank(best[pin[0]])):
+        if other is not None and (pin[0] not in best or rank(other) < rank(best[pin[0]])):
             best[pin[0]] = other
     return tuple(best.values()), ""
-
-
-def _runner_rank(other: RunnerUp) -> tuple[bool, float]:
-    return not other.fits, other.step_seconds
 
 
 def _best(session: Session, request: Request, plan: Plan, pin: Pinned) -> RunnerUp | None:
@@ -329,20 +312,16 @@ def _others(request: Request, plan: Plan, reserved: Container[str]) -> Iterator[
         for schedule in request.schedules:
             if schedule is not plan.schedule and schedule.executable:
                 yield "schedule", plan.schedule.value, schedule.value, Fixed(pipeline=here, schedule=schedule)
-    most = _most_used(plan)
+    used = Counter[Strategy]()
+    for run in (run for stage in plan.stages for run in stage.runs):
+        used[run.strategy] += run.count
+    most = min(used, key=lambda strategy: (-used[strategy], str(strategy)))
     for axis in _axes():
         yield from _along(axis, request, plan, most, reserved)
 
 
 def _beside(values: tuple[int, ...], here: int) -> tuple[int, ...]:
     return (*[value for value in values if value < here][-1:], *[value for value in values if value > here][:1])
-
-
-def _most_used(plan: Plan) -> Strategy:
-    used = Counter[Strategy]()
-    for run in (run for stage in plan.stages for run in stage.runs):
-        used[run.strategy] += run.count
-    return min(used, key=lambda strategy: (-used[strategy], str(strategy)))
 
 
 def _along(axis: _Axis, request: Request, plan: Plan, most: Strategy, reserved: Container[str]) -> Iterator[Pinned]:

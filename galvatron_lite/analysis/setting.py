@@ -17,20 +17,15 @@ from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Delay
 
 
-def device_counts(cluster: Cluster) -> tuple[int, ...]:
-    """Every number of devices that fills whole members of each level: 1 to a node, then whole nodes; ascending."""
+def device_counts(cluster: Cluster, *, divide_well: bool = False) -> tuple[int, ...]:
+    """Numbers of devices that fill whole members of each level: 1 to a node, then whole nodes; ascending.
+
+    ``divide_well``: those alone that are 2^a or 3 * 2^a members of a level, and whole levels.
+    """
     counts, unit = [1], 1
     for level in cluster.levels:
-        counts += [unit * members for members in range(2, level.size + 1)]
-        unit *= level.size
-    return tuple(counts)
-
-
-def even_counts(cluster: Cluster) -> tuple[int, ...]:
-    """Those of ``device_counts`` that divide well: 2^a or 3 * 2^a members of a level, and whole levels; ascending."""
-    counts, unit = [1], 1
-    for level in cluster.levels:
-        counts += [unit * members for members in range(2, level.size + 1) if even(members) or members == level.size]
+        every = range(2, level.size + 1)
+        counts += [unit * size for size in every if not divide_well or even(size) or size == level.size]
         unit *= level.size
     return tuple(counts)
 
@@ -108,14 +103,13 @@ class PlanSetting:
     def session(self, devices: int) -> Session:
         """The session of the cluster that the first devices make."""
         if devices not in self.sessions:
-            self.sessions[devices] = Session(self._profile(devices), self.mode)
+            cluster = self.profile.cluster
+            if self.source is not None and devices != cluster.devices and not cluster.alike:
+                profile = self.source(devices)
+            else:
+                profile = self.profile.on(first_devices(cluster, devices))
+            self.sessions[devices] = Session(profile, self.mode)
         return self.sessions[devices]
-
-    def _profile(self, devices: int) -> Profile:
-        cluster = self.profile.cluster
-        if self.source is not None and devices != cluster.devices and not cluster.alike:
-            return self.source(devices)
-        return self.profile.on(first_devices(cluster, devices))
 
     def budget_at(self, devices: int) -> int | Budget:
         """Bytes a device of the first devices."""
@@ -223,6 +217,14 @@ def look(
         return replace(point, reason=str(error), needs=error.smallest_budget)
     except InputError as error:
         return replace(point, reason=str(error))
+
+
+def with_progress(values: Sequence[int], label: str, progress: Progress | None) -> Iterator[int]:
+    """The values one by one; what is looked at is told as ``label``, which has the value's place in it."""
+    for number, value in enumerate(values):
+        if progress is not None:
+            progress(number, len(values), label.format(value))
+        yield value
 
 
 def gathered(points: Iterator[Point]) -> Points:

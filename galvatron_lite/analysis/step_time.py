@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 
 from galvatron_lite.analysis.explanation import StageMemory, TimeAccount, TimeClass, TimePart
 from galvatron_lite.calibration.store import constants_for_device, load_calibration
@@ -35,13 +34,14 @@ from galvatron_lite.cost.step import hidden_share as hidden_sends
 from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.parts import sliced_kind
 from galvatron_lite.parallelism.expert.cost import rank_load
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
-from galvatron_lite.parallelism.pipeline.schedule import Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.spatial.cost import samples_of
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.io import layer_ranges, pipeline_of
 from galvatron_lite.plans.schema import Plan, Prediction
 from galvatron_lite.profiler.estimate import stack_constants
 from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
@@ -73,8 +73,7 @@ class PricedStages:
     @cached_property
     def ranges(self) -> tuple[range, ...]:
         """Places in the model of the layers of each stage."""
-        ends = list(accumulate(sum(run.count for run in stage.runs) for stage in self.plan.stages))
-        return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+        return layer_ranges(self.plan)
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
@@ -93,26 +92,20 @@ class PricedStages:
 
     def stages_of(self, group: int) -> tuple[int, ...]:
         """Numbers of the stages that a group of devices runs, in the order of its chunks."""
-        return tuple(
-            stage_at(self.shape.schedule, self.shape.stages, group, chunk) for chunk in range(self.shape.virtual)
-        )
+        return pipeline_of(self.plan).stages_of(group)
 
     def group_of(self, stage: int) -> int:
         """Number of the group of devices that runs a stage."""
-        return group_of(self.shape.schedule, self.shape.stages, stage)
+        return pipeline_of(self.plan).group_of(stage)
 
     def pricer_of(self, stage: int) -> LayerPricer:
         """The pricer of a stage's devices."""
         return self.pricer.of_group(self.shape.stage_devices, self.group_of(stage))
 
-    def sharing_at(self, stage: int) -> dict[int, ParameterSharing]:
-        """What sharing parameters means for the layers of a stage, by place; absent: nothing."""
-        beside = {place for stage_number in self.stages_of(self.group_of(stage)) for place in self.ranges[stage_number]}
-        return sharing_of(self.pricer.profile.graph, beside)
-
     def sharing_of_layer(self, stage: int, place: int) -> ParameterSharing:
-        """The same of one layer."""
-        return self.sharing_at(stage).get(place, ALONE)
+        """What sharing parameters means for a layer of a stage."""
+        beside = {place for number in self.stages_of(self.group_of(stage)) for place in self.ranges[number]}
+        return sharing_of(self.pricer.profile.graph, beside).get(place, ALONE)
 
 
 def taken_apart(pricer: LayerPricer, plan: Plan) -> PricedStages:
@@ -120,8 +113,7 @@ def taken_apart(pricer: LayerPricer, plan: Plan) -> PricedStages:
     done = price_staged(pricer, plan)
     strategies = tuple(strategies_of(plan, pricer.profile))
     shape = shape_of(plan, strategies)
-    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
-    stages = tuple(price_stages(pricer, shape, sizes, strategies))
+    stages = tuple(price_stages(pricer, shape, list(map(len, layer_ranges(plan))), strategies))
     assert done.prediction is not None
     return PricedStages(pricer, done, done.prediction, strategies, shape, stages)
 
@@ -129,59 +121,34 @@ def taken_apart(pricer: LayerPricer, plan: Plan) -> PricedStages:
 FORWARD, BACKWARD, STEP = Moment.FORWARD.value, Moment.BACKWARD.value, Moment.STEP.value
 
 
-@dataclass(frozen=True, slots=True)
-class CommunicationCause:
-    """Seconds of one layer's communication of one cause."""
-
-    microbatch: float = 0.0  # exposed, every micro-batch, both passes
-    step: float = 0.0  # exposed, once a step
-    microbatch_all: float = 0.0  # microbatch_all, step_all: exposed or not
-    step_all: float = 0.0
-
-
-def caused_by(
-    pricer: LayerPricer, kind: str, strategy: Strategy, microbatch: int, cost: LayerCost
-) -> dict[str, CommunicationCause]:
-    """Communication of a layer by cause: what the dimensions say. Copies to host memory and shared parameters are left
-    out.
-    """
+def _caused(
+    pricer: LayerPricer, kind: str, strategy: Strategy, microbatch: int, cost: LayerCost, times: int
+) -> dict[str, tuple[float, float]]:
+    """Seconds of a step of so many micro-batches, exposed and in all, that a layer communicates, by cause: what the
+    dimensions say. Copies to host memory and shared parameters are left out."""
     sent = pricer.work(pricer.profile.graph.kinds[kind], strategy, microbatch).communications
-    timed = [(one, float(seconds)) for one, seconds in zip(sent, pricer.links.timed(sent), strict=True)]
-    exposed = _exposed(timed, cost.forward, cost.backward + cost.recompute, pricer)
-    total: dict[tuple[str, bool], float] = defaultdict(float)
-    for one, seconds in timed:
-        total[one.cause, one.moment is Moment.STEP] += seconds
-    return {
-        cause: CommunicationCause(exposed[cause, False], exposed[cause, True], total[cause, False], total[cause, True])
-        for cause in dict.fromkeys(one.cause for one in sent)
-    }
-
-
-def _exposed(
-    timed: Sequence[tuple[Communication, float]], forward: float, backward: float, pricer: LayerPricer
-) -> Mapping[tuple[str, bool], float]:
-    """Exposed seconds by (cause, whether once a step)."""
-    hidden, overlap = pricer.profile.hidden, pricer.profile.overlap
-    exposed: dict[tuple[str, bool], float] = defaultdict(float)
+    total: dict[str, float] = defaultdict(float)
+    exposed: dict[str, float] = defaultdict(float)
     hiding: dict[str, dict[str, float]] = {moment: defaultdict(float) for moment in (FORWARD, BACKWARD, STEP, GATHER)}
-    for one, seconds in timed:
-        share, moment = hidden_share(one, hidden), moment_of(one)
+    for one, timed in zip(sent, pricer.links.timed(sent), strict=True):
+        share, moment, seconds = hidden_share(one, pricer.profile.hidden), moment_of(one), float(timed)
+        total[one.cause] += seconds * (1 if one.moment is Moment.STEP else times)
+        exposed[one.cause] += (1.0 - share) * seconds * (1 if moment in (STEP, GATHER) else times)
         hiding[moment][one.cause] += share * seconds
-        exposed[one.cause, moment in (STEP, GATHER)] += (1.0 - share) * seconds
+    overlap, forward, backward = pricer.profile.overlap, cost.forward, cost.backward + cost.recompute
     sums = {moment: sum(by_cause.values()) for moment, by_cause in hiding.items()}
-    ahead = together(forward, sums[FORWARD], overlap)
-    back = together(backward, sums[BACKWARD], overlap)
+    ahead, back = together(forward, sums[FORWARD], overlap), together(backward, sums[BACKWARD], overlap)
     added = {
-        FORWARD: ahead - forward,
-        BACKWARD: back - backward,
+        FORWARD: times * (ahead - forward),
+        BACKWARD: times * (back - backward),
         STEP: together(backward, sums[BACKWARD] + sums[STEP], overlap) - back,
         GATHER: together(forward, sums[FORWARD] + sums[GATHER], overlap) - ahead,
     }
     for moment, by_cause in hiding.items():
         for cause, seconds in by_cause.items():
             if sums[moment]:
-                exposed[cause, moment in (STEP, GATHER)] += float(added[moment]) * seconds / sums[moment]
-    return exposed
+                exposed[cause] += float(added[moment]) * seconds / sums[moment]
+    return {cause: (exposed[cause], seconds) for cause, seconds in total.items()}
 
 
 NAMES = {
@@ -194,13 +161,12 @@ OTHER = "other"
 Shares = Mapping[str, float]  # share of a pass's compute by class of operation; they add up to 1
 
 
-@dataclass(slots=True)
+@dataclass
 class Operations:
     """Shares of the classes of operation of layers on the devices of a pricer; answers are remembered."""
 
     pricer: LayerPricer  # of the layers' devices
-    _known: dict[tuple[str, Strategy, int], tuple[Shares, Shares]] = field(default_factory=dict)
-    _machines: list[Machine] = field(default_factory=list)
+    _seen: dict[tuple[str, Strategy, int], tuple[Shares, Shares]] = field(default_factory=dict)
 
     @property
     def origin(self) -> str:
@@ -210,46 +176,36 @@ class Operations:
     def shares(self, kind: str, strategy: Strategy, microbatch: int) -> tuple[Shares, Shares]:
         """Shares of forward and of backward of a layer of a kind."""
         key = (kind, strategy, microbatch)
-        if key not in self._known:
-            self._known[key] = self._new(self.pricer.profile.graph.kinds[kind], strategy, microbatch)
-        return self._known[key]
+        if key not in self._seen:
+            self._seen[key] = self._new(self.pricer.profile.graph.kinds[kind], strategy, microbatch)
+        return self._seen[key]
 
     def _new(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> tuple[Shares, Shares]:
-        samples = float(samples_of(kind, strategy, microbatch))
-        seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
-        machine = self._machine()
-        if machine is None:
+        forward: dict[str, float] = defaultdict(float)
+        backward: dict[str, float] = defaultdict(float)
+        samples, load = float(samples_of(kind, strategy, microbatch)), rank_load(kind, strategy.expert)
+        by = next((by for by in ("filters", "channels") if getattr(strategy, by) > 1), None)
+        sliced = kind if by is None else sliced_kind(kind, by, getattr(strategy, by))
+        if (machine := self._machine) is None:
             return {OTHER: 1.0}, {OTHER: 1.0}
-        load = rank_load(kind, strategy.expert)
-        for operator in _sliced(kind, strategy).operators:
-            own = operator_seconds(
+        for operator in sliced.operators:
+            seconds = operator_seconds(
                 machine, operator, samples, strategy.tensor, strategy.sequence_parallel, strategy.expert, load
             )
-            seconds[0][NAMES[operator.kind]] += own.forward
-            seconds[1][NAMES[operator.kind]] += own.backward
-        return _shares(seconds[0]), _shares(seconds[1])
+            forward[NAMES[operator.kind]] += seconds.forward
+            backward[NAMES[operator.kind]] += seconds.backward
+        return _shares(forward), _shares(backward)
 
+    @cached_property
     def _machine(self) -> Machine | None:
         """The device at the model's precision; None where the data sheet has no figures for it."""
-        if not self._machines:
-            profile, calibration = self.pricer.profile, load_calibration()
-            device = profile.cluster.device
-            host, reached = (
-                stack_constants(GALVATRON, calibration),
-                constants_for_device(calibration, device.name, device.source),
-            )
-            try:
-                self._machines.append(machine_of(device, profile.graph.precision, reached, host))
-            except InputError:
-                return None
-        return self._machines[0]
-
-
-def _sliced(kind: LayerKind, strategy: Strategy) -> LayerKind:
-    for by in ("filters", "channels"):
-        if getattr(strategy, by) > 1:
-            return sliced_kind(kind, by, getattr(strategy, by))
-    return kind
+        profile, calibration = self.pricer.profile, load_calibration()
+        device = profile.cluster.device
+        reached = constants_for_device(calibration, device.name, device.source)
+        try:
+            return machine_of(device, profile.graph.precision, reached, stack_constants(GALVATRON, calibration))
+        except InputError:
+            return None
 
 
 def _shares(seconds: Mapping[str, float]) -> Shares:
@@ -312,13 +268,9 @@ def _stage(priced: PricedStages, stage: int, operations: Operations) -> Iterator
     neighbours = (priced.ranges[stage].start > 0) + (priced.ranges[stage].stop < len(priced.strategies))
     handing = 2 * neighbours * priced.pricer_of(stage).profile.overhead.pipeline
     yield (TimeClass.HOST, "sends and receives"), times * handing, 0.0
-    yield (TimeClass.HOST, "micro-batches"), times * max(_between(cost) - handing, 0.0), 0.0
-
-
-def _between(cost: StageCost) -> float:
-    """Host seconds a micro-batch that belong to no layer."""
     layers = sum(layer.forward_seconds + layer.backward_seconds for layer in cost.layers)
-    return max(float(cost.times.forward + cost.times.backward - layers - cost.moving), 0.0)
+    between = float(cost.times.forward + cost.times.backward - layers - cost.moving)  # what belongs to no layer
+    yield (TimeClass.HOST, "micro-batches"), times * max(between - handing, 0.0), 0.0
 
 
 def _compute(priced: PricedStages, place: int, layer: LayerCost, operations: Operations) -> Iterator[Item]:
@@ -336,10 +288,9 @@ def _communication(priced: PricedStages, stage: int, place: int, layer: LayerCos
     times, kind = priced.shape.microbatches, priced.pricer.profile.graph.layers[place].kind
     strategy, size = priced.strategies[place], priced.shape.microbatch
     counted = 0.0
-    for cause, share in caused_by(priced.pricer_of(stage), kind, strategy, size, layer).items():
-        exposed = times * share.microbatch + share.step
+    for cause, (exposed, total) in _caused(priced.pricer_of(stage), kind, strategy, size, layer, times).items():
         counted += exposed
-        yield (TimeClass.COMMUNICATION, cause), exposed, times * share.microbatch_all + share.step_all - exposed
+        yield (TimeClass.COMMUNICATION, cause), exposed, total - exposed
     left = times * (layer.forward_exposed + layer.backward_exposed) + layer.step_exposed - counted
     tied = priced.sharing_of_layer(stage, place).exchanged > 0 and priced.shape.stages > 1
     if abs(left) > _ROUNDING * counted or not counted:
@@ -353,31 +304,25 @@ _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHT: "grad
 
 def memory_of(priced: PricedStages, budget: Budget) -> tuple[StageMemory, ...]:
     """Memory of each group of devices at its worst moment."""
-    plan = priced.plan
+    plan, memory = priced.plan, list[StageMemory]()
     timed: Sequence[GroupTimeline | None] = [None] * plan.pipeline
     if not untimed(plan):
         timed = timeline(priced.pricer.profile, _shorter(plan)).groups
-    return tuple(_group(priced, number, timing, budget) for number, timing in enumerate(timed))
+    for number, timing in enumerate(timed):
+        stages = priced.stages_of(number)
+        stage = plan.stages[stages[0]]
+        moment = ("", "", -1) if timing is None else _moment(timing)
+        used, budgeted = stage.memory.total, budget.of(stage.device)
+        memory.append(StageMemory(number, stages, used, budgeted, *moment, stage.memory))
+    return tuple(memory)
 
 
 def _shorter(plan: Plan) -> Plan:
     """The plan with fewer micro-batches of the same size, where that moves no peak of memory."""
-    fewest = 3 * len(plan.stages)
     if not plan.schedule.settles or 2 * len(plan.stages) * plan.microbatches <= MOST_PASSES:
         return plan
-    count = min(-(-fewest // plan.pipeline) * plan.pipeline, plan.microbatches)
+    count = min(3 * plan.virtual_stages * plan.pipeline, plan.microbatches)
     return replace(plan, microbatches=count, global_batch=count * plan.microbatch)
-
-
-def _group(priced: PricedStages, number: int, timed: GroupTimeline | None, budget: Budget) -> StageMemory:
-    stages = priced.stages_of(number)
-    stage = priced.plan.stages[stages[0]]
-    moment, layer, microbatch = "", "", -1
-    if timed is not None:
-        moment, layer, microbatch = _moment(timed)
-    return StageMemory(
-        number, stages, stage.memory.total, budget.of(stage.device), moment, layer, microbatch, stage.memory
-    )
 
 
 def _moment(timed: GroupTimeline) -> tuple[str, str, int]:

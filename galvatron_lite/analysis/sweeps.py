@@ -14,29 +14,29 @@ with a step of 1 byte no plan is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from galvatron_lite.analysis.setting import (
     PlanSetting,
     Point,
-    Points,
     Progress,
     batch_for,
     device_counts,
     even,
-    even_counts,
     gathered,
     look,
     require_plan,
+    with_progress,
 )
 from galvatron_lite.cluster.budget import as_budget, bytes_on
-from galvatron_lite.cost.points import PointKey, figures_at, index_points, slices_of
+from galvatron_lite.cost.points import figures_at, index_points, slices_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import format_bytes, format_seconds
 
 
@@ -49,21 +49,27 @@ def device_seconds(profile: Profile, batch: int) -> float:
     """Device-seconds that no plan needs less of for one sample of a batch."""
     if len(profile.cluster.groups) > 1:
         return 0.0
-    points = index_points(profile.layers)
-    kinds = {kind: _least(kind, points, batch) for kind in {layer.kind for layer in profile.graph.layers}}
-    return sum(kinds[layer.kind] for layer in profile.graph.layers)
+    least: dict[str, float] = {}
+    for key, points in index_points(profile.layers).items():
+        sizes = [batch, *(point.samples for point in points if point.samples < batch)]
+        figures = [(figures_at(points, size), size) for size in sizes]
+        seconds = slices_of(key) * float(min((figure.forward + figure.backward) / size for figure, size in figures))
+        least[key[0]] = min(seconds, least.get(key[0], seconds))
+    return sum(least.get(layer.kind, 0.0) for layer in profile.graph.layers)
 
 
-def _least(kind: str, points_by_key: dict[PointKey, tuple[LayerPoint, ...]], batch: int) -> float:
-    own = [(slices_of(key), points) for key, points in points_by_key.items() if key[0] == kind]
-    return min((slices * _quotient(points, batch) for slices, points in own), default=0.0)
+Item = TypeVar("Item")
 
 
-def _quotient(points: tuple[LayerPoint, ...], batch: int) -> float:
-    """Least seconds a sample on one device that works on at most the whole batch at once."""
-    sizes = [batch, *(point.samples for point in points if point.samples < batch)]
-    figures = [(figures_at(points, size), size) for size in sizes]
-    return float(min((figure.forward + figure.backward) / size for figure, size in figures))
+def undominated(
+    items: Iterable[Item], rank: Callable[[Item], tuple[float, ...]], other: Callable[[Item], float]
+) -> tuple[Item, ...]:
+    """The items that none beats both in what they are ranked by first and in something else, the best ranked first."""
+    kept: list[Item] = []
+    for item in sorted(items, key=rank):
+        if not kept or other(item) < other(kept[-1]):
+            kept.append(item)
+    return tuple(kept)
 
 
 MOST_SAMPLES_PER_DEVICE = 64
@@ -94,7 +100,12 @@ def best_batch(setting: PlanSetting, most: int | None = None, progress: Progress
     setting.budget_at(devices)  # a budget that cannot be had is the user's error, not a batch's
     seen = gathered(_batch_points(setting, wanted, progress))
     require_plan(seen)
-    return _answer(setting, wanted, seen)
+    points = tuple(sorted(seen.points, key=lambda point: point.batch))
+    planned = [point for point in points if point.plan is not None]
+    best = max(planned, key=lambda point: point.rate, default=None)
+    enough = 0.0 if best is None else (1 - SATURATED) * best.rate
+    saturated = next((point for point in planned if point.rate >= enough), None)
+    return BestBatch(points, best, saturated, max(ceiling(setting, batch) for batch in wanted), seen.complete)
 
 
 def batches(devices: int, most: int) -> tuple[int, ...]:
@@ -107,18 +118,12 @@ def batches(devices: int, most: int) -> tuple[int, ...]:
 def _batch_points(setting: PlanSetting, wanted: tuple[int, ...], progress: Progress | None) -> Iterator[Point]:
     """The largest batches first: they are mostly the fastest, so that bounds rule small ones out."""
     devices, best = setting.profile.cluster.devices, 0.0
-    for number, batch in enumerate(reversed(wanted)):
-        if progress is not None:
-            progress(number, len(wanted), f"batch {batch}")
+    for batch in with_progress(wanted[::-1], "batch {}", progress):
         if ceiling(setting, batch) <= best:
-            yield Point(
-                devices,
-                batch,
-                bytes_on(setting.budget, ""),
-                reason="cannot beat the best: its compute alone takes longer",
-            )
-            continue
-        point = look(setting, devices, batch)
+            reason = "cannot beat the best: its compute alone takes longer"
+            point = Point(devices, batch, bytes_on(setting.budget, ""), reason=reason)
+        else:
+            point = look(setting, devices, batch)
         best = max(best, point.rate)
         yield point
 
@@ -127,16 +132,6 @@ def ceiling(setting: PlanSetting, batch: int) -> float:
     """Samples a second that no plan of a batch exceeds."""
     least = least_seconds(setting.profile, setting.profile.cluster.devices, batch)
     return batch / least if least > 0 else float("inf")
-
-
-def _answer(setting: PlanSetting, wanted: tuple[int, ...], seen: Points) -> BestBatch:
-    points = tuple(sorted(seen.points, key=lambda point: point.batch))
-    planned = [point for point in points if point.plan is not None]
-    best = max(planned, key=lambda point: point.rate, default=None)
-    enough = 0.0 if best is None else (1 - SATURATED) * best.rate
-    saturated = next((point for point in planned if point.rate >= enough), None)
-    limit = max(ceiling(setting, batch) for batch in wanted)
-    return BestBatch(points, best, saturated, limit, seen.complete)
 
 
 class Goal(StrEnum):
@@ -196,24 +191,17 @@ def fewest_devices(
 def _device_points(
     setting: PlanSetting, target: Target, batch: int | None, progress: Progress | None
 ) -> Iterator[Point]:
-    counts = device_counts(setting.profile.cluster)
-    for number, devices in enumerate(counts):
-        if progress is not None:
-            progress(number, len(counts), f"{devices} GPUs")
+    for devices in with_progress(device_counts(setting.profile.cluster), "{} GPUs", progress):
         samples = batch_for(setting, devices, batch)
-        point = _bounded(setting, target, devices, samples) or look(setting, devices, samples)
+        least = least_seconds(setting.profile, devices, samples)
+        if least <= target.seconds(samples, setting.profile.graph.sequence):
+            point = look(setting, devices, samples)
+        else:
+            reason = f"too few: compute alone takes {format_seconds(least)} a step"
+            point = Point(devices, samples, bytes_on(setting.budget, ""), reason=reason)
         yield point
         if point.plan is not None and _met(setting, target, point):
             return
-
-
-def _bounded(setting: PlanSetting, target: Target, devices: int, batch: int) -> Point | None:
-    """A point without a plan where compute alone takes too long; None where it may be enough."""
-    least = least_seconds(setting.profile, devices, batch)
-    if least <= target.seconds(batch, setting.profile.graph.sequence):
-        return None
-    budget = bytes_on(setting.budget, "")
-    return Point(devices, batch, budget, reason=f"too few: compute alone takes {format_seconds(least)} a step")
 
 
 def _met(setting: PlanSetting, target: Target, point: Point) -> bool:
@@ -272,32 +260,26 @@ def cheapest(
     deadline: float | None = None,
     progress: Progress | None = None,
 ) -> Cheapest:
-    """Cost and time of a run on each number of devices of ``even_counts``; exact over that set."""
+    """Cost and time of a run on each number of devices that divides well; exact over that set."""
     _check(run, price, batch, deadline)
     seen = gathered(_cost_points(setting, batch, progress))
     require_plan(seen)
-    sequence = setting.profile.graph.sequence
-    costs = tuple(_cost(run, price, point, sequence) for point in seen.points if point.plan is not None)
+    costs = []
+    for point in (point for point in seen.points if point.plan is not None):
+        seconds = run.of(point.batch, setting.profile.graph.sequence) * point.seconds
+        hours = seconds * point.devices / HOUR
+        costs.append(RunCost(point, seconds, hours, hours * price))
     within = [cost for cost in costs if deadline is None or cost.seconds <= deadline]
     return Cheapest(
         run=run,
         price=price,
-        costs=costs,
+        costs=tuple(costs),
         missing=tuple(point for point in seen.points if point.plan is None),
-        frontier=frontier(costs),
+        frontier=undominated(costs, _rank, lambda cost: cost.seconds),
         answer=min(within, key=_rank, default=None),
         deadline=deadline,
         complete=seen.complete,
     )
-
-
-def frontier(costs: tuple[RunCost, ...]) -> tuple[RunCost, ...]:
-    """The runs that no other one beats in both cost and time, the cheapest first."""
-    kept: list[RunCost] = []
-    for cost in sorted(costs, key=_rank):
-        if not kept or cost.seconds < kept[-1].seconds:
-            kept.append(cost)
-    return tuple(kept)
 
 
 def _rank(cost: RunCost) -> tuple[float, float, int]:
@@ -317,17 +299,8 @@ def _check(run: TrainingAmount, price: float, batch: int | None, deadline: float
 
 
 def _cost_points(setting: PlanSetting, batch: int | None, progress: Progress | None) -> Iterator[Point]:
-    counts = even_counts(setting.profile.cluster)
-    for number, devices in enumerate(counts):
-        if progress is not None:
-            progress(number, len(counts), f"{devices} GPUs")
+    for devices in with_progress(device_counts(setting.profile.cluster, divide_well=True), "{} GPUs", progress):
         yield look(setting, devices, batch_for(setting, devices, batch))
-
-
-def _cost(run: TrainingAmount, price: float, point: Point, sequence: int) -> RunCost:
-    seconds = run.of(point.batch, sequence) * point.seconds
-    hours = seconds * point.devices / HOUR
-    return RunCost(point, seconds, hours, hours * price)
 
 
 STEPS = 32  # least step of the budget, as a part of the whole
@@ -362,19 +335,9 @@ def pareto_front(
     require_plan(seen)
     least = next((point.needs for point in seen.points if point.plan is None), None)
     planned = [point for point in seen.points if point.plan is not None]
-    return ParetoFront(undominated(planned), gap, least, seen.complete)
-
-
-def undominated(points: list[Point]) -> tuple[Point, ...]:
-    """The points that no other one beats in both time and memory, the fastest first.
-
-    Budgets go down in the closed form of the schedule; the simulated times that are told may differ a little.
-    """
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
-        if not kept or point.peak < kept[-1].peak:
-            kept.append(point)
-    return tuple(kept)
+    # budgets go down in the closed form of the schedule; the simulated times that are told may differ a little
+    front = undominated(planned, lambda point: (point.seconds, point.peak), lambda point: point.peak)
+    return ParetoFront(front, gap, least, seen.complete)
 
 
 def _budget_points(

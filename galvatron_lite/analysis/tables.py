@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from galvatron_lite.analysis.explanation import (
-    Compared,
     Comparison,
     Explanation,
     MemoryPrice,
-    RunChoice,
     TimeClass,
     Trust,
     WhatIf,
@@ -123,7 +121,9 @@ def _choices(explanation: Explanation, most: int | None) -> Iterator[tuple[str, 
     largest = sorted(explanation.runs, key=lambda run: -run.step_seconds * len(run.stages))[:most]
     for run in (run for run in explanation.runs if run in largest):
         layers = run.first if run.layers == 1 else f"{run.first} … {run.last} ({run.layers})"
-        where = "" if len(explanation.memory) == 1 else _stages(run)
+        first, last, count = run.stages[0], run.stages[-1], len(run.stages)
+        where = f"stage {first}" if count == 1 else f"stages {first} … {last} ({count})"
+        where = "" if len(explanation.memory) == 1 else where
         yield f"{layers}: {run.strategy}", format_seconds(run.step_seconds), "", where
         for neighbour in run.neighbours:
             size = f"{'+' if neighbour.added_bytes > 0 else ''}{format_bytes(neighbour.added_bytes)}"
@@ -133,11 +133,6 @@ def _choices(explanation: Explanation, most: int | None) -> Iterator[tuple[str, 
                 size if neighbour.added_bytes else "0",
                 "" if neighbour.fits else "does not fit",
             )
-
-
-def _stages(run: RunChoice) -> str:
-    first, last = run.stages[0], run.stages[-1]
-    return f"stage {first}" if len(run.stages) == 1 else f"stages {first} … {last} ({len(run.stages)})"
 
 
 def _what_if(other: WhatIf, explanation: Explanation, unproven: bool) -> tuple[str, ...]:
@@ -182,12 +177,9 @@ def _figures(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     plans = comparison.plans
     yield ("step", *(format_seconds(plan.step_seconds) for plan in plans))
     yield ("samples/s", *(format_count(plan.samples_per_second) for plan in plans))
-    if any(_differs(plan) for plan in plans):
-        of_files = (plan.said_step_seconds for plan in plans)
-        yield (
-            "step, as its file says",
-            *(_UNKNOWN if of_file is None else format_seconds(of_file) for of_file in of_files),
-        )
+    stated = [plan.said_step_seconds for plan in plans]
+    if any(file and abs(file / plan.step_seconds - 1.0) > 1e-6 for file, plan in zip(stated, plans, strict=True)):
+        yield ("step, as its file says", *(_UNKNOWN if file is None else format_seconds(file) for file in stated))
     for part in plans[0].time:
         if any(plan.time[part] > 0 for plan in plans):
             yield (f"  {part}", *(format_seconds(plan.time[part]) for plan in plans))
@@ -196,8 +188,3 @@ def _figures(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         sizes = [int(getattr(plan.memory, field.name)) for plan in plans]
         if any(sizes):
             yield (f"  {field.name}", *map(format_bytes, sizes))
-
-
-def _differs(plan: Compared) -> bool:
-    stated = plan.said_step_seconds
-    return stated is not None and abs(stated / plan.step_seconds - 1.0) > 1e-6

@@ -25,6 +25,7 @@ from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, Origi
 from galvatron_lite.search.best_first import MOST_WORK
 from galvatron_lite.search.pins import Pins
 from galvatron_lite.search.result import summary
+from galvatron_lite.search.ways import seconds_of
 from galvatron_lite.units import format_budget
 
 RUNNERS_UP = 5
@@ -81,11 +82,6 @@ def _plan_anew(
     return ask(setting, devices, batch, budget=budget, runners_up=RUNNERS_UP, progress=clock.look, effort=effort)
 
 
-def seconds_of(plan: Plan) -> float:
-    """Predicted, of a step; infinite without a prediction."""
-    return float("inf") if plan.prediction is None else plan.prediction.step_seconds
-
-
 def peak_of(plan: Plan) -> int:
     """Predicted bytes on the fullest device; 0 without a prediction."""
     return 0 if plan.prediction is None else plan.prediction.peak_memory
@@ -102,23 +98,20 @@ def with_faster_links(profile: Profile, place: int, factor: float = 2.0) -> Prof
     rest of their seconds by the factor less; where there is no line, the cluster's levels stand for them.
     """
     cluster = profile.cluster
-    groups = tuple(replace(group, levels=_faster(group.levels, place, factor)) for group in cluster.groups)
-    faster = replace(cluster, levels=_faster(cluster.levels, place, factor), groups=groups)
+
+    def faster(levels: Sequence[Level]) -> tuple[Level, ...]:
+        one = (replace(level, bandwidth=level.bandwidth * factor) for level in levels[place : place + 1])
+        return (*levels[:place], *one, *levels[place + 1 :])
+
+    groups = tuple(replace(group, levels=faster(group.levels)) for group in cluster.groups)
+    changed = profile.on(replace(cluster, levels=faster(cluster.levels), groups=groups))
     fits = tuple(
         replace(fit, bandwidth=fit.bandwidth * factor) if _level_of(cluster, fit) == place else fit
         for fit in profile.fits
     )
     points = (_point(point, profile, factor) if _level_of(cluster, point) == place else point
               for point in profile.collectives)  # fmt: skip
-    kept = tuple(point for point in points if point is not None)
-    return replace(profile.on(faster), fits=fits, collectives=kept)
-
-
-def _faster(levels: Sequence[Level], place: int, factor: float) -> tuple[Level, ...]:
-    return tuple(
-        replace(level, bandwidth=level.bandwidth * factor) if number == place else level
-        for number, level in enumerate(levels)
-    )
+    return replace(changed, fits=fits, collectives=tuple(point for point in points if point is not None))
 
 
 def _level_of(cluster: Cluster, measured: CollectiveFit | CollectivePoint) -> int:
@@ -152,6 +145,7 @@ def with_one_more(profile: Profile) -> Profile | None:
 
 
 def _larger(cluster: Cluster) -> Cluster | None:
+    """With one node more; of a single node two like it, joined as its data sheet says."""
     if not cluster.alike or len(cluster.groups) != 1:
         return None
     *inner, outer = cluster.levels
@@ -159,11 +153,6 @@ def _larger(cluster: Cluster) -> Cluster | None:
         count = cluster.devices // outer.size * (outer.size + 1)
         levels = (*inner, replace(outer, size=outer.size + 1))
         return replace(cluster, levels=levels, groups=(replace(cluster.groups[0], count=count),))
-    return _from_catalog(cluster)
-
-
-def _from_catalog(cluster: Cluster) -> Cluster | None:
-    """Two nodes like the one there is, joined as its data sheet says."""
     try:
         larger = load_cluster(cluster.name, 2 * cluster.devices)
     except GalvatronError:
@@ -225,14 +214,16 @@ def price_of_memory(
     then = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(size))
     quicker = then if seconds_of(then) < seconds_of(now) else now
     saved = seconds_of(now) - seconds_of(quicker)
+    full = [number for number, stage in enumerate(quicker.stages) if stage.memory.total > budget.of(stage.device)]
+    groups = dict.fromkeys(group_of(quicker.schedule, quicker.pipeline, number) for number in full)
     return MemoryPrice(
         budget_bytes=budget.least,
         added_bytes=size,
         step_seconds=seconds_of(now),
         then_step_seconds=seconds_of(quicker),
         seconds_per_gib=saved / (size / GIB),
-        steps=_memory_steps([quicker] if quicker is not now else [], budget),
-        wanted_groups=_over(quicker, budget) if quicker.pipeline == plan.pipeline else (),
+        steps=() if quicker is now else (_memory_step(quicker, budget),),
+        wanted_groups=tuple(groups) if quicker.pipeline == plan.pipeline else (),
         proven=_gap_of(now) == _gap_of(then) == 0.0,
         gap=max(_gap_of(now), _gap_of(then)),
         same_shape=same_shape,
@@ -264,17 +255,12 @@ def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan
             break
         if seconds_of(lean) >= price.step_seconds:
             break
-        steps = [*_memory_steps([lean], budget), *steps]
+        steps = [_memory_step(lean, budget), *steps]
     return replace(price, steps=tuple(steps))
 
 
-def _memory_steps(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ...]:
-    return tuple(MemoryStep(max(peak_of(plan), budget.least), seconds_of(plan), summary(plan)) for plan in plans)
-
-
-def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:
-    full = [number for number, stage in enumerate(plan.stages) if stage.memory.total > budget.of(stage.device)]
-    return tuple(dict.fromkeys(group_of(plan.schedule, plan.pipeline, number) for number in full))
+def _memory_step(plan: Plan, budget: Budget) -> MemoryStep:
+    return MemoryStep(max(peak_of(plan), budget.least), seconds_of(plan), summary(plan))
 
 
 MEMORY_CHANGE = 0.1  # of memory, more or less

@@ -254,8 +254,7 @@ def _show_plan(options: SimpleNamespace, plan: Plan, source: str, profile: Profi
 
 def _show_answer(options: SimpleNamespace, answer: Answer, source: str, profile: Profile) -> None:
     """Print and write the answer to another question; where nothing is enough, that is an error in the end."""
-    from galvatron_lite.analysis.answers import answer_text, as_data
-    from galvatron_lite.analysis.sweep_figure import figure
+    from galvatron_lite.analysis.answers import answer_text, as_data, figure
     from galvatron_lite.cli.plan_output import accuracy, print_answer
     from galvatron_lite.errors import InfeasibleError
     from galvatron_lite.files import write_text

@@ -12,7 +12,7 @@ from galvatron_lite.cli.terminal import check_folder, print_json
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
-    from galvatron_lite.analysis.report.gather import PlanView
+    from galvatron_lite.analysis.report.page import PlanView
 
 
 def report_command(
@@ -48,7 +48,7 @@ def report_command(
     Shows layers, the timeline of a step, memory, devices and other plans. Opens offline.
     """
     setup = options.arguments(locals())
-    from galvatron_lite.analysis.report.gather import PlanView, check_priced, with_answers, with_run, with_timeline
+    from galvatron_lite.analysis.report.page import PlanView, check_priced, with_answers, with_run, with_timeline
     from galvatron_lite.api_plans import read_priced
     from galvatron_lite.request import PlanRequest
     from galvatron_lite.runs.schema import read_run

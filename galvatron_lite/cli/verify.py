@@ -56,8 +56,8 @@ def _print_memory(console: Console, role: RoleRun, plan: Plan) -> None:
         size, other = getattr(role.peak, name), None if predicted is None else getattr(predicted, name)
         if size or other:
             table.add_row(name, format_bytes(size), "" if other is None else format_bytes(other))
-    total = role.peak.total - role.peak.context
-    expected = None if predicted is None else predicted.total - predicted.context
+    total = role.peak.tensors
+    expected = None if predicted is None else predicted.tensors
     off = f" ({total / expected - 1:+.1%})" if expected else ""
     table.add_row("together", format_bytes(total) + off, "" if expected is None else format_bytes(expected))
     ranks = f"rank {role.rank}" + (f" (and {len(role.ranks) - 1} like it)" if len(role.ranks) > 1 else "")

@@ -299,7 +299,7 @@ def reserved(memory: MemoryBreakdown, capacity: int, buffers: int = 0) -> int:
         capacity: bytes of the device.
         buffers: bytes of gradient buffers that are allocated once, between which no gaps form.
     """
-    tensors = memory.total - memory.context - buffers
+    tensors = memory.tensors - buffers
     return max(memory.total, min(round(tensors / (1.0 - UNUSED_SHARE)) + buffers + memory.context, capacity))
 
 

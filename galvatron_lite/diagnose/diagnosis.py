@@ -241,7 +241,7 @@ def _memory(run: RecordedRun | None, plan: Plan) -> tuple[MemoryRow, ...]:
         ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
         most = max((peaks.get(rank, 0) for rank in ranks), default=0)
         if most:
-            rows.append(MemoryRow((ranks.start, ranks.stop - 1), most, memory.total - memory.context))
+            rows.append(MemoryRow((ranks.start, ranks.stop - 1), most, memory.tensors))
     return tuple(rows)
 
 

@@ -39,15 +39,17 @@ from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer, WorstLinks, all_gather, all_reduce
 from galvatron_lite.oracle.rows import (
     HYBRIDS,
+    IN_TURN,
     CommunicationSeconds,
     Forecast,
     ForecastRow,
     Limit,
     LongestCommunication,
     Method,
-    StrategyLine,
-    beyond,
+    RowQuestion,
     least_runs,
+    limit_by_count,
+    line_of,
 )
 
 
@@ -81,43 +83,15 @@ _SPLITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One question to the closed forms."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case(RowQuestion):
+    """One question to the closed forms; in their words, p is ``devices``, p1 ``replicas``, p2 ``width``, B
+    ``global_batch``, I ``iterations`` (D / B rounded up, as the released oracle does) and S ``parts``."""
 
     network: Network  # what is trained
     wires: WorstLinks  # on which links
-    kind: Method  # how it is split
-    devices: int  # p
-    batch: int  # samples of a replica: of a device under data, of a group (p2 devices) under hybrids, of all elsewhere
-    group: int = 4  # p2, devices of a group of a hybrid
-    segments: int = 0  # S, micro-batches of a pipeline; 0: as many as devices
     contention: bool = True  # whether flows that share a link slow each other down
     quirks: frozenset[Quirk] = frozenset()  # see ``Quirk``
-
-    @property
-    def replicas(self) -> int:
-        """p1: replicas that take samples of their own."""
-        if self.kind in HYBRIDS:
-            return max(self.devices // self.group, 1)
-        return self.devices if self.kind is Method.DATA else 1
-
-    @property
-    def width(self) -> int:
-        """p2: devices that share the layers of a replica; 1 under data parallelism and in pipelines."""
-        if self.kind in HYBRIDS:
-            return self.group
-        return self.devices if self.kind in _SPLITS else 1
-
-    @property
-    def global_batch(self) -> int:
-        """B: samples of an iteration."""
-        return self.batch * self.replicas
-
-    @property
-    def iterations(self) -> int:
-        """I: of an epoch, whole ones (D / B rounded up, as the released oracle does)."""
-        return ceil(self.network.samples / self.global_batch)
 
     @property
     def split(self) -> ModelSplit | None:
@@ -148,25 +122,19 @@ class Estimate:
         return self.compute + self.moved.total
 
 
-def _with_whole_groups(case: Case) -> Case:
-    if case.kind not in HYBRIDS or case.devices % case.group == 0:
-        return case
-    if case.devices < case.group:
-        return replace(case, group=case.devices)
-    raise InputError("--gpus", case.devices, f"{case.kind.value} takes whole groups of {case.group}; see --group.")
-
-
 def estimate(case: Case) -> Estimate:
     """What a strategy costs on so many devices.
 
     Raises:
         InputError: the devices do not make whole groups, or are more than the links or layers there are.
     """
-    case = _with_whole_groups(case)
-    if case.kind in (Method.LAYER, Method.PIPELINE):
+    if case.kind in HYBRIDS and case.devices % case.width:
+        remedy = f"{case.kind.value} takes whole groups of {case.group}; see --group."
+        raise InputError("--gpus", case.devices, remedy)
+    if case.kind in IN_TURN:
         return _in_stages(case)
     network, by_filters = case.network, case.split is ModelSplit.FILTER
-    layers, samples = network.layers, ceil(network.samples / case.replicas)
+    layers, samples = network.layers, ceil(case.samples / case.replicas)
     if Quirk.STOPS_AT_SPLIT in case.quirks and case.kind is Method.DATA_SPATIAL:
         last = max((place for place, layer in enumerate(layers) if case.split in layer.split), default=-1)
         layers = layers[: last + 1]
@@ -216,7 +184,7 @@ def _halos(case: Case) -> CommunicationSeconds:
     split = case.network.split_by(ModelSplit.SPATIAL)
     if case.split is None or case.width == 1 or not split:
         return CommunicationSeconds()
-    hybrid, direct = case.kind is Method.DATA_SPATIAL, case.wires.staged_link(case.width)
+    hybrid, direct = case.kind is Method.DATA_SPATIAL, case.wires.link(case.width, staged=True)
     link, item = direct.contended(case.phi(2 * case.width)), case.batch * case.network.item_bytes
     items = [layer.halo(layer.x) + layer.halo(layer.x if hybrid else layer.y) for layer in split if layer.exchanges]
     halo = sum(2 * (2 * link.alpha + count * item * link.beta) for count in items)
@@ -251,8 +219,7 @@ def balanced(network: Network, devices: int) -> list[list[OracleLayer]]:
 def _in_stages(case: Case) -> Estimate:
     """Every device has a run of layers: one works at a time, or a batch passes in S segments (GPipe)."""
     network, p = case.network, case.devices
-    parts = max(min(case.segments or p, case.batch), 1) if case.kind is Method.PIPELINE else 1
-    stages = balanced(network, p)
+    parts, stages = case.parts, balanced(network, p)
     size = case.batch / parts * network.item_bytes
     sends = [case.wires.link(at + 2).seconds(size * stage[-1].outputs) for at, stage in enumerate(stages[:-1])]
     counted = [[layer for layer in stage if layer.counted] for stage in stages]
@@ -262,12 +229,12 @@ def _in_stages(case: Case) -> Estimate:
     if case.kind is Method.LAYER:
         update = case.iterations * network.update_seconds
         moved = CommunicationSeconds(messages=2 * case.iterations * sum(sends))
-        return Estimate(network.samples * network.seconds + update, moved, memory, update)
+        return Estimate(case.samples * network.seconds + update, moved, memory, update)
     forward = max(sum(map(network.forward_of, stage)) for stage in stages)
     backward = max(sum(network.seconds_of(layer) - network.forward_of(layer) for layer in stage) for stage in stages)
     update = case.iterations * max(sum(map(network.update_of, stage)) for stage in stages)
     moved = CommunicationSeconds(messages=2 * case.iterations * (p + parts - 2) * max(sends, default=0.0))
-    return Estimate(network.samples * (p + parts - 1) / parts * (forward + backward) + update, moved, memory, update)
+    return Estimate(case.samples * (p + parts - 1) / parts * (forward + backward) + update, moved, memory, update)
 
 
 def largest_batch(case: Case) -> float:
@@ -291,23 +258,16 @@ def closed_forecast(case: Case, kinds: Sequence[Method], counts: Sequence[int]) 
             raise InputError("--gpus", devices, f"{wires.name} has {wires.devices}; give 1 to that many.")
     notes = [f"quirk on: {quirk.value}" for quirk in sorted(case.quirks)]
     notes += [] if case.contention else ["contention is left out"]
-    lines = []
-    for kind in kinds:
-        limit = limit_of(replace(case, kind=kind))
-        rows = tuple(_row(replace(case, kind=kind, devices=count), limit) for count in counts)
-        lines.append(StrategyLine(kind.value, rows, limit, network.samples * network.seconds))
+    alone = case.samples * network.seconds
+    lines = [line_of(one, counts, limit_of(one), _row, alone) for one in (replace(case, kind=kind) for kind in kinds)]
     return Forecast(
-        network.name, f"{wires.name} ({wires.setting})", "paradl", network.samples,
+        network.name, f"{wires.name} ({wires.setting})", "paradl", case.samples,
         f"{network.seconds_origin}: {network.seconds_source}", tuple(notes), tuple(lines),
     )  # fmt: skip
 
 
-def _row(case: Case, limit: Limit) -> ForecastRow:
-    row = ForecastRow(case.kind.value, case.devices, case.global_batch, case.iterations)
-    if limit.devices is not None and case.devices > limit.devices:
-        return replace(row, problem=beyond(limit))
+def _row(case: Case, row: ForecastRow) -> ForecastRow:
     try:
-        case = _with_whole_groups(case)
         total = estimate(case)
     except InputError as error:
         return replace(row, problem=str(error))
@@ -316,8 +276,6 @@ def _row(case: Case, limit: Limit) -> ForecastRow:
     full = sum(network.seconds_of(layer) / case.share(layer) for layer in network.layers)
     return replace(
         row,
-        batch=case.global_batch,
-        iterations=case.iterations,
         compute=total.compute - total.update,
         moved=total.moved,
         update=total.update,
@@ -326,9 +284,9 @@ def _row(case: Case, limit: Limit) -> ForecastRow:
         replicated=_replicated(case),
         loudest=_loudest(case, total.moved),
         uneven=_uneven(case),
-        twice=alone / full if case.width > 1 else 0.0,
+        twice=alone / full if case.shared > 1 else 0.0,
         congested=total.moved.total - estimate(replace(case, contention=False)).moved.total,
-        shared=case.width,
+        shared=case.shared,
         largest=largest_batch(case),
     )
 
@@ -345,18 +303,19 @@ def limit_of(case: Case) -> Limit:
     channels = min((layer.x[0] for layer in by_filters[1:]), default=1)
     pixels = min((min(prod(layer.x[1:]), prod(layer.y[1:])) for layer in by_pixels), default=1)
     side = min((min(layer.x[1], layer.y[1]) for layer in by_pixels), default=1)
-    most, layers = network.samples // max(case.batch, 1), len(network.layers)
-    return {
-        Method.SERIAL: Limit(1, "p = 1"),
-        Method.DATA: Limit(most, f"p <= B, and B = {case.batch} p is at most the data set"),
-        Method.SPATIAL: Limit(pixels, f"p <= {pixels}, the pixels of the smallest split layer"),
-        Method.LAYER: Limit(layers, f"p <= {layers} layers"),
-        Method.PIPELINE: Limit(layers, f"p <= {layers} layers"),
-        Method.FILTER: Limit(filters, f"p <= {filters}, the fewest filters of a split layer"),
-        Method.CHANNEL: Limit(channels, f"p <= {channels}, the fewest input channels of a split layer but the first"),
-        Method.DATA_FILTER: Limit(most * filters, f"p <= B x {filters} filters; groups of {case.group}"),
-        Method.DATA_SPATIAL: Limit(most * side, f"p <= B x {side} rows of the smallest split layer"),
-    }[case.kind]
+    most = case.samples // max(case.batch, 1)
+    return (
+        limit_by_count(case, len(network.layers))
+        or {
+            Method.SPATIAL: Limit(pixels, f"p <= {pixels}, the pixels of the smallest split layer"),
+            Method.FILTER: Limit(filters, f"p <= {filters}, the fewest filters of a split layer"),
+            Method.CHANNEL: Limit(
+                channels, f"p <= {channels}, the fewest input channels of a split layer but the first"
+            ),
+            Method.DATA_FILTER: Limit(most * filters, f"p <= B x {filters} filters; groups of {case.group}"),
+            Method.DATA_SPATIAL: Limit(most * side, f"p <= B x {side} rows of the smallest split layer"),
+        }[case.kind]
+    )
 
 
 def _replicated(case: Case) -> float:
@@ -391,7 +350,7 @@ def _loudest(case: Case, moved: CommunicationSeconds) -> LongestCommunication:
 
 def _uneven(case: Case) -> float:
     """The slowest stage over the mean stage."""
-    if case.kind not in (Method.PIPELINE, Method.LAYER):
+    if case.kind not in IN_TURN:
         return 1.0
     network = case.network
     stages = balanced(network, case.devices)

@@ -112,20 +112,13 @@ class WorstLinks:
     direct: tuple[tuple[int, Link], ...]  # by devices, ascending: the link of collectives
     staged: tuple[tuple[int, Link], ...]  # by devices, ascending: the link of messages that go through host memory
 
-    def link(self, devices: int) -> Link:
-        """Of collectives over so many devices."""
-        return _reaching(self.direct, devices)
-
-    def staged_link(self, devices: int) -> Link:
-        """Of halos and the all-gather that ends a spatial split."""
-        return _reaching(self.staged, devices)
-
-
-def _reaching(links: tuple[tuple[int, Link], ...], devices: int) -> Link:
-    link_found = next((link for reach, link in links if devices <= reach), None)
-    if link_found is None:
+    def link(self, devices: int, *, staged: bool = False) -> Link:
+        """Of collectives over so many devices; ``staged``: of halos and the all-gather that ends a spatial split."""
+        links = self.staged if staged else self.direct
+        for reach, link in links:
+            if devices <= reach:
+                return link
         raise InputError("--gpus", devices, f"The cluster has {links[-1][0]}; give 1 to that many.")
-    return link_found
 
 
 def wires_of(fabric: Fabric, setting: str | None = None) -> WorstLinks:

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
-from math import ceil
 from statistics import fmean
 from typing import Any
 
@@ -20,8 +19,7 @@ from galvatron_lite.oracle.closed_form import Case, estimate
 from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
-from galvatron_lite.oracle.rows import Forecast, ForecastRow, Method, findings
-from galvatron_lite.oracle.strategies import RowQuestion
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, Method, RowQuestion, findings
 from galvatron_lite.stacks.catalog import match_stack
 
 CLUSTER, PRECISION = "abci", "fp32"
@@ -51,8 +49,8 @@ class MeasuredRow(Strict):
         """Seconds of an epoch, from seconds of what the row is of."""
         if self.per == "epoch":
             return seconds
-        batch = RowQuestion(self.strategy, self.devices, self.batch, 1).global_batch
-        return seconds * ceil(network_named(self.model).samples / batch)
+        samples = network_named(self.model).samples
+        return seconds * RowQuestion(self.strategy, self.devices, self.batch, samples).iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +107,15 @@ def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
     predicted, problems = dict[str, float | None](), dict[str, str]()
     network, fabric = network_named(row.model), fabric_named(CLUSTER)
     assert fabric is not None
-    case = Case(network, wires_of(fabric), row.strategy, row.devices, row.batch)
+    question = RowQuestion(row.strategy, row.devices, row.batch, network.samples)
+    case = Case(row.strategy, row.devices, row.batch, network.samples, network=network, wires=wires_of(fabric))
     try:
         epoch = estimate(case).epoch
         predicted["paradl"] = epoch if row.per == "epoch" else epoch / case.iterations
     except GalvatronError as error:
         problems["paradl"] = str(error)
     if not isinstance(machine, str):
-        priced = row_of(machine, RowQuestion(row.strategy, row.devices, row.batch, network.samples))
+        priced = row_of(machine, question)
         predicted["galvatron"], machine = priced.epoch if row.per == "epoch" else priced.iteration, priced.problem
     if machine:
         predicted["galvatron"], problems["galvatron"] = None, machine

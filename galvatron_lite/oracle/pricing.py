@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
-from math import ceil
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.catalog import load_cluster
@@ -22,17 +22,19 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.oracle.rows import (
     HYBRIDS,
+    IN_TURN,
     CommunicationSeconds,
     Forecast,
     ForecastRow,
     Limit,
     LongestCommunication,
     Method,
-    StrategyLine,
-    beyond,
+    RowQuestion,
     least_runs,
+    limit_by_count,
+    line_of,
 )
-from galvatron_lite.oracle.strategies import Chosen, RowQuestion, degree_of, family_of, moving_seconds, options, picked
+from galvatron_lite.oracle.strategies import Chosen, degree_of, family_of, moving_seconds, options, picked
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
@@ -132,8 +134,7 @@ def lay_out_model(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     Raises:
         InputError: a batch that does not divide, a strategy that a layer has no figures for, more stages than layers.
     """
-    in_turn = question.kind in (Method.PIPELINE, Method.LAYER)
-    return _pipeline(pricer, question) if in_turn else _single_stage(pricer, question)
+    return _pipeline(pricer, question) if question.kind in IN_TURN else _single_stage(pricer, question)
 
 
 def _single_stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
@@ -178,9 +179,7 @@ def _price(pricer: LayerPricer, question: RowQuestion, layer: Layer, chosen: Cho
 def _pipeline(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     """Runs of layers of about equal time on a device each, the batch in segments (GPipe)."""
     graph, stages = pricer.profile.graph, question.devices
-    parts = max(min(question.segments or stages, question.batch), 1) if question.kind is Method.PIPELINE else 1
-    while question.batch % parts:
-        parts -= 1
+    parts = next(parts for parts in range(question.parts, 0, -1) if question.batch % parts == 0)
     shape = Shape(stages, stages, parts, question.batch // parts, Schedule.GPIPE)
     if stages > len(graph.layers):
         remedy = f"{graph.name} has {len(graph.layers)} layers; each stage takes one at least."
@@ -195,7 +194,7 @@ def _pipeline(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
 
 def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     """The figures of a row; one that cannot be run says why."""
-    row = _empty_row(question, ceil(question.samples / question.global_batch))
+    row = ForecastRow(question.name, question.devices, question.global_batch, question.iterations)
     try:
         pricer = machine.pricer(question.devices)
         layout = lay_out_model(pricer, question)
@@ -217,7 +216,7 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     replicated = memory.parameters + memory.gradients + memory.optimizer
     if question.kind in (Method.FILTER, Method.CHANNEL, Method.DATA_FILTER):
         replicated = memory.activations
-    elif question.kind in (Method.SERIAL, Method.PIPELINE, Method.LAYER):
+    elif question.kind in (Method.SERIAL, *IN_TURN):
         replicated = 0
     return replace(
         row,
@@ -232,7 +231,7 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
         loudest=_loudest(profile.graph, question, costs),
         uneven=max(works) * len(works) / max(sum(works), 1e-30),
         twice=layout.alike,
-        shared=1 if len(costs) > 1 else question.width,
+        shared=question.shared,
     )
 
 
@@ -240,11 +239,6 @@ def reading_seconds(profile: Profile, question: RowQuestion) -> float:
     """Seconds in which the first process of a group reads a step's samples for all of it, beside the step before."""
     rate = profile.pictures.read_rate
     return question.batch / rate if rate and question.width > 1 else 0.0
-
-
-def _empty_row(question: RowQuestion, iterations: int = 1, problem: str = "") -> ForecastRow:
-    name = question.name or question.kind.value
-    return ForecastRow(name, question.devices, question.global_batch, iterations, problem=problem)
 
 
 def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost]) -> LongestCommunication:
@@ -276,13 +270,14 @@ def forecast(
     graph = machine.graph
     kinds = [kind for kind in words if allows(machine, kind)]
     # seconds of compute of an epoch on one device, whether or not that has the memory
-    alone = row_of(machine, replace(question, kind=Method.SERIAL, devices=1, strategy=None)).compute
-    lines = []
-    for kind in kinds:
-        limit = limit_of(machine, replace(question, kind=kind))
-        rows = tuple(_row(machine, replace(question, kind=kind, devices=count), limit) for count in counts)
-        lines.append(StrategyLine(kind.value, rows, limit, alone))
-    lines += [_text_line(machine, question, strategy, counts, alone) for strategy in strategies]
+    alone = row_of(machine, replace(question, kind=Method.SERIAL, devices=1, text=None)).compute
+    price = partial(_row, machine)
+    questions = [replace(question, kind=kind) for kind in kinds]
+    lines = [line_of(one, counts, limit_of(machine, one), price, alone) for one in questions]
+    for strategy in strategies:
+        most = question.samples // question.batch * strategy.devices
+        limit = Limit(most, f"whole copies of its {strategy.devices} GPUs, B at most the data set")
+        lines.append(line_of(replace(question, text=strategy), counts, limit, price, alone))
     notes = [f"{graph.precision}, {question.batch} samples a replica"]
     if missing := ", ".join(kind.value for kind in words if kind not in kinds):
         notes.append(f"left out, as no layer of {graph.name} can be split so: {missing}")
@@ -293,41 +288,24 @@ def forecast(
     )  # fmt: skip
 
 
-def _text_line(
-    machine: ClusterCosts, question: RowQuestion, strategy: Strategy, counts: Sequence[int], alone: float
-) -> StrategyLine:
-    """A strategy of the user's, with as many more replicas as there are devices for."""
-    name, unit = str(strategy), strategy.devices
-    most = question.samples // question.batch * unit
-    limit, rows = Limit(most, f"whole copies of its {unit} GPUs, B at most the data set"), []
-    for count in counts:
-        more = replace(strategy, data=strategy.data * max(count // unit, 1))
-        changed = replace(question, devices=count, strategy=more, name=name)
-        if count % unit:
-            problem = f"{name} takes {unit} devices or a multiple"
-            rows.append(ForecastRow(name, count, question.batch, 1, problem=problem))
-        else:
-            rows.append(_row(machine, changed, limit))
-    return StrategyLine(name, tuple(rows), limit, alone)
-
-
-def _row(machine: ClusterCosts, question: RowQuestion, limit: Limit) -> ForecastRow:
-    """A row, with what congestion costs; beyond the limit it says so and has no figures."""
-    ended = limit.devices is not None and question.devices > limit.devices
-    problem = beyond(limit) if ended else _unsplit(machine, question)
-    if problem:
-        return _empty_row(question, problem=problem)
-    row = row_of(machine, question)
-    if row.problem or question.devices <= machine.profile.cluster.levels[0].size:
-        return row
+def _row(machine: ClusterCosts, question: RowQuestion, row: ForecastRow) -> ForecastRow:
+    """A row, with what congestion costs."""
+    if problem := _unsplit(machine, question):
+        return replace(row, iterations=1, problem=problem)
+    priced = row_of(machine, question)
+    if priced.problem or question.devices <= machine.profile.cluster.levels[0].size:
+        return priced
     free = row_of(machine.alone, question)
-    return replace(row, congested=max(row.moved.total - free.moved.total, 0.0))
+    return replace(priced, congested=max(priced.moved.total - free.moved.total, 0.0))
 
 
 def _unsplit(machine: ClusterCosts, question: RowQuestion) -> str:
     """Why devices make no groups that share layers as the word says; empty where they do."""
     kind, width = question.kind, question.width
-    if question.strategy is not None or kind not in SHARING or width == 1:
+    if question.text is not None:
+        divides = question.devices % question.text.devices == 0
+        return "" if divides else f"{question.name} takes {question.text.devices} devices or a multiple"
+    if kind not in SHARING or width == 1:
         return ""
     if question.devices % width:
         return f"{kind.value} takes whole groups of {width}; see --group"
@@ -346,14 +324,9 @@ def allows(machine: ClusterCosts, kind: Method) -> bool:
 
 def limit_of(machine: ClusterCosts, question: RowQuestion) -> Limit:
     """How many devices a strategy can use."""
-    layers, kind = len(machine.graph.layers), question.kind
-    replicas = max(question.samples // question.batch, 1)
-    if kind is Method.DATA:
-        return Limit(replicas, f"p <= B, and B = {question.batch} p is at most the data set")
-    if kind in (Method.PIPELINE, Method.LAYER):
-        return Limit(layers, f"p <= {layers} layers")
-    if kind is Method.SERIAL:
-        return Limit(1, "p = 1")
+    if limit := limit_by_count(question, len(machine.graph.layers)):
+        return limit
+    kind, replicas = question.kind, max(question.samples // question.batch, 1)
     ways = _widest_split(machine, kind)
     if kind in HYBRIDS:
         group = min(ways, question.group)

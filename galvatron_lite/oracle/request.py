@@ -22,8 +22,8 @@ from galvatron_lite.oracle import pricing
 from galvatron_lite.oracle.closed_form import KINDS, Case, closed_forecast, quirks_named
 from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
 from galvatron_lite.oracle.pricing import allows, machine_of, row_of
-from galvatron_lite.oracle.rows import Forecast, Method
-from galvatron_lite.oracle.strategies import RowQuestion, check_text
+from galvatron_lite.oracle.rows import Forecast, Method, RowQuestion
+from galvatron_lite.oracle.strategies import check_text
 from galvatron_lite.plans.written import parse_strategy
 
 SIDE = 224  # pixels of a picture's side of networks known by name only
@@ -156,8 +156,9 @@ def _closed(model: str, cluster: str, options: OracleOptions) -> Forecast:
     else:
         wires = wires_of_cluster(load_cluster(cluster, max(options.counts)), options.network)
     case = Case(
-        network, wires, Method.SERIAL, 1, options.batch or network.batch, options.group or wires.node, options.segments,
-        options.contention, quirks_named(options.quirks),
+        Method.SERIAL, 1, options.batch or network.batch, network.samples, options.group or wires.node,
+        options.segments, network=network, wires=wires, contention=options.contention,
+        quirks=quirks_named(options.quirks),
     )  # fmt: skip
     return closed_forecast(case, kinds_of(options.strategies), options.counts)
 

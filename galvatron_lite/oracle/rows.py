@@ -8,10 +8,12 @@ number of devices at which it passes its threshold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
-from math import floor
+from math import ceil, floor
+from typing import TypeVar
 
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.units import format_bytes
 
 
@@ -31,6 +33,69 @@ class Method(StrEnum):
 
 HYBRIDS = (Method.DATA_FILTER, Method.DATA_SPATIAL)
 """Strategies of groups: data parallelism between them, another within."""
+IN_TURN = (Method.PIPELINE, Method.LAYER)
+"""Strategies of which each device has layers of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowQuestion:
+    """One row that is asked for."""
+
+    kind: Method  # how the model is split
+    devices: int
+    batch: int  # samples of a replica: of a device under data, of a group under hybrids, of all devices elsewhere
+    samples: int  # of an epoch
+    group: int = 4  # devices of a group of a hybrid
+    segments: int = 0  # micro-batches of a pipeline; 0: as many as stages
+    # of every layer, in place of ``kind``'s, on the fewest devices; more of them are more replicas
+    text: Strategy | None = None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """Of every layer, on all devices."""
+        if self.text is None:
+            return None
+        return replace(self.text, data=self.text.data * max(self.devices // self.text.devices, 1))
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return str(self.text or self.kind.value)
+
+    @property
+    def width(self) -> int:
+        """Devices of a group."""
+        if self.strategy is not None:
+            return self.strategy.devices // self.strategy.batch_degree
+        if self.kind in HYBRIDS:
+            return min(self.group, self.devices)
+        return 1 if self.kind is Method.DATA else self.devices
+
+    @property
+    def shared(self) -> int:
+        """Devices that split the work of one sample; 1 under data parallelism and in pipelines."""
+        return 1 if self.strategy is None and self.kind in (Method.SERIAL, *IN_TURN) else self.width
+
+    @property
+    def replicas(self) -> int:
+        """Groups that take samples of their own."""
+        return max(self.devices // self.width, 1)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an iteration."""
+        return self.batch * self.replicas
+
+    @property
+    def iterations(self) -> int:
+        """Of an epoch, whole ones."""
+        return ceil(self.samples / self.global_batch)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches in which the layers pass on a batch."""
+        wanted = min(self.segments or self.devices, self.batch)
+        return max(wanted, 1) if self.kind is Method.PIPELINE else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +190,48 @@ class StrategyLine:
         return tuple(row for row in self.rows if not row.problem)
 
 
+Question = TypeVar("Question", bound=RowQuestion)
+
+
+def line_of(
+    question: Question,
+    counts: Sequence[int],
+    limit: Limit,
+    price: Callable[[Question, ForecastRow], ForecastRow],
+    alone: float,
+) -> StrategyLine:
+    """A strategy over numbers of devices.
+
+    Args:
+        question: of any number of devices.
+        counts: of devices, ascending.
+        limit: beyond which rows have no figures.
+        price: the row of a question, from one without figures.
+        alone: seconds of compute of an epoch on one device.
+    """
+    rows = []
+    for devices in counts:
+        one = replace(question, devices=devices)
+        row = ForecastRow(one.name, devices, one.global_batch, one.iterations)
+        if limit.devices is not None and devices > limit.devices:
+            rows.append(replace(row, problem=f"beyond its limit of {gpus(limit.devices)}"))
+        else:
+            rows.append(price(one, row))
+    return StrategyLine(question.name, tuple(rows), limit, alone)
+
+
+def limit_by_count(question: RowQuestion, layers: int) -> Limit | None:
+    """How many devices a strategy can use that samples and layers limit; None for others."""
+    if question.kind is Method.SERIAL:
+        return Limit(1, "p = 1")
+    if question.kind in IN_TURN:
+        return Limit(layers, f"p <= {layers} layers")
+    if question.kind is Method.DATA:
+        most = max(question.samples // max(question.batch, 1), 1)
+        return Limit(most, f"p <= B, and B = {question.batch} p is at most the data set")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The table."""
@@ -141,11 +248,6 @@ class Forecast:
 def gpus(count: int) -> str:
     """A number of them, for people."""
     return f"{count:,} GPU" + ("" if count == 1 else "s")
-
-
-def beyond(limit: Limit) -> str:
-    """What a row beyond a strategy's limit says."""
-    return f"beyond its limit of {gpus(limit.devices or 0)}"
 
 
 def least_runs(weights: Sequence[float], runs: int) -> list[int]:

@@ -14,45 +14,11 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.layer import LAYOUT, LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.oracle.rows import HYBRIDS, Method
+from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.parts import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.space import Narrowed, strategies_for
-
-
-@dataclass(frozen=True, slots=True)
-class RowQuestion:
-    """One row that is asked for."""
-
-    kind: Method  # how the model is split
-    devices: int
-    batch: int  # samples of a replica: see ``closed_form.Case``
-    samples: int  # of an epoch
-    group: int = 4  # devices of a group of a hybrid
-    segments: int = 0  # micro-batches of a pipeline; 0: as many as stages
-    strategy: Strategy | None = None  # of every layer, in place of ``kind``'s
-    name: str = ""  # of the row
-
-    @property
-    def width(self) -> int:
-        """Devices of a group."""
-        if self.strategy is not None:
-            return self.devices // self.strategy.batch_degree
-        if self.kind in HYBRIDS:
-            return min(self.group, self.devices)
-        return 1 if self.kind in (Method.DATA, Method.SERIAL) else self.devices
-
-    @property
-    def replicas(self) -> int:
-        """Groups that take samples of their own."""
-        return self.devices // self.width
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of an iteration."""
-        return self.batch * self.replicas
-
 
 _PLAIN: dict[str, tuple[object, ...]] = {
     "zero": (1,),
@@ -158,20 +124,16 @@ def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:
     sizes = {right: size for left, right, size in graph.exchanges(range(len(graph.layers))) if right == left + 1}
     ends: list[tuple[float, tuple[Chosen, ...]]] = [(0.0, ())]
     for place, layer in enumerate(graph.layers):
-        ends = [_arrived(pricer, question, sizes.get(place, 0), ends, path) for path in ways[layer.kind]]
+        size, further = sizes.get(place, 0), []
+        for seconds, chosen in ways[layer.kind]:
+            arrived = [
+                (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
+                for before, passed in ends
+            ]
+            before, passed = min(arrived, key=lambda pair: pair[0])
+            further.append((before + seconds, (*passed, chosen)))
+        ends = further
     return list(min(ends, key=lambda end: end[0])[1])
-
-
-def _arrived(
-    pricer: LayerPricer, question: RowQuestion, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], path: Way
-) -> tuple[float, tuple[Chosen, ...]]:
-    seconds, chosen = path
-    arrived = [
-        (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
-        for before, passed in ends
-    ]
-    before, passed = min(arrived, key=lambda pair: pair[0])
-    return before + seconds, (*passed, chosen)
 
 
 def ways_of(pricer: LayerPricer, question: RowQuestion, name: str) -> list[Way]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,9 @@ def _check_alike(plan: Plan, backend: Backend) -> None:
 def pipeline_of(plan: Plan) -> Pipeline:
     """How the stages of a plan are spread, and in which order they work."""
     return Pipeline(plan.schedule, plan.pipeline, plan.virtual_stages, plan.order)
+
+
+def layer_ranges(plan: Plan) -> tuple[range, ...]:
+    """Places in the model of each stage's layers."""
+    ends = list(accumulate(sum(run.count for run in stage.runs) for stage in plan.stages))
+    return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))

@@ -93,6 +93,11 @@ class MemoryBreakdown(Strict):
             + self.temporary + self.communication + self.context
         )  # fmt: skip
 
+    @property
+    def tensors(self) -> int:
+        """All parts but the context."""
+        return self.total - self.context
+
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown(Strict):

@@ -201,7 +201,7 @@ def predicted(plan: Plan) -> StepFigures:
     if prediction is None:
         return StepFigures()
     tokens = prediction.tokens_per_second if prediction.tokens_per_second != prediction.samples_per_second else 0.0
-    memory = max((stage.memory.total - stage.memory.context for stage in plan.stages), default=0)
+    memory = max((stage.memory.tensors for stage in plan.stages), default=0)
     return StepFigures(prediction.step_seconds, prediction.samples_per_second, tokens, prediction.mfu, max(memory, 0))
 
 

@@ -61,11 +61,9 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
     last = _LAST.search(run.remarks) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
     recipe = (stack.name, canonical(run.model))
     last = (last or recipe in _LAST_RECIPES) and recipe not in _FIRST_RECIPES
-    graph = _named(canonical(run.model), side, precision, stack.kernels, last)
-    if graph is not None and ("xla" in run.remarks or (stack.fuses_norms and last and precision == "fp16")):
-        graph = _together(graph)
-    if graph is not None and stack.name in _PARTITIONING and (balance := layer_balance(run.remarks)):
-        return _partitioned(canonical(run.model), side, precision, stack.kernels, last, balance)
+    balance = layer_balance(run.remarks) if stack.name in _PARTITIONING else ()
+    fused = not balance and ("xla" in run.remarks or (stack.fuses_norms and last and precision == "fp16"))
+    graph = _named(canonical(run.model), side, precision, stack.kernels, last, fused, balance)
     match = _TOTALS.search(run.remarks)
     if graph is None and match and run.params_b:
         totals = (float(match[1]) * 1e9, float(match[2]) * 1e6, run.params_b * 1e9)
@@ -82,31 +80,18 @@ def layer_balance(notes: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=2048)
-def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -> ModelGraph | None:
-    if last:
-        graph = _named(name, side, precision, kernels, False)
-        return None if graph is None else channels_last(graph)
+def _named(
+    name: str, side: int, precision: str, kernels: Kernels, last: bool, fused: bool, balance: tuple[int, ...]
+) -> ModelGraph | None:
     if name in _SHIPPED:
-        return load_model(name, overrides={"image_size": side}, precision=precision)
-    return graph_of_name(name, side, precision, kernels)
-
-
-_FUSED: dict[int, tuple[ModelGraph, ModelGraph]] = {}
-
-
-def _together(graph: ModelGraph) -> ModelGraph:
-    if id(graph) not in _FUSED:
-        _FUSED[id(graph)] = (graph, fused_norms(graph))
-    return _FUSED[id(graph)][1]
-
-
-@lru_cache(maxsize=512)
-def _partitioned(
-    name: str, side: int, precision: str, kernels: Kernels, last: bool, balance: tuple[int, ...]
-) -> ModelGraph:
-    graph = _named(name, side, precision, kernels, last)
-    assert graph is not None
-    return partitioned(graph, balance)
+        graph: ModelGraph | None = load_model(name, overrides={"image_size": side}, precision=precision)
+    else:
+        graph = graph_of_name(name, side, precision, kernels)
+    if graph is None:
+        return None
+    graph = channels_last(graph) if last else graph
+    graph = fused_norms(graph) if fused else graph
+    return partitioned(graph, balance) if balance else graph
 
 
 @lru_cache(maxsize=2048)

@@ -187,7 +187,7 @@ def gathers_once(run: PublishedRun, stack: Stack) -> bool:
     return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
-def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int]:
+def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack) -> list[int]:
     """Blocks of each stage, in model order.
 
     Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
@@ -198,7 +198,7 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
     remarks = run.remarks
     first, last = (integer_argument(remarks, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
-    if stack is not None and stack.splits_by_work and stages > 1:
+    if stack.splits_by_work and stages > 1:
         return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:
         if first + last + stages - 2 > blocks or min(first, last) < 1:

@@ -17,8 +17,7 @@ from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.trainable import Trainable
 from galvatron_lite.oracle.pricing import lay_out_model, profile_on, reading_seconds
-from galvatron_lite.oracle.rows import Method
-from galvatron_lite.oracle.strategies import RowQuestion
+from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -47,7 +46,7 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
             buffers = memory.gradients if stack.states.buffered_gradients else 0
             used = reserved(memory, device.memory, buffers)
             return used if shown else used - memory.context + workspaces
-        return memory.total - memory.context + workspaces
+        return memory.tensors + workspaces
 
     fullest = max(memories, key=counted)
     if "last rank" in run.remarks:
@@ -134,7 +133,12 @@ class Predictor:
             check_understood(run)
             if max(run.spatial or 1, run.filter or 1) > 1:
                 return self._predict_shared(run)
-            return _outcome(run, self.understand(run))
+            one = self.understand(run)
+            device, prediction = one.cluster.device, one.prediction
+            stage, peak = _peak_of(run, one.stack, one.plan, device)
+            return Predicted(
+                prediction.step_seconds, peak, prediction.peak_memory, device.memory, prediction.time, stage
+            )
         except SkipError as skipped:
             return skipped
         except GalvatronError as error:
@@ -168,7 +172,7 @@ class Predictor:
         forward, backward, again, update = (sum(getattr(layer, name) for layer in cost.layers) for name in names)
         other = step - forward - backward - again - update - layout.moved.total
         time = TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, other)
-        counted = cost.memory.total - cost.memory.context + workspace_bytes(stack, cluster.device)
+        counted = cost.memory.tensors + workspace_bytes(stack, cluster.device)
         return Predicted(step, counted, cost.memory.total, cluster.device.memory, time, cost.memory)
 
     def understand(self, run: PublishedRun) -> InterpretedRun:
@@ -263,19 +267,6 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
             max(plan.microbatch // strategy.batch_degree, 1),
         )
         for layer, strategy in zip(graph.layers, strategies, strict=True)
-    )
-
-
-def _outcome(run: PublishedRun, understood: InterpretedRun) -> Predicted:
-    device = understood.cluster.device
-    stage, peak = _peak_of(run, understood.stack, understood.plan, device)
-    return Predicted(
-        step_seconds=understood.prediction.step_seconds,
-        peak_memory=peak,
-        device_memory=understood.prediction.peak_memory,
-        capacity=device.memory,
-        time=understood.prediction.time,
-        memory=stage,
     )
 
 

@@ -19,7 +19,7 @@ from galvatron_lite.svg import KINDS as MARKS
 from galvatron_lite.svg import Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.checks import assumptions, taken_otherwise
 from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, SkipError
-from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_lines, read_lines, readable
+from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_rows, read_lines
 
 IMPLAUSIBLE = 20.0
 """Factor between prediction and measurement beyond which a unit is the likelier reason."""
@@ -31,16 +31,10 @@ _SHOWN = 5
 def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
     """All runs of a file (``-``: standard input) in order, and what is odd about it, for people: lines that hold no
     run, names that repeat, fields passed over; see ``read_runs``."""
-    runs: list[PublishedRun] = []
-    passed: set[str] = set()
-    broken = []
-    for number, data in parse_lines(read_lines(path), str(path)):
-        if isinstance(data, PublishedRun):
-            broken.append(str(number))
-            runs.append(data)
-        else:
-            passed.update(data.keys() - KINDS.keys())
-            runs.append(readable(data, number, str(path)))
+    rows = list(parse_rows(read_lines(path), str(path)))
+    runs = tuple(run for _, run in rows)
+    passed = {name for data, _ in rows for name in (data or {}) if name not in KINDS}
+    broken = [str(run.line) for data, run in rows if data is None]
     repeated = [name for name, count in Counter(run.run_id for run in runs).items() if count > 1]
     unread = []
     for name in sorted(passed - set(NOT_USED)):
@@ -51,7 +45,7 @@ def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
         "run_id given more than once, all of them counted": repeated,
         "fields passed over": unread,
     }
-    return tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in by_family.items() if names)
+    return runs, tuple(f"{note}: {_some(names)}" for note, names in by_family.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:

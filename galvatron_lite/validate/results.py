@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from statistics import fmean, median
+from statistics import StatisticsError, correlation, fmean, median
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
@@ -212,11 +212,10 @@ def regret(group: Sequence[Pair]) -> float:
 
 def spearman(pairs: Sequence[Pair]) -> float | None:
     """Spearman's rank correlation: Pearson's of the ranks, equal values sharing a mean rank; None without spread."""
-    left, right = ranks([pair[0] for pair in pairs]), ranks([pair[1] for pair in pairs])
-    middle = (len(pairs) + 1) / 2
-    products = sum((a - middle) * (b - middle) for a, b in zip(left, right, strict=True))
-    spread = sum((a - middle) ** 2 for a in left) * sum((b - middle) ** 2 for b in right)
-    return products / spread**0.5 if spread > 0 else None
+    try:
+        return correlation(*(ranks(values) for values in zip(*pairs, strict=True)))
+    except StatisticsError:
+        return None
 
 
 def ranks(values: Sequence[float]) -> list[float]:

@@ -125,12 +125,8 @@ def _checked(name: str, value: Any, place: str) -> Any:
         least, largest = WHOLE.get(name) or (0, REAL[name])
         good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
         good = good and (float(value).is_integer() if name in WHOLE else value > 0)
-        number = (
-            f"a whole number of {least:,} to {largest:,}"
-            if name in WHOLE
-            else f"a number above 0, up to {largest:,.0f}"
-        )
-        wanted = number
+        whole = f"a whole number of {least:,} to {largest:,}"
+        wanted = whole if name in WHOLE else f"a number above 0, up to {largest:,.0f}"
     elif name == "quality":
         good, wanted = value in GRADES, f"one of {', '.join(GRADES)}"
     else:
@@ -146,7 +142,7 @@ def read_runs(path: Path) -> tuple[PublishedRun, ...]:
 
     A line that cannot be read, or a field with a value that cannot be, makes a run with a ``problem``: it is counted.
     """
-    return tuple(parse_runs(read_lines(path), str(path)))
+    return tuple(run for _, run in parse_rows(read_lines(path), str(path)))
 
 
 def read_lines(path: Path) -> list[str]:
@@ -160,42 +156,32 @@ def read_lines(path: Path) -> list[str]:
     return text.split("\n")
 
 
-def parse_runs(lines: Iterable[str], place: str = "runs") -> Iterator[PublishedRun]:
-    """The runs that lines of JSON hold; see ``read_runs``."""
-    for number, data in parse_lines(lines, place):
-        yield data if isinstance(data, PublishedRun) else readable(data, number, place)
+def parse_rows(lines: Iterable[str], place: str = "runs") -> Iterator[tuple[dict[str, Any] | None, PublishedRun]]:
+    """The runs that lines of JSON hold, see ``read_runs``, and the objects they are from; None for a line that is none.
 
-
-def parse_lines(lines: Iterable[str], place: str) -> Iterator[tuple[int, dict[str, Any] | PublishedRun]]:
-    """The objects of lines that are not empty, with their numbers from 1; a run with its problem for others."""
+    Of a run with a ``problem`` the fields that can be read are there.
+    """
     for number, line in enumerate(lines, 1):
         if line.strip():
-            field = f"{place}, line {number}"
+            field, data = f"{place}, line {number}", None
             try:
                 data = parse_line(line, field)
                 if not isinstance(data, dict):
+                    data = None
                     raise FileFormatError(field, line[:40], "Give one JSON object a line.")
-                yield number, data
+                yield data, run_from_data(data, field, number)
             except FileFormatError as error:
-                yield number, _with_problem({}, number, error)
-
-
-def readable(data: dict[str, Any], number: int, place: str) -> PublishedRun:
-    """A run from the object of a line: the fields that can be read and the ``problem`` of the first that cannot."""
-    try:
-        return run_from_data(data, f"{place}, line {number}", number)
-    except FileFormatError as error:
-        good: dict[str, Any] = {}
-        for name in KINDS.keys() & data.keys():
-            with suppress(FileFormatError):
-                good |= {} if data[name] is None else {name: _checked(name, data[name], "")}
-        return _with_problem(good, number, error)
+                yield data, _with_problem(data or {}, number, error)
 
 
 def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> PublishedRun:
-    """What stands for a line that cannot be used, so that it is counted."""
-    names = {"family": "a line that is no run", "run_id": f"line {number}", "framework": ""}
-    return PublishedRun(**names | data, line=number, problem=str(error))
+    """What stands for a line that cannot be used, so that it is counted, with the fields that can be read."""
+    fields: dict[str, Any] = {"family": "a line that is no run", "run_id": f"line {number}", "framework": ""}
+    for name in KINDS.keys() & data.keys():
+        if data[name] is not None:
+            with suppress(FileFormatError):
+                fields[name] = _checked(name, data[name], "")
+    return PublishedRun(**fields, line=number, problem=str(error))
 
 
 def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:

@@ -13,7 +13,7 @@ from galvatron_lite.plans.describe import other_size
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
-from galvatron_lite.verify.conformance.layers import layer_checks
+from galvatron_lite.verify.conformance.layers import PlannedLayers, layer_checks
 from galvatron_lite.verify.conformance.memory import stack_of
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
 from galvatron_lite.verify.dry.mode import DryRunError
@@ -21,8 +21,7 @@ from galvatron_lite.verify.dry.roles import Progress, named_for, run_roles
 from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.numbers.check import NAME as NUMBERS
-from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.train import training_fork
+from galvatron_lite.verify.numbers.check import check_numbers, training_fork
 from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification, not_run
 from galvatron_lite.verify.source import ModelSource, example_of
 
@@ -62,14 +61,16 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
         f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
     )
     cluster = None if profile is None else profile.cluster
-    followed = [
-        *layer_checks(runs, plan, graph, cluster),
-        gradients_summed(runs, plan, graph),
-        groups_fit(runs, plan, graph),
+    planned = PlannedLayers(plan, graph)
+    return [
+        Check(NAME, Verdict.PASSED, summary),
+        *(Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)),
+        *match(runs, plan),
+        *layer_checks(runs, planned, cluster),
+        gradients_summed(runs, planned),
+        groups_fit(runs, planned),
+        _volume(runs, plan, profile),
     ]
-    sizes = [Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)]
-    sent = _volume(runs, plan, profile)
-    return [Check(NAME, Verdict.PASSED, summary), *sizes, *match(runs, plan), *followed, sent]
 
 
 def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.capture.huggingface import build_model, find_config
 from galvatron_lite.errors import GalvatronError, InputError
-from galvatron_lite.model.batch import LossFn, resize_batch
+from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.shapes import (
     DecoderShape,
@@ -25,6 +26,7 @@ from galvatron_lite.model.shapes import (
     load_shape,
 )
 from galvatron_lite.model.shapes.fields import PictureShape, TransformerShape
+from galvatron_lite.model.trace.meta import copy_with
 from galvatron_lite.model.zoo import build, build_image, size_named
 
 
@@ -125,7 +127,7 @@ class ModelSource:
     configured: bool = False  # whether it is known that the model is made of its ``config`` alone
 
     def on_meta(self) -> ModelParts:
-        """What ``make`` gives, the model without storages.
+        """What ``make`` gives; the model is a copy without storages.
 
         The batch may be without values, too. Where the factory needs values (of files, say) it is called as it is.
         """
@@ -136,27 +138,13 @@ class ModelSource:
             raise
         except Exception:  # whatever a user's function does that there are no shapes for
             model, batch, loss_fn = self.make()
-        return emptied(model), batch, loss_fn
+        return copy_with(model, partial(torch.empty_like, device="meta")), batch, loss_fn
 
 
-def emptied(model: nn.Module) -> nn.Module:
-    """The model with its storages dropped, in place; what is shared stays shared, which ``Module.to`` would end."""
-    fresh: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                bare = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                setattr(module, name, fresh.setdefault(id(parameter), bare))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, fresh.setdefault(id(buffer), torch.empty_like(buffer, device="meta")))
-    return model
-
-
-def example_of(parts: ModelParts, samples: int | None = None) -> Any:
-    """An example batch of a model: the one that came with it, or its own; resized, then without storages."""
+def example_of(parts: ModelParts) -> Any:
+    """An example batch of a model: the one that came with it, or its own."""
     model, batch, _ = parts
-    batch_found = example_batch(model) if batch is None else batch
-    return batch_found if samples is None else resize_batch(batch_found, samples)
+    return example_batch(model) if batch is None else batch
 
 
 def named_source(name: str, sequence: int | None = None) -> ModelSource:
@@ -182,14 +170,6 @@ def module_source(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = 
 
     def make() -> ModelParts:
         bare = torch.get_default_device().type == "meta"
-        return _meta_copy(model) if bare else copy.deepcopy(model), batch, loss_fn
+        return model if bare else copy.deepcopy(model), batch, loss_fn
 
     return ModelSource(type(model).__name__, make)
-
-
-def _meta_copy(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no storages, made without reading any."""
-    fresh: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    for parameter in model.parameters():
-        fresh[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    return copy.deepcopy(model, fresh)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.analysis.answers import Answer, answer_text, as_data
+from galvatron_lite.analysis.answers import Answer, answer_text, as_data, figure
 from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
-from galvatron_lite.analysis.sweep_figure import figure
 from galvatron_lite.analysis.sweeps import (
     Goal,
     Target,
@@ -22,6 +21,8 @@ from galvatron_lite.analysis.sweeps import (
     fewest_devices,
     pareto_front,
 )
+from galvatron_lite.errors import InfeasibleError
+from galvatron_lite.plans.schema import Plan
 from tests.analysis.cases import asked, small
 
 SETTING = small(1)
@@ -39,21 +40,14 @@ def answered(name: str) -> Answer:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_every_row_has_every_column(name: str) -> None:
-    told = answer_text(answered(name))
-    assert told.rows
+def test_every_row_has_every_column_and_json_every_point(name: str) -> None:
+    answer = answered(name)
+    told = answer_text(answer)
     assert {len(row) for row in told.rows} == {len(told.columns)}
     assert told.sentence.endswith(".")
     assert (told.chosen is None) == (name == "pareto_front")
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_json_holds_every_point(name: str) -> None:
-    answer = answered(name)
     data = json.loads(json.dumps(as_data(answer), allow_nan=False))
-    assert data["question"] == name
-    assert data["complete"] is True
-    told = answer_text(answer)
+    assert (data["question"], data["complete"]) == (name, True)
     planned = [point for point in data["points"] if "step_seconds" in point]
     assert planned
     assert all({"reason", "needs"} <= set(point) for point in data["points"] if point not in planned)
@@ -100,25 +94,18 @@ def answer_rate() -> float:
     return max(cost.point.rate for cost in answered("cheapest").costs)  # type: ignore[union-attr]
 
 
-def test_a_sweep_without_any_plan_is_an_error() -> None:
-    from galvatron_lite.errors import InfeasibleError
-
+def test_a_sweep_without_any_plan_is_an_error_and_an_interrupt_keeps_the_points_so_far() -> None:
     with pytest.raises(InfeasibleError, match="why"):
         require_plan(Points((Point(1, 1, 1, reason="first"), Point(2, 1, 1, reason="why"))))
     require_plan(Points())
 
-
-def test_an_interrupt_keeps_the_points_so_far() -> None:
-    def points():  # type: ignore[no-untyped-def]
+    def points(plan: Plan | None) -> Iterator[Point]:
         yield Point(1, 8, 100)
         yield Point(2, 8, 100, plan=plan)
         raise KeyboardInterrupt
 
-    plan = asked(small(0), 2, 8)
-    assert plan is not None
-    seen = gathered(points())
+    seen = gathered(points(asked(small(0), 2, 8)))
     assert [point.devices for point in seen.points] == [1, 2]
     assert not seen.complete
-    plan = None
     with pytest.raises(KeyboardInterrupt):
-        gathered(points())
+        gathered(points(None))

@@ -7,6 +7,7 @@ import pytest
 from galvatron_lite import api
 from galvatron_lite.analysis.setting import device_counts
 from galvatron_lite.analysis.sweeps import (
+    Fewest,
     Goal,
     ParetoFront,
     Target,
@@ -111,13 +112,10 @@ def test_a_run_in_samples_tokens_or_steps() -> None:
     assert len(costs) == 1
 
 
-def test_a_deadline_that_none_meets() -> None:
+def test_a_deadline_that_none_meets_and_a_budget_that_nothing_fits() -> None:
     answer = cheapest(small(3), TrainingAmount(samples=1e9), 1.0, deadline=1e-3)
     assert answer.answer is None
     assert answer.frontier
-
-
-def test_nothing_fits() -> None:
     with pytest.raises(InfeasibleError, match="smallest budget"):
         cheapest(small(3, budget=100), TrainingAmount(samples=1e9), 1.0)
 
@@ -140,6 +138,10 @@ def test_runs_that_mean_nothing(
         cheapest(small(0), run, price, batch=batch, deadline=deadline)
 
 
+def devices_of(answer: Fewest) -> int | None:
+    return None if answer.answer is None else answer.answer.devices
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_fewest_of_all_numbers(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
@@ -150,7 +152,7 @@ def test_the_fewest_of_all_numbers(seed: int) -> None:
         value = {Goal.STEP: wanted, Goal.SAMPLES: 24 / wanted, Goal.TOKENS: 24 * 8 / wanted}[goal]
         enough = [devices for devices, seconds in steps.items() if seconds <= 24 / (24 / wanted)]
         answer = fewest_devices(setting, Target(goal, value), 24)
-        assert (None if answer.answer is None else answer.answer.devices) == min(enough, default=None)
+        assert devices_of(answer) == min(enough, default=None)
         assert [point.devices for point in answer.points] == [n for n in counts if n <= min(enough, default=8)]
         assert all(point.plan is None or point.seconds == steps[point.devices] for point in answer.points)
 
@@ -160,8 +162,7 @@ def test_the_fewest_that_fit(seed: int) -> None:
     for budget in (30_000, 60_000, 2**30):
         setting = small(seed, budget=budget)
         fits = [devices for devices in (1, 2, 3, 4) if asked(setting, devices, 24) is not None]
-        answer = fewest_devices(setting, Target(Goal.FIT), 24)
-        assert (None if answer.answer is None else answer.answer.devices) == min(fits, default=None)
+        assert devices_of(fewest_devices(setting, Target(Goal.FIT), 24)) == min(fits, default=None)
 
 
 def test_without_a_batch_it_is_eight_a_device() -> None:
@@ -249,14 +250,13 @@ def test_no_plan_beats_the_bound(seed: int) -> None:
 @pytest.mark.parametrize("backend", ["galvatron", "any"])
 def test_no_plan_of_an_estimated_model_beats_the_bound(backend: str) -> None:
     known = find_profile(model="gpt2", cluster="a100-40gb", gpus=4)
-    plan = find_plan(
-        known, devices=4, global_batch=64, budget=30 * 10**9, backend=backend, runners_up=0
-    )  # fmt: skip
+    plan = find_plan(known, devices=4, global_batch=64, budget=30 * 10**9, backend=backend, runners_up=0)
     assert seconds_of(plan) >= least_seconds(known, 4, 64) > 0.5 * seconds_of(plan)
 
 
 def test_compute_alone_reaches_it() -> None:
-    """Two layers of 3 and 6 seconds a sample on one device, and nothing else to do."""
+    """Two layers of 3 and 6 seconds a sample on one device, and nothing else to do; and f + b = 2 + n seconds for n
+    samples: 3 a sample alone, 1.25 each in a batch of 8, which no point holds."""
     kind = make_kind("block", 0)
     points = [LayerPoint("block", n, 1, False, Recompute.NONE, 1.0 * n, 2.0 * n, 0, 0, 0) for n in (1, 2)]
     profile = make_profile(
@@ -264,17 +264,10 @@ def test_compute_alone_reaches_it() -> None:
         optimizer=OptimizerCost("sgd", 0, 0.0), overlap=Overlap(),
     )  # fmt: skip
     plan = find_plan(profile, devices=1, global_batch=5, budget=2**30, runners_up=0)
-    assert least_seconds(profile, 1, 5) == pytest.approx(30.0)
-    assert seconds_of(plan) == pytest.approx(30.0)
-
-
-def test_larger_samples_on_a_device_may_be_quicker_each() -> None:
-    """f + b = 2 + n seconds for n samples: 3 a sample alone, 1.25 each in a batch of 8, which no point holds."""
-    kind = make_kind("block", 0)
+    assert least_seconds(profile, 1, 5) == seconds_of(plan) == pytest.approx(30.0)
     points = [LayerPoint("block", n, 1, False, Recompute.NONE, 1.0, 1.0 + n, 0, 0, 0) for n in (1, 2, 4)]
     profile = make_profile(make_graph([kind], ["block"]), points, make_cluster(2))
-    assert device_seconds(profile, 1) == pytest.approx(3.0)
-    assert device_seconds(profile, 8) == pytest.approx(1.25)
+    assert [device_seconds(profile, batch) for batch in (1, 8)] == pytest.approx([3.0, 1.25])
 
 
 MIXED: dict[str, Any] = {"model": "gpt2", "cluster": "a100-v100", "sequence": 128, "forbid": ("tensor", "recompute")}

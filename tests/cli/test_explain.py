@@ -203,7 +203,7 @@ def test_a_folder_that_is_not_there_is_not_made(place: Path, monkeypatch: pytest
 
 def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from galvatron_lite import api
-    from galvatron_lite.analysis.report.gather import PlanView, with_timeline
+    from galvatron_lite.analysis.report.page import PlanView, with_timeline
     from galvatron_lite.api_plans import read_priced
     from galvatron_lite.profiler.store import write_profile
     from galvatron_lite.request import PlanRequest

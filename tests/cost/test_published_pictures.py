@@ -47,7 +47,7 @@ def needed(profile: Profile, ways: int, recompute: Recompute = Recompute.NONE, p
     again = {Role.BLOCK: recompute}
     strategies = [Strategy(width=ways, recompute=again.get(layer.role, Recompute.NONE)) for layer in graph.layers]
     (cost,) = price_stages(LayerPricer(profile), Shape(ways, 1, 1, pictures), [len(graph.layers)], strategies)
-    return (cost.memory.total - cost.memory.context) / GIB
+    return cost.memory.tensors / GIB
 
 
 def test_one_gpu_needs_what_was_published(profile: Profile) -> None:

@@ -33,8 +33,8 @@ class Printed:
     def case(self, network: Network, fabric: Fabric, devices: int) -> Case:
         """The question whose answer was printed."""
         return Case(
-            network, wires_of(fabric, self.network or None), self.strategy, devices, self.batch,
-            contention=self.contention, quirks=quirks_named(self.quirks),
+            self.strategy, devices, self.batch, network.samples, network=network,
+            wires=wires_of(fabric, self.network or None), contention=self.contention, quirks=quirks_named(self.quirks),
         )  # fmt: skip
 
 

@@ -22,13 +22,6 @@ RUN = [words for words in COMMANDS if words.startswith("galvatron oracle ") and 
 """``test_asked`` runs the check."""
 
 
-def test_there_are_commands() -> None:
-    assert len(RUN) >= 7
-    assert all(
-        word in " ".join(COMMANDS) for word in ("--formulas paradl", "--strategy", "--check", "--json", "--plot")
-    )
-
-
 @pytest.mark.parametrize("words", RUN)
 def test_commands_run(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -40,11 +33,14 @@ def test_commands_run(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (tmp_path / path).read_text() == text_of("docs/oracle.svg")
 
 
-def test_quirks_and_settings_are_explained() -> None:
+def test_commands_quirks_and_settings_are_explained() -> None:
+    assert len(RUN) >= 7
+    every = " ".join(COMMANDS)
+    assert all(word in every for word in ("--formulas paradl", "--strategy", "--check", "--json", "--plot"))
+    assert len(PAGE.split()) < 2000
     for quirk in Quirk:
         assert f"| `{quirk.value}` |" in PAGE
-    abci = fabric_named("abci")
-    for name in abci.settings:
+    for name in fabric_named("abci").settings:
         assert f"`{name}`" in PAGE
 
 
@@ -81,7 +77,3 @@ def test_the_summary_of_accuracy_is_that_of_its_page() -> None:
     assert f"over {mean[1]} rows the default formulas are {mean[2]} accurate" in PAGE
     assert f"over {data[1]} rows of data parallelism {data[2]}" in PAGE
     assert f"in {order[1]} groups" in PAGE
-
-
-def test_the_page_is_short() -> None:
-    assert len(PAGE.split()) < 2000

@@ -15,22 +15,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def line(name: str, counts: tuple[int, ...], last: int | None = None) -> StrategyLine:
+    moved = [CommunicationSeconds(layers=10.0 * p) for p in counts]
     rows = tuple(
-        ForecastRow(
-            name,
-            p,
-            64,
-            10,
-            compute=1000 / p,
-            moved=CommunicationSeconds(layers=10.0 * p),
-            update=5.0,
-            waiting=1.0,
-            memory=8e9,
-            capacity=16e9,
-        )
+        ForecastRow(name, p, 64, 10, 1000 / p, sent, update=5.0, waiting=1.0, memory=8e9, capacity=16e9)
         if last is None or p <= last
         else ForecastRow(name, p, 64, 1, problem=f"beyond its limit of {last} GPUs")
-        for p in counts
+        for p, sent in zip(counts, moved, strict=True)
     )
     return StrategyLine(name, rows, Limit(last, "by hand"))
 
@@ -88,10 +78,7 @@ def test_memory_that_does_not_fit_is_told_apart() -> None:
     assert kinds[-2:] == ["c4", "c3"]
 
 
-def test_where_a_strategy_ends_is_said() -> None:
+def test_where_a_strategy_ends_is_said_and_one_without_figures_left_out() -> None:
     texts = ["".join(one.itertext()) for one in drawn(line("filter", COUNTS, 64)).iter(f"{SVG}text")]
     assert "64 at most" in texts
-
-
-def test_strategies_without_figures_are_left_out() -> None:
     assert not list(drawn(line("filter", (8, 16), 4)).iter(f"{SVG}use"))

@@ -4,9 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from galvatron_lite.calibration.store import load_calibration
+from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkipError, judge
 from galvatron_lite.validate.rows import PublishedRun
+
+GIB = 2**30
 
 GPT = PublishedRun(
     family="made-up", run_id="made-up-1", framework="Megatron-LM", model="gpt", arch="decoder", layers=8, hidden=1024,
@@ -25,3 +28,19 @@ def predicted(run: PublishedRun) -> Predicted:
     outcome = Predictor(load_calibration()).predict(run)
     assert isinstance(outcome, Predicted), outcome
     return outcome
+
+
+def skipped(run: PublishedRun) -> SkipError:
+    outcome = Predictor(load_calibration()).predict(run)
+    assert isinstance(outcome, SkipError), outcome
+    return outcome
+
+
+def outcome_of(seconds: float, peak: int = 2 * GIB, device: int = 3 * GIB) -> Predicted:
+    """A prediction for a device of 4 GiB."""
+    return Predicted(seconds, peak, device, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
+
+
+def judged(predicted: float, measured: float | None, **changes: Any) -> ScoredRun:
+    """A run that is predicted to take so many seconds a step, and took others."""
+    return judge(gpt(**changes), MeasuredRun(measured, None), outcome_of(predicted))

@@ -8,19 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.validate.report import OTHERS, scatter
-from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkipError, judge
+from galvatron_lite.validate.results import ScoredRun, SkipError
 
-from .runs import gpt
+from .runs import gpt, judged
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def judged(predicted: float, measured: float, family: str = "made-up") -> ScoredRun:
-    outcome = Predicted(predicted, 0, 0, 1, TimeBreakdown(), MemoryBreakdown())
-    return judge(gpt(family=family), MeasuredRun(measured, None), outcome)
 
 
 def drawn(*runs: ScoredRun) -> ET.Element:
@@ -39,7 +33,7 @@ def words(root: ET.Element) -> list[str]:
 
 def test_every_scored_step_is_a_mark_and_every_family_a_row() -> None:
     root = drawn(
-        judged(1.0, 1.0), judged(2.0, 1.0), judged(9.0, 10.0, "a <b>"), ScoredRun(gpt(), None, SkipError("odd"))
+        judged(1.0, 1.0), judged(2.0, 1.0), judged(9.0, 10.0, family="a <b>"), ScoredRun(gpt(), None, SkipError("odd"))
     )
     assert len(marks(root)) == 3
     assert {"made-up (2)", "a <b> (1)"} <= set(words(root))
@@ -75,7 +69,7 @@ def test_nothing_scored_is_a_figure_too() -> None:
 
 
 def test_light_and_dark_have_a_colour_for_every_class_that_is_used() -> None:
-    text = scatter([judged(1.0, 1.1, f"family {number}") for number in range(KINDS)])
+    text = scatter([judged(1.0, 1.1, family=f"family {number}") for number in range(KINDS)])
     light, dark = text.split("@media")
     used = {name for names in re.findall(r'class="([^"]+)"', text) for name in names.split()}
     assert used
@@ -103,8 +97,8 @@ def test_families_differ_in_colour_or_shape() -> None:
 
 
 def test_more_families_than_marks_are_others_together() -> None:
-    runs = [judged(1.0, 1.0, f"family {number}") for number in range(KINDS + 5)]
-    names = words(drawn(*runs, judged(1.0, 1.0, f"family {KINDS + 4}")))
+    runs = [judged(1.0, 1.0, family=f"family {number}") for number in range(KINDS + 5)]
+    names = words(drawn(*runs, judged(1.0, 1.0, family=f"family {KINDS + 4}")))
     assert f"{OTHERS} (6)" in names
     assert f"family {KINDS + 4} (2)" in names
     assert sum(name.startswith("family ") and name != "family (runs)" for name in names) == KINDS - 1

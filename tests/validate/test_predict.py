@@ -13,8 +13,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.rows import Method
-from galvatron_lite.oracle.strategies import RowQuestion
+from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.catalog import DEFAULT, STACKS, match_stack
 from galvatron_lite.stacks.schema import Stack
@@ -23,10 +22,10 @@ from galvatron_lite.validate.model import dense_layers, shape_of
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.predict import Predictor, question_of, validate_runs, wanted_points
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
-from galvatron_lite.validate.results import Predicted, SkipError, macros, score_families
+from galvatron_lite.validate.results import macros, score_families
 from galvatron_lite.validate.rows import PublishedRun
 
-from .runs import gpt, predicted
+from .runs import gpt, predicted, skipped
 
 CALIBRATION = load_calibration()
 
@@ -88,16 +87,11 @@ def test_models_from_figures() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_predicted_says_why(changes: dict[str, object], reason: str) -> None:
-    outcome = Predictor(CALIBRATION).predict(gpt(**changes))
-    assert isinstance(outcome, SkipError)
-    assert reason in outcome.reason
+    assert reason in skipped(gpt(**changes)).reason
 
 
 def test_rows_of_adapters_are_quicker_and_smaller() -> None:
-    predictor = Predictor(CALIBRATION)
-    whole, adapters = (predictor.predict(gpt(hidden=8192, heads=64, trainable=one)) for one in (None, "lora:r=8"))
-    assert isinstance(whole, Predicted)
-    assert isinstance(adapters, Predicted)
+    whole, adapters = (predicted(gpt(hidden=8192, heads=64, trainable=one)) for one in (None, "lora:r=8"))
     assert adapters.step_seconds < 0.8 * whole.step_seconds
     assert adapters.memory.optimizer + adapters.memory.gradients < 0.1 * whole.memory.optimizer
 
@@ -146,11 +140,7 @@ def test_reports_of_a_few_runs() -> None:
 
 def test_asynchronous_tensor_parallelism_hides_gathers_and_scatters() -> None:
     titan = {"framework": "torchtitan FSDP2 torch.compile", "pp": 1, "dp": 1, "tp": 8, "seq_parallel": True}
-    predictor = Predictor(CALIBRATION)
-    waits = predictor.predict(gpt(**titan))
-    hides = predictor.predict(gpt(**titan, precision="bf16 + AsyncTP"))
-    assert isinstance(waits, Predicted)
-    assert isinstance(hides, Predicted)
+    waits, hides = predicted(gpt(**titan)), predicted(gpt(**titan, precision="bf16 + AsyncTP"))
     # What is hidden slows compute down by an eighth while it runs; what is gathered is not copied.
     assert hides.time.communication == pytest.approx((0.8 + 0.2 / 8) * waits.time.communication, rel=0.02)
     assert hides.time.other < waits.time.other
@@ -160,13 +150,9 @@ def test_asynchronous_tensor_parallelism_hides_gathers_and_scatters() -> None:
 MIB = 2**20
 
 
-def test_allocated_memory_holds_workspaces_and_no_driver_context() -> None:
-    own = predicted(gpt())
-    assert own.peak_memory == own.device_memory - own.memory.context + 2 * (8 * MIB + 128 * 1024)
-
-
-def test_nvidia_smi_shows_what_is_reserved() -> None:
+def test_allocated_memory_holds_workspaces_and_nvidia_smi_shows_what_is_reserved() -> None:
     own, smi = predicted(gpt()), predicted(gpt(notes="Mem = nvidia-smi max"))
+    assert own.peak_memory == own.device_memory - own.memory.context + 2 * (8 * MIB + 128 * 1024)
     tensors, buffers = own.device_memory - own.memory.context, own.memory.gradients  # Megatron's main gradients
     assert smi.peak_memory == pytest.approx((tensors - buffers) / 0.85 + buffers + own.memory.context, abs=1)
     tight = predicted(gpt(notes="Mem = nvidia-smi max", gpu="V100-SXM2-16GB", micro_batch=16))
@@ -262,6 +248,4 @@ def test_one_group_is_alone(changes: dict[str, int], kind: Method) -> None:
     ],
 )
 def test_what_is_not_priced(changes: dict[str, int], reason: str) -> None:
-    found = Predictor(load_calibration()).predict(replace(RUN, **changes))  # type: ignore[arg-type]
-    assert isinstance(found, SkipError)
-    assert found.reason == reason
+    assert skipped(replace(RUN, **changes)).reason == reason  # type: ignore[arg-type]

@@ -1,19 +1,18 @@
-"""Scores against closed forms counted by hand, and ranks against numpy."""
+"""Scores against closed forms counted by hand, ranks against numpy, and what the table of scores says."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
+from galvatron_lite.cli.accuracy import LEGEND, print_scores
 from galvatron_lite.validate.plans import Batch
 from galvatron_lite.validate.predict import measured_of
+from galvatron_lite.validate.report import unscored_lines, worst_data, worst_lines
 from galvatron_lite.validate.results import (
     MeasuredRun,
-    Predicted,
     ScoredRun,
     SkipError,
     judge,
@@ -26,14 +25,7 @@ from galvatron_lite.validate.results import (
     spearman,
 )
 
-from .runs import gpt
-
-GIB = 2**30
-
-
-def judged(predicted: float, measured: float, **changes: object) -> ScoredRun:
-    outcome = Predicted(predicted, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    return judge(gpt(**changes), MeasuredRun(measured, None), outcome)
+from .runs import GIB, gpt, judged, outcome_of
 
 
 def test_errors_and_bias() -> None:
@@ -46,8 +38,7 @@ def test_errors_and_bias() -> None:
 
 
 def test_memory_counts_for_grade_a_mem_and_time_does_not() -> None:
-    outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    one = judge(gpt(quality="A-mem"), MeasuredRun(9.0, 4 * GIB), outcome)
+    one = judge(gpt(quality="A-mem"), MeasuredRun(9.0, 4 * GIB), outcome_of(1.0))
     assert (one.time, one.memory) == (None, 0.5)
 
 
@@ -72,7 +63,7 @@ def test_skipped_runs_are_counted_by_reason() -> None:
 
 
 def test_runs_that_ran_but_are_predicted_to_overflow() -> None:
-    big = Predicted(1.0, 2 * GIB, 5 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
+    big = outcome_of(1.0, device=5 * GIB)
     found = score([judge(gpt(), MeasuredRun(1.0, None), big), judge(gpt(oom=True), MeasuredRun(None, None), big)])
     assert (found.overflowing, found.oom, found.oom_foreseen) == (1, 1, 1)
 
@@ -121,6 +112,55 @@ def test_memory_is_in_gib_unless_it_was_converted() -> None:
 
 
 def test_a_run_without_figures_is_skipped() -> None:
-    outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    one = judge(replace(gpt(), iter_time_s=None), MeasuredRun(None, None), outcome)
-    assert isinstance(one.outcome, SkipError)
+    assert isinstance(judged(1.0, None, iter_time_s=None).outcome, SkipError)
+
+
+RUNS = [
+    judged(1.0, 1.001),
+    judged(1.3, 1.0, global_batch=64),
+    judged(1.0, None, oom=True, iter_time_s=None),
+    ScoredRun(gpt(), None, SkipError("architecture not modelled")),
+    ScoredRun(gpt(), None, SkipError("architecture not modelled")),
+    ScoredRun(gpt(), None, SkipError("GPU not stated")),
+    judged(0.9, 1.0, family="whole"),
+]
+
+
+def test_every_row_that_is_not_scored_has_a_reason() -> None:
+    lines = unscored_lines(score_families(RUNS))
+    assert lines == [
+        "made-up: 4 of 6 not scored: architecture not modelled (2); GPU not stated (1); "
+        "ran out of memory, so that there is no figure (1)"
+    ]
+
+
+def test_the_table_has_a_row_a_family_and_says_what_its_columns_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    print_scores(score_families(RUNS), macros(RUNS), "family")
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in lines if line.startswith("whole"))
+    assert row[:6] == ["whole", "1", "1", "10.0", "10.0", "-10.0"]
+    made_up = next(line.split() for line in lines if line.startswith("made-up "))
+    # Errors of -0.1 and +30 %.
+    assert made_up[1:6] == ["6", "2", "15.0", "15.0", "15.0"]
+    heading = lines[0]
+    for title in ("time %", "median", "bias", "memory %", "rank", "in groups", "regret %", "worst", "over"):
+        assert title in heading
+        assert any(line.startswith(title) or f" {title}:" in line or f"{title}," in line for line in LEGEND), title
+    assert "--help" in lines[-1]
+
+
+def test_one_family_is_printed_once_and_a_small_negative_figure_as_nought(capsys: pytest.CaptureFixture[str]) -> None:
+    few = [judged(0.9999, 1.0)]
+    print_scores(score_families(few), macros(few), "family")
+    printed = capsys.readouterr().out
+    assert "macro" not in printed
+    assert "-0.0" not in printed
+
+
+def test_a_worst_run_without_a_model_is_said_so_with_what_was_assumed() -> None:
+    one = judged(1.0, 2.0, model=None, micro_batch=None, framework="mine")
+    lines = worst_lines(one)
+    assert "None" not in " ".join(lines)
+    assert any("framework 'mine' is not known" in line for line in lines)
+    assert worst_data(one)["family"] == "made-up"
+    assert "micro_batch not stated: what grad_accum leaves, or 1 under a pipeline" in worst_data(one)["assumed"]

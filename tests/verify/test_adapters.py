@@ -135,7 +135,7 @@ def test_dry_runs_take_what_is_predicted(family: str, devices: int, fix: tuple[s
     for run in report.roles:
         priced = predicted_bytes(pricer, planned, run.stage)["tensor"]
         assert sent_bytes(run, planned)["tensor"] == pytest.approx(priced, abs=SINGLE), fix
-        expected = predicted[run.stage].total - predicted[run.stage].context
+        expected = predicted[run.stage].tensors
         least = 1 - (BOUND if fix == SPLIT["split backward"] else CLOSE)
-        assert least <= (run.peak.total - run.peak.context) / expected <= 1 + CLOSE, (fix, run.stage)
+        assert least <= run.peak.tensors / expected <= 1 + CLOSE, (fix, run.stage)
     assert [check for check in report.checks if check.verdict is Verdict.FAILED] == [], fix

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
-from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
+from galvatron_lite.model.zoo.gpt import GPT
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.ledger import Ledger
@@ -23,34 +22,13 @@ from galvatron_lite.verify.dry.step import dry_run, subject_of
 from galvatron_lite.verify.dry.world import RankPlace
 from galvatron_lite.verify.schema import During, MessageType, RoleRun
 from tests.equivalence.plans import uniform_plan, write_plan
-
-CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
-LAYER = 12 * 32 * 32 + 13 * 32
-"""Parameters of a block: weights and biases of attention and MLP, and two norms."""
-
-
-@cache
-def model() -> GPT:
-    with torch.device("meta"):
-        return GPT(CONFIG)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    return random_tokens(8, 16, 64)
+from tests.verify.worlds import CONFIG, NAMES, batch, in_stages, model
 
 
 def run(strategy: Strategy, microbatches: int = 2) -> RoleRun:
     graph = trace(model(), batch())
     plan = uniform_plan(graph, strategy, batch=8, microbatches=microbatches)
     return dry_run(subject_of(model(), plan, batch()), plan, plan.devices - 1)[0]
-
-
-def pipelined(stages: int, strategy: Strategy) -> Plan:
-    names = ["before", "blocks.0", "blocks.1", "after"]
-    size = len(names) // stages
-    cut = [names[start : start + size] for start in range(0, len(names), size)]
-    strategies = dict.fromkeys(names, strategy)
-    return write_plan(cut, strategies, devices=stages * strategy.devices, batch=8, microbatches=4)
 
 
 def parameters() -> int:
@@ -93,7 +71,8 @@ def test_recomputation_runs_forward_twice_and_keeps_the_input() -> None:
 
 
 def test_stages_are_told_shapes_by_the_stage_before() -> None:
-    plan = pipelined(2, Strategy(data=2))
+    strategies = dict.fromkeys(NAMES, Strategy(data=2))
+    plan = write_plan(in_stages(2), strategies, devices=4, batch=8, microbatches=4)
     subject = subject_of(model(), plan, batch())
     first, said = dry_run(subject, plan, 1)
     last, _ = dry_run(subject, plan, 3, lambda _, purpose, place, number: said[purpose, place][number])

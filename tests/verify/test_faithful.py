@@ -14,33 +14,26 @@ import torch.distributed as dist
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
+from galvatron_lite.model.zoo.gpt import GPT
 from galvatron_lite.parallelism.pipeline.runner import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Proof, Provenance, TimeBreakdown
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.groups import GRADIENTS, GROUPS, gradients_summed, groups_fit
-from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, layer_checks
+from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, PlannedLayers, layer_checks
 from galvatron_lite.verify.conformance.memory import BUDGET, MEMORY, memory_checks
+from galvatron_lite.verify.conformance.volume import predicted_bytes, volume, wire_bytes
 from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
 from galvatron_lite.verify.dry.world import _LOG
-from galvatron_lite.verify.match.meeting import FIT, PROGRESS, folded, match
-from galvatron_lite.verify.schema import Check, During, RoleRun, Sample, Verdict
+from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
+from galvatron_lite.verify.match.words import folded
+from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Sample, Verdict
 from tests.equivalence.plans import write_plan
-
-CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
-NAMES = ["before", "blocks.0", "blocks.1", "after"]
-
-
-@cache
-def model() -> GPT:
-    with torch.device("meta"):
-        return GPT(CONFIG)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    return random_tokens(8, 16, 64)
+from tests.verify.worlds import CONFIG, NAMES, batch, in_stages, message, model
 
 
 @cache
@@ -48,14 +41,14 @@ def graph() -> ModelGraph:
     return trace(model(), batch())
 
 
-def planned(strategy: Strategy, stages: int = 1, microbatches: int = 1, **others: Strategy) -> Plan:
+def plan_with(strategy: Strategy, stages: int = 1, microbatches: int = 1, **others: Strategy) -> Plan:
     """``others``: strategies of single blocks."""
-    size = len(NAMES) // stages
-    cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
     edge = Strategy(data=strategy.batch_degree, tensor=strategy.tensor)
     strategies = {name: strategy if name.startswith("blocks") else edge for name in NAMES}
     strategies |= {name.replace("_", "."): one for name, one in others.items()}
-    return write_plan(cut, strategies, devices=stages * strategy.devices, batch=8, microbatches=microbatches)
+    return write_plan(
+        in_stages(stages), strategies, devices=stages * strategy.devices, batch=8, microbatches=microbatches
+    )
 
 
 @cache
@@ -88,8 +81,9 @@ def with_fault(plan: Plan, fault: Any, broken: Sequence[int] = (0,)) -> list[Rol
 
 
 def checks_of(runs: Sequence[RoleRun], plan: Plan) -> dict[str, Check]:
-    found = [*match(runs, plan), *layer_checks(runs, plan, graph())]
-    found += [gradients_summed(runs, plan, graph()), groups_fit(runs, plan, graph())]
+    planned = PlannedLayers(plan, graph())
+    found = [*match(runs, plan), *layer_checks(runs, planned), gradients_summed(runs, planned)]
+    found.append(groups_fit(runs, planned))
     return {check.name: check for check in found}
 
 
@@ -97,17 +91,17 @@ def failed(runs: Sequence[RoleRun], plan: Plan) -> dict[str, Check]:
     return {name: check for name, check in checks_of(runs, plan).items() if check.verdict is Verdict.FAILED}
 
 
-DATA = planned(Strategy(data=2))
-PIPELINE = planned(Strategy(), stages=2, microbatches=3 + 1)
-AGAIN = planned(Strategy(data=2), blocks_1=Strategy(data=2, recompute=Recompute.FULL))
+DATA = plan_with(Strategy(data=2))
+PIPELINE = plan_with(Strategy(), stages=2, microbatches=3 + 1)
+AGAIN = plan_with(Strategy(data=2), blocks_1=Strategy(data=2, recompute=Recompute.FULL))
 PLANS = {
     "data": DATA,
     "pipeline": PIPELINE,
     "recompute": AGAIN,
-    "states": planned(Strategy(zero=2, zero_stage=1)),
-    "shards": planned(Strategy(zero=2, zero_stage=3)),
-    "tensor": planned(Strategy(tensor=2, sequence_parallel=True)),
-    "mixed": planned(Strategy(data=2, tensor=2), blocks_1=Strategy(data=4)),
+    "states": plan_with(Strategy(zero=2, zero_stage=1)),
+    "shards": plan_with(Strategy(zero=2, zero_stage=3)),
+    "tensor": plan_with(Strategy(tensor=2, sequence_parallel=True)),
+    "mixed": plan_with(Strategy(data=2, tensor=2), blocks_1=Strategy(data=4)),
 }
 
 
@@ -126,7 +120,7 @@ def test_parameters_that_the_loss_does_not_need(name: str) -> None:
     examined = subject_of(spare, plan, batch(), optimizer=torch.optim.SGD)
     runs = [dry_run(examined, plan, rank)[0] for rank in range(plan.devices)]
     assert examined.unreached == {"blocks.0.spare.weight", "blocks.0.spare.bias"}
-    assert gradients_summed(runs, plan, trace(spare, batch())).verdict is Verdict.PASSED
+    assert gradients_summed(runs, PlannedLayers(plan, trace(spare, batch()))).verdict is Verdict.PASSED
 
 
 def test_a_missing_sum_of_gradients_on_one_rank() -> None:
@@ -195,7 +189,7 @@ def test_a_receive_before_the_send_that_it_answers() -> None:
 
 def test_a_layer_with_another_split() -> None:
     """All ranks agree, and do something else than the plan."""
-    plan = planned(Strategy(data=2, tensor=2))
+    plan = plan_with(Strategy(data=2, tensor=2))
     found = failed(right_runs(PLANS["mixed"]), plan)
     assert FIT not in found
     assert any("blocks.1 on rank 0" in line for line in (found[SPLITS].said, *found[SPLITS].details))
@@ -272,3 +266,48 @@ def test_what_ranks_have_in_common_is_said_once() -> None:
 
 def more_of(peak: MemoryBreakdown, share: int) -> MemoryBreakdown:
     return replace(peak, activations=peak.activations + peak.total // share)
+
+
+@cache
+def profile() -> Profile:
+    return estimate_profile(graph(), load_cluster("a100-80gb", 4), precision="fp32", name="gpt")
+
+
+def of(kind: MessageType, bytes_given: int, **more: tuple[int, ...]) -> Message:
+    return replace(message(kind, (0, 1, 2, 3), shape=(bytes_given,)), bytes=bytes_given, **more)
+
+
+def test_wire_bytes_of_one_message() -> None:
+    """By hand, four ranks and 400 bytes given by each."""
+    assert wire_bytes(of(MessageType.ALL_REDUCE, 400), 0) == 600
+    assert wire_bytes(of(MessageType.ALL_GATHER, 400), 0) == 1200
+    assert wire_bytes(of(MessageType.REDUCE_SCATTER, 400), 0) == 300
+    assert wire_bytes(of(MessageType.ALL_TO_ALL, 400), 0) == 300
+    assert wire_bytes(of(MessageType.ALL_TO_ALL, 400, sent=(100,) * 4, taken=(10, 20, 30, 40)), 1) == 80
+    assert wire_bytes(of(MessageType.SEND, 400), 0) == 400
+    assert wire_bytes(replace(of(MessageType.RECEIVE, 400), bytes=0), 0) == 0
+
+
+def test_what_is_priced_is_the_closed_form() -> None:
+    """All gradients once a step in an all-reduce of two ranks; twice a boundary tensor for every micro-batch."""
+    found = predicted_bytes(LayerPricer(profile()), PlannedLayers(PLANS["data"], graph()), 0)
+    assert found["data"] == 4 * graph().parameters
+    ends = predicted_bytes(LayerPricer(profile()), PlannedLayers(PLANS["pipeline"], graph()), 0)
+    assert ends["pipeline"] == PLANS["pipeline"].microbatches * 2 * 16 * 32 * 4
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_sent_is_what_is_priced(name: str) -> None:
+    check = volume(right_runs(PLANS[name]), PLANS[name], profile())
+    assert check.verdict is Verdict.PASSED, (check.said, *check.details)
+    assert check.details
+
+
+def test_what_is_not_priced_is_found() -> None:
+    """Gradients that are summed twice."""
+    runs = right_runs(PLANS["data"])
+    twice = [replace(run, messages=run.messages * 2) for run in runs]
+    check = volume(twice, PLANS["data"], profile())
+    assert check.verdict is Verdict.FAILED
+    assert check.said.startswith("Stage 0 sends")
+    assert any("for data" in line for line in check.details)

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from math import gcd
 
 import pytest
-import torch
 
-from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
@@ -18,14 +15,7 @@ from galvatron_lite.verify.dry.world import Announced
 from galvatron_lite.verify.match.places import moved_group
 from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType, RoleRun
 from tests.equivalence.plans import write_plan
-
-NAMES = ["before", "blocks.0", "blocks.1", "after"]
-
-
-@cache
-def model() -> GPT:
-    with torch.device("meta"):
-        return GPT(GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16))
+from tests.verify.worlds import NAMES, batch, in_stages, model
 
 
 def test_ranks_that_do_the_same_share_a_role() -> None:
@@ -70,9 +60,8 @@ UNLIKE = {
 def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
     """Each rank is run, and compared with the one that stands for it."""
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
-    cut = [NAMES] if stages == 1 else [NAMES[:2], NAMES[2:]]
-    plan = write_plan(cut, strategies, devices=8 * stages, batch=8 * stages, microbatches=stages)
-    subject, said = subject_of(model(), plan, random_tokens(8 * stages, 16, 64)), dict[int, Announced]()
+    plan = write_plan(in_stages(stages), strategies, devices=8 * stages, batch=8 * stages, microbatches=stages)
+    subject, said = subject_of(model(), plan, batch(8 * stages)), dict[int, Announced]()
     runs = {}
     for rank in range(plan.devices):
         own: Announced = {}
@@ -107,22 +96,19 @@ def _shown(one: Message, rank: int, target: int, inner: int) -> tuple[object, ..
 
 def test_where_shards_are_not_all_alike_each_rank_is_run() -> None:
     """A vocabulary of 66 rows has shards of nine and of three."""
-    with torch.device("meta"):
-        uneven = GPT(GPTConfig(vocab=66, layers=2, hidden=32, heads=4, sequence=16))
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | {"blocks.0": Strategy(data=4, tensor=2)}
     plan = write_plan([NAMES], strategies, devices=8, batch=8)
-    assert len(run_roles(subject_of(uneven, plan, random_tokens(8, 16, 66)), plan)) == 8
-    assert len(run_roles(subject_of(model(), plan, random_tokens(8, 16, 64)), plan)) == 2
+    assert len(run_roles(subject_of(model(66), plan, batch()), plan)) == 8
+    assert len(run_roles(subject_of(model(), plan, batch()), plan)) == 2
 
 
 def test_stages_that_go_round_hear_one_another() -> None:
     strategies = dict.fromkeys(NAMES, Strategy())
-    cut = [[name] for name in NAMES]
     plan = write_plan(
-        cut, strategies, devices=2, batch=8, microbatches=2, schedule=Schedule.INTERLEAVED, virtual=2
+        in_stages(4), strategies, devices=2, batch=8, microbatches=2, schedule=Schedule.INTERLEAVED, virtual=2
     )  # fmt: skip
     told: list[int] = []
-    runs = run_roles(subject_of(model(), plan, random_tokens(8, 16, 64)), plan, lambda done, *_: told.append(done))
+    runs = run_roles(subject_of(model(), plan, batch()), plan, lambda done, *_: told.append(done))
     assert [run.rank for run in runs] == [0, 1]
     assert told == [1, 2]
     for source, target in ((0, 1), (1, 0)):
@@ -138,11 +124,9 @@ def test_stages_that_go_round_hear_one_another() -> None:
     ids=str,
 )
 def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int, strategy: Strategy) -> None:
-    size = len(NAMES) // stages
-    cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
     strategies = dict.fromkeys(NAMES, strategy)
-    plan = write_plan(cut, strategies, devices=strategy.devices * stages, batch=26, microbatches=13)
-    short, tokens = shortened(plan, 0), random_tokens(26, 16, 64)
+    plan = write_plan(in_stages(stages), strategies, devices=strategy.devices * stages, batch=26, microbatches=13)
+    short, tokens = shortened(plan), batch(26)
     subjects = [(one, subject_of(model(), one, tokens)) for one in (plan, short)]
     said: dict[tuple[int, int], Announced] = {}
 
@@ -153,7 +137,7 @@ def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int
 
     for run in run_roles(subjects[0][1], plan):
         long, brief = run_whole(0, run.rank), run_whole(1, run.rank)
-        assert any(f"{stages - run.stage + (4 if stages > 1 else 3)} of 13 micro-batches" in note for note in run.notes)
+        assert any(f"{stages + (4 if stages > 1 else 3)} of 13 micro-batches" in note for note in run.notes)
         assert tuple(replace(one, times=1) for one in run.messages) == brief.messages
         assert counted(run) == counted(long)
         assert (run.peak, run.kept, run.splits) == (long.peak, long.kept, long.splits)
@@ -167,10 +151,11 @@ def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int
 def test_one_micro_batch_stands_for_others_where_the_order_does_not_repeat(
     schedule: Schedule, virtual: int, run: int
 ) -> None:
-    cut = [[name] for name in NAMES] if virtual > 1 else [NAMES[:2], NAMES[2:]]
     strategies = dict.fromkeys(NAMES, Strategy(data=2))
-    plan = write_plan(cut, strategies, devices=4, batch=28, microbatches=14, schedule=schedule, virtual=virtual)
-    subject = subject_of(model(), plan, random_tokens(28, 16, 64))
+    plan = write_plan(
+        in_stages(2 * virtual), strategies, devices=4, batch=28, microbatches=14, schedule=schedule, virtual=virtual
+    )
+    subject = subject_of(model(), plan, batch(28))
     every = {one.rank: one for one in _run_roles(subject, plan, roles_of(plan), lambda *_: None, brief=False)}
     for brief in run_roles(subject, plan):
         whole = every[brief.rank]
@@ -192,14 +177,12 @@ def counted(run: RoleRun) -> dict[object, int]:
 def test_what_holds_more_with_more_micro_batches_is_run_whole() -> None:
     strategies = dict.fromkeys(NAMES, Strategy())
     plan = write_plan([NAMES[:2], NAMES[2:]], strategies, devices=2, batch=20, microbatches=10)
-    assert shortened(plan, 0).microbatches == 6
-    assert shortened(replace(plan, schedule=Schedule.GPIPE), 0).microbatches == 10
-    starts = [10 * number for number in range(8)]
+    assert shortened(plan).microbatches == 6
+    assert shortened(replace(plan, schedule=Schedule.GPIPE)).microbatches == 10
     alike = [
-        Message(n, MessageType.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(80)
+        Message(n, MessageType.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(60)
     ]
-    assert [sum(one.times for one in lengthened(alike[: 10 * n], starts[:n], plan)) for n in (5, 6)] == [100, 100]
-    starts, alike = starts[:6], alike[:60]
-    alike[starts[3]] = replace(alike[starts[3]], shape=(3,))
+    assert [sum(one.times for one in lengthened(alike[: 10 * n], n, 10)) for n in (5, 6)] == [100, 100]
+    alike[30] = replace(alike[30], shape=(3,))
     with pytest.raises(UnlikeError, match="unlike"):
-        lengthened(alike, starts, plan)
+        lengthened(alike, 6, 10)

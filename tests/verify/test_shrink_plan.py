@@ -26,8 +26,8 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.search.space import Narrowed, strategies_for
 from galvatron_lite.verify.launched import Verifier, without_world
-from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.shrink_plan import (
+from galvatron_lite.verify.numbers.check import check_numbers, training_fork
+from galvatron_lite.verify.numbers.shrink import (
     Spot,
     choose_size,
     features,
@@ -37,7 +37,6 @@ from galvatron_lite.verify.numbers.shrink_plan import (
     reductions,
     small_plan,
 )
-from galvatron_lite.verify.numbers.train import training_fork
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource, factory_source, named_source
 from tests.equivalence.families import PlainModel

@@ -1,15 +1,40 @@
-"""Made-up runs of small worlds, and a plain simulator of them that shares nothing with what it checks."""
+"""A tiny model to run dry; made-up runs of small worlds, and a plain simulator of them that shares nothing with what it
+checks."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
+import torch
+
+from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule
 from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType, RoleRun
 from tests.equivalence.plans import write_plan
+
+CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
+NAMES = ["before", "blocks.0", "blocks.1", "after"]
+
+
+@cache
+def model(vocab: int = CONFIG.vocab) -> GPT:
+    with torch.device("meta"):
+        return GPT(replace(CONFIG, vocab=vocab))
+
+
+def batch(samples: int = 8) -> dict[str, torch.Tensor]:
+    return random_tokens(samples, CONFIG.sequence, CONFIG.vocab)
+
+
+def in_stages(count: int) -> list[list[str]]:
+    """The model's layers in so many stages of equal length."""
+    size = len(NAMES) // count
+    return [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
+
 
 COLLECTIVES = (
     MessageType.ALL_REDUCE,

@@ -1,17 +1,21 @@
-"""The report of plans: one HTML file with everything in it, which opens without a network."""
+"""The report of plans: one HTML file with everything in it, which opens without a network.
+
+Of each plan it shows prediction, timeline, explanation, front and a run, and says what it leaves out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite import __version__
-from galvatron_lite.analysis.report.gather import PlanView, check_priced
+from galvatron_lite.analysis.explain import explain_plan
+from galvatron_lite.analysis.explanation import Explanation
 from galvatron_lite.analysis.report.plan_figures import (
-    DeviceGroups,
     StrategyStyle,
     groups_in,
     layer_strip,
@@ -20,18 +24,117 @@ from galvatron_lite.analysis.report.plan_figures import (
 )
 from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import course_of, name_of, packed, shown_groups
+from galvatron_lite.analysis.setting import PlanSetting, first_devices
+from galvatron_lite.analysis.sweeps import ParetoFront, pareto_front
 from galvatron_lite.analysis.tables import price_lines, tables, trust_lines
-from galvatron_lite.cost.timeline import GroupTimeline, Timeline
+from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cost.timeline import GroupTimeline, Timeline, timeline, untimed
+from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
-from galvatron_lite.plans.schema import Mode, Plan, Prediction
+from galvatron_lite.plans.schema import MemoryBreakdown, Mode, Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runs.schema import RecordedRun
 from galvatron_lite.search.result import summary
 from galvatron_lite.svg import change, percent
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+NO_PROFILE = (
+    "The timeline, memory over time, the cluster's nodes and the front need what the plan was priced with: give "
+    "--profile FILE, or --model and --cluster."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """A plan and all that is known of it."""
+
+    name: str  # of its file
+    plan: Plan  # with its prediction, where it could be priced
+    profile: Profile | None = None  # what it is priced with; None where that is not known
+    timeline: Timeline | None = None  # of a step; None where there is none
+    front: ParetoFront | None = None  # memory against time; None where it was not looked for
+    explanation: Explanation | None = None  # why it is as it is; None where it was not asked for
+    run: RecordedRun | None = None  # what was measured; None where no run is given
+    missing: tuple[str, ...] = ()  # what is not shown, and why, a sentence each
+
+    def budget_of(self, stage: int) -> int:
+        """Bytes that a device of a stage may take; 0: not known."""
+        made_from = self.plan.provenance
+        return 0 if made_from is None else made_from.budget_of(self.plan.stages[stage])
+
+
+def with_timeline(shown: PlanView) -> PlanView:
+    """With the timeline of its step, or why it has none."""
+    if shown.profile is None:
+        return replace(shown, missing=(*shown.missing, NO_PROFILE))
+    why = untimed(shown.plan)
+    if why:
+        return replace(shown, missing=(*shown.missing, why))
+    return replace(shown, timeline=timeline(shown.profile, shown.plan))
+
+
+def with_run(shown: PlanView, run: RecordedRun) -> PlanView:
+    """With what was measured, and a word where the run was of another plan."""
+    if _bare(run.plan) == _bare(shown.plan):
+        return replace(shown, run=run)
+    warning = f"The run in {run.folder} was last under another plan than this one: what was measured is of that plan."
+    return replace(shown, run=run, missing=(*shown.missing, warning))
+
+
+def _bare(plan: Plan) -> Plan:
+    """What a plan does, without what it was predicted to cost and made from."""
+
+    stages = tuple(replace(stage, memory=MemoryBreakdown(), microbatch_seconds=0.0, device="") for stage in plan.stages)
+    return replace(plan, stages=stages, prediction=None, provenance=None, alternatives=(), left_out=(), order=None)
+
+
+def check_priced(shown: PlanView) -> PlanView:
+    """The same."""
+    if shown.plan.prediction is None:
+        raise InputError(
+            "plan", shown.name,
+            "It has no prediction: give --profile FILE, or --model and --cluster, to price it with.",
+        )  # fmt: skip
+    return shown
+
+
+STEPS = 16  # budgets of the front differ by such a part of the whole at the least
+NO_FRONT = "The front of memory against time was not found within its time: --search gives it more."
+
+
+def with_answers(shown: PlanView, seconds: float) -> PlanView:
+    """With an explanation and the front, as far as they are found in time."""
+
+    plan, profile, made_from = shown.plan, shown.profile, shown.plan.provenance
+    if profile is None or made_from is None:
+        return shown
+    cluster = first_devices(profile.cluster, plan.devices)
+    on_cluster = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
+    budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
+    setting = PlanSetting(
+        on_cluster, budget, backend=plan.backend.value, mode=plan.mode, margin=made_from.margin
+    )  # fmt: skip
+    end = monotonic() + seconds
+    explained = replace(shown, explanation=explain_plan(setting, plan, seconds=seconds / 2))
+    if plan.cyclic is not None or plan.branches:
+        return explained
+
+    def look(*_: object) -> None:
+        if monotonic() > end:
+            raise KeyboardInterrupt  # as Ctrl-C does: what was found so far is kept
+
+    try:
+        step = max(budget.most // STEPS, 1)
+        front = pareto_front(setting, plan.global_batch, step=step, progress=look, searching=look)
+        return replace(explained, front=front)
+    except (GalvatronError, KeyboardInterrupt):
+        return replace(explained, missing=(*shown.missing, NO_FRONT))
 
 
 TIME_WORDS = {
@@ -50,15 +153,6 @@ class _Card:
 
 
 @dataclass(frozen=True, slots=True)
-class _SharePart:
-    name: str
-    value: str
-    share: float
-    words: str
-    class_: str
-
-
-@dataclass(frozen=True, slots=True)
 class _TableRow:
     cells: tuple[str, ...]  # texts
     chosen: bool = False  # whether it is of the plan itself
@@ -70,6 +164,7 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
     budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
     drawn = [] if step is None else shown_groups(step)
     front = _marks_of(shown)
+    shared = plan.devices > 1 and not plan.branches and plan.cyclic is None
     return {
         "number": number,
         "name": shown.name,
@@ -89,7 +184,7 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
         "courses": () if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
         "all_drawn": step is not None and len(drawn) == len(step.groups),
         "memory": tuple(_memory_rows(shown)),
-        "dimensions": _dimensions_shown(shown),
+        "dimensions": tuple(groups_in(plan, shown.profile.cluster.levels[0].size)) if shared and shown.profile else (),
         "front": front_figure(front, 0 if made_from is None else made_from.budget) if len(front) > 1 else None,
         "front_rows": tuple(_front_rows(front)),
         "front_words": _front_words(shown),
@@ -108,19 +203,24 @@ def _cards_of(shown: PlanView) -> list[_Card]:
     assert prediction is not None
     unit = "pass" if plan.mode is Mode.INFERENCE else "step"
     batch = f"{plan.microbatches} micro-batches of {plan.microbatch}" if plan.microbatches > 1 else "in one micro-batch"
+    tokens = prediction.tokens_per_second
+    plain = tokens == prediction.samples_per_second
+    if shown.profile is not None:
+        device = " and ".join(dict.fromkeys(group.device.name for group in shown.profile.cluster.types))
+    else:
+        device = plan.provenance.cluster if plan.provenance is not None else "device"
+    stages = "no pipeline" if len(plan.stages) == 1 else f"{len(plan.stages)} stages, {plan.schedule.value}"
+    if plan.branches:
+        stages = f"{len(plan.branches)} branches on devices of their own"
     return [
         _Card(f"{unit.capitalize()} time", format_seconds(prediction.step_seconds), _proof(plan)),
-        _Card("Samples a second", format_count(prediction.samples_per_second), _tokens(prediction)),
+        _Card("Samples a second", format_count(prediction.samples_per_second),
+              "" if plain else f"{format_count(tokens)} tokens/s"),
         _Card("MFU", f"{100 * prediction.mfu:.1f} %", "of the devices' peak", share=prediction.mfu),
         _memory_card(plan),
-        _Card("Devices", f"{plan.devices}", f"{_device_of(shown)}; {_pipeline(plan)}"),
+        _Card("Devices", f"{plan.devices}", f"{device}; {stages}"),
         _Card("Batch", f"{plan.global_batch}", f"{batch}, {plan.precision}"),
     ]  # fmt: skip
-
-
-def _tokens(prediction: Prediction) -> str:
-    plain = prediction.tokens_per_second == prediction.samples_per_second
-    return "" if plain else f"{format_count(prediction.tokens_per_second)} tokens/s"
 
 
 def _proof(plan: Plan) -> str:
@@ -147,21 +247,6 @@ def _memory_card(plan: Plan) -> _Card:
     return _Card("Memory", format_bytes(fullest.memory.total), words, share, alarm=not plan.fits)
 
 
-def _device_of(shown: PlanView) -> str:
-    if shown.profile is not None:
-        names = dict.fromkeys(group.device.name for group in shown.profile.cluster.types)
-        return " and ".join(names)
-    return shown.plan.provenance.cluster if shown.plan.provenance is not None else "device"
-
-
-def _pipeline(plan: Plan) -> str:
-    if plan.branches:
-        return f"{len(plan.branches)} branches on devices of their own"
-    if len(plan.stages) == 1:
-        return "no pipeline"
-    return f"{len(plan.stages)} stages, {plan.schedule.value}"
-
-
 def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_TableRow]:
     parts = parts_of(plan)
     rows = []
@@ -179,14 +264,17 @@ def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_Ta
     return rows
 
 
-def _time_of(plan: Plan) -> list[_SharePart]:
+def _time_of(plan: Plan) -> list[dict[str, Any]]:
     if plan.prediction is None:
         return []
-    total = plan.prediction.time.total or 1.0
-    return [
-        _SharePart(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
-        for name, seconds in time_parts(plan.prediction.time)
+    shares = [
+        (name, part, part / (plan.prediction.time.total or 1.0)) for name, part in time_parts(plan.prediction.time)
     ]
+    return [
+        {"name": TIME_WORDS[name], "value": format_seconds(seconds), "share": share, "words": percent(share),
+         "class_": f"time-{name}"}
+        for name, seconds, share in shares
+    ]  # fmt: skip
 
 
 def _ranks_of(group: GroupTimeline, plan: Plan) -> str:
@@ -222,22 +310,14 @@ def _memory_rows(shown: PlanView) -> list[_TableRow]:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(stage.memory)[:4])
         share = f"{100 * stage.memory.total / budget:.1f} %" if budget else "–"
         name = f"stage {number}" if group is None else name_of(group)
-        moment = "" if group is None else _moment_of(group)
+        moment = ""
+        if group is not None:
+            peak = group.peak
+            worst = group.passes[peak.place]
+            passed = f"{worst.what.value} of micro-batch {worst.microbatch}, layer {peak.layer}"
+            moment = "optimizer" if peak.place < 0 else passed
         rows.append(_TableRow((name, format_bytes(stage.memory.total), share, moment, parts)))
     return rows
-
-
-def _moment_of(group: GroupTimeline) -> str:
-    if group.peak.place < 0:
-        return "optimizer"
-    one = group.passes[group.peak.place]
-    return f"{one.what.value} of micro-batch {one.microbatch}, layer {group.peak.layer}"
-
-
-def _dimensions_shown(shown: PlanView) -> tuple[DeviceGroups, ...]:
-    if shown.profile is None or shown.plan.branches or shown.plan.cyclic is not None or shown.plan.devices == 1:
-        return ()
-    return tuple(groups_in(shown.plan, shown.profile.cluster.levels[0].size))
 
 
 def _marks_of(shown: PlanView) -> list[PlanMark]:
@@ -306,16 +386,11 @@ def _comparison_rows(shown: Sequence[PlanView]) -> list[_TableRow]:
         _TableRow((cards[0].name, *(f"{card.value}\n{card.note}" for card in cards)))
         for cards in zip(*columns, strict=True)
     ]
-    return [*rows, *_against(shown)]
-
-
-def _against(shown: Sequence[PlanView]) -> list[_TableRow]:
-    """Throughput against the first plan's, where all are of one model."""
-    rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
-    if len({one.plan.model for one in shown}) > 1:
-        return []
-    shares = [change(rate / rates[0] - 1.0) for rate in rates[1:]]
-    return [_TableRow(("Samples a second against the first", "–", *shares))]
+    if len({one.plan.model for one in shown}) == 1:
+        rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
+        shares = (change(rate / rates[0] - 1.0) for rate in rates[1:])
+        rows.append(_TableRow(("Samples a second against the first", "–", *shares)))
+    return rows
 
 
 @cache

@@ -7,7 +7,7 @@ letters and patterns say the same without colour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -23,6 +23,7 @@ SHADES = 4  # of each hue
 _DIMENSIONS = ("tensor", "context", "expert", "spatial", "slices", "batch_degree")
 HUES = ("whole", *_DIMENSIONS)
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_PATTERNS = {Recompute.NONE: "", Recompute.SELECTIVE: "sparse", Recompute.FULL: "dense"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class StrategyStyle:
 def looks_of(plans: Sequence[Plan]) -> dict[Strategy, StrategyStyle]:
     """The look of every strategy of some plans, in the order in which they are met."""
     counts: dict[Strategy, int] = {}
-    for strategy, count in (pair for plan in plans for pair in _runs(plan)):
-        counts[strategy] = counts.get(strategy, 0) + count
+    for run in (run for plan in plans for _, runs in parts_of(plan) for run in runs):
+        counts[run.strategy] = counts.get(run.strategy, 0) + run.count
     shades: dict[str, int] = {}
     looks = {}
     for place, (strategy, count) in enumerate(counts.items()):
@@ -49,15 +50,11 @@ def looks_of(plans: Sequence[Plan]) -> dict[Strategy, StrategyStyle]:
         shade = shades.get(hue, 0) % SHADES
         shades[hue] = shades.get(hue, 0) + 1
         fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
-        looks[strategy] = StrategyStyle(
-            _letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count
-        )
+        turn, number = divmod(place, len(_LETTERS))  # ``A`` … ``Z``, then ``A2`` …
+        letter = _LETTERS[number] + (str(turn + 1) if turn else "")
+        pattern = "dots" if strategy.offload is not Offload.NONE else _PATTERNS[strategy.recompute]
+        looks[strategy] = StrategyStyle(letter, fill, pattern, str(strategy), in_words(strategy), count)
     return looks
-
-
-def _runs(plan: Plan) -> Iterable[tuple[Strategy, int]]:
-    parts = [stage.runs for stage in plan.stages] + [branch.runs for branch in plan.branches]
-    yield from ((run.strategy, run.count) for runs in parts for run in runs)
 
 
 def _hue_of(strategy: Strategy) -> str:
@@ -65,18 +62,6 @@ def _hue_of(strategy: Strategy) -> str:
     degrees = {name: int(getattr(strategy, name)) for name in _DIMENSIONS}
     most = max(degrees.values())
     return "whole" if most == 1 else next(name for name, degree in degrees.items() if degree == most)
-
-
-def _pattern(strategy: Strategy) -> str:
-    if strategy.offload is not Offload.NONE:
-        return "dots"
-    return {Recompute.NONE: "", Recompute.SELECTIVE: "sparse", Recompute.FULL: "dense"}[strategy.recompute]
-
-
-def _letter(place: int) -> str:
-    """``A`` … ``Z``, then ``A2`` …"""
-    turn, letter = divmod(place, len(_LETTERS))
-    return _LETTERS[letter] + (str(turn + 1) if turn else "")
 
 
 WIDTH, _HEIGHT, _GAP = 1000.0, 30.0, 4.0
@@ -95,8 +80,12 @@ def layer_strip(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> Markup:
     place = 0.0
     for name, runs in parts:
         width = each * sum(run.count for run in runs)
-        drawn += _part(name, runs, looks, place, each, width)
-        place += width + gap
+        if width >= _LABEL:
+            drawn.append(text(place, 11, f"stage {name}" if width >= 3 * _LABEL and name.isdigit() else name))
+        for run in runs:
+            drawn += _run(name, run, looks[run.strategy], place, each * run.count)
+            place += each * run.count
+        place += gap
     label = (
         f"{layers} layers of {plan.model} in {len(parts)} parts, coloured by strategy; the table below says the same."
     )
@@ -107,23 +96,6 @@ def parts_of(plan: Plan) -> list[Part]:
     """Stages, then branches, with their names."""
     parts: list[Part] = [(str(number), stage.runs) for number, stage in enumerate(plan.stages)]
     return parts + [(branch.name, branch.runs) for branch in plan.branches]
-
-
-def _part(
-    name: str,
-    runs: Sequence[LayerRun],
-    looks: Mapping[Strategy, StrategyStyle],
-    place: float,
-    each: float,
-    width: float,
-) -> list[Markup]:
-    drawn = []
-    if width >= _LABEL:
-        drawn.append(text(place, 11, f"stage {name}" if width >= 3 * _LABEL and name.isdigit() else name))
-    for run in runs:
-        drawn += _run(name, run, looks[run.strategy], place, each * run.count)
-        place += each * run.count
-    return drawn
 
 
 def _run(name: str, run: LayerRun, look: StrategyStyle, place: float, width: float) -> list[Markup]:
@@ -199,12 +171,14 @@ def _groups(name: str, layers: str, devices: int, node: int, group_of: GroupOf) 
     for rank in range(devices):
         members.setdefault(group_of(rank), []).append(rank)
     groups = list(members.values())
-    return DeviceGroups(name, layers, len(groups[0]), len(groups), f"{_first_groups(groups)}; {_reach(groups, node)}")
-
-
-def _first_groups(members: Sequence[Sequence[int]]) -> str:
-    shown = [f"{number}: {_ranks(ranks)}" for number, ranks in enumerate(members[:_NAMED])]
-    return "; ".join(shown) + (f"; … {len(members) - _NAMED} more" if len(members) > _NAMED else "")
+    shown = [f"{number}: {_ranks(ranks)}" for number, ranks in enumerate(groups[:_NAMED])]
+    shown += [f"… {len(groups) - _NAMED} more"] * (len(groups) > _NAMED)
+    nodes = {len({rank // node for rank in ranks}) for ranks in groups}
+    least, most = min(nodes), max(nodes)
+    reach = "each within a node" if most == 1 else f"each over {most} nodes"
+    if least != most:
+        reach = f"each over {least} to {most} nodes"
+    return DeviceGroups(name, layers, len(groups[0]), len(groups), f"{'; '.join(shown)}; {reach}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -212,10 +186,3 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}–{ranks[-1]}"
     return ", ".join(map(str, ranks[:8])) + (f", … {ranks[-1]}" if len(ranks) > 8 else "")
-
-
-def _reach(members: Sequence[Sequence[int]], node: int) -> str:
-    nodes = {len({rank // node for rank in ranks}) for ranks in members}
-    if nodes == {1}:
-        return "each within a node"
-    return f"each over {max(nodes)} nodes" if len(nodes) == 1 else f"each over {min(nodes)} to {max(nodes)} nodes"

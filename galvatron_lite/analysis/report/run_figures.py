@@ -33,7 +33,12 @@ class PlanMark:
 
 def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
     """The figure; marks far beyond the others are left to the table."""
-    near = _near_marks(shown, budget)
+    plan = next(mark for mark in shown if mark.kind == "plan")
+    far, slowest = _FAR[0] * max(budget, plan.memory), _FAR[1] * plan.seconds
+    near = [
+        mark for mark in shown
+        if mark.kind in ("plan", "front") or (mark.memory <= far and mark.seconds <= slowest)
+    ]  # fmt: skip
     quick, slow = _range([mark.seconds for mark in near])
     most = 1.1 * max(budget, *(mark.memory for mark in near))
     frame = Frame(WIDTH, HEIGHT, MARGINS, most, slow, y_start=quick)
@@ -55,16 +60,6 @@ def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
              text(left, 10, "step time", anchor="end", class_="axis-word")]  # fmt: skip
     axes = [*frame.below(sizes, byte_words(sizes)), *frame.horizontal(seconds, second_words(seconds))]
     return figure(WIDTH, HEIGHT, label, *axes, *words, *drawn)
-
-
-def _near_marks(shown: Sequence[PlanMark], budget: int) -> list[PlanMark]:
-    """Those that do not take so much that the others could not be told apart."""
-    plan = next(mark for mark in shown if mark.kind == "plan")
-    return [
-        mark for mark in shown
-        if mark.kind in ("plan", "front")
-        or (mark.memory <= _FAR[0] * max(budget, plan.memory) and mark.seconds <= _FAR[1] * plan.seconds)
-    ]  # fmt: skip
 
 
 def _range(seconds: Sequence[float]) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from galvatron_lite.cost.timeline import GroupTimeline, TimedPass, Timeline
+from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.files import write_text
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.plans.schema import MemoryBreakdown
@@ -39,16 +39,12 @@ def packed(step: Timeline, budgets: Sequence[int], devices: Sequence[str]) -> di
     tick = step.span / TICKS
     levels: dict[MemoryBreakdown, int] = {}
     planes = b"".join(_planes(group, tick, levels) for group in step.groups)
-
-    def about(group: GroupTimeline, budget: int, words: str) -> dict[str, Any]:
-        return _about(group, budget, words, tick)
-
     return {
         "tick": tick,
         "span": step.span,
         "seconds": step.seconds,
         "host": step.host,
-        "groups": list(map(about, step.groups, budgets, devices)),
+        "groups": [_about(*group, tick) for group in zip(step.groups, budgets, devices, strict=True)],
         "levels": [astuple(level) for level in levels],
         "data": b64encode(zlib.compress(planes, 9)).decode("ascii"),
     }  # fmt: skip
@@ -77,26 +73,16 @@ def _planes(group: GroupTimeline, tick: float, levels: dict[MemoryBreakdown, int
     """A group's planes, one after another: kind + 3 x chunk, step of the micro-batch, gap in ticks, memory levels."""
     chunks = {stage: chunk for chunk, stage in enumerate(group.stages)}
     kinds = [KINDS.index(pass_.what) + len(KINDS) * chunks[pass_.stage] for pass_ in group.passes]
-    steps = list(_steps(group.passes, kinds))
-    gaps = [round((pass_.start - before) / tick) for pass_, before in zip(group.passes, _frees(group), strict=True)]
+    steps, gaps, last, free = list[int](), list[int](), dict[int, int](), 0.0
+    for pass_, kind in zip(group.passes, kinds, strict=True):
+        steps.append(pass_.microbatch - last.get(kind, 0))
+        gaps.append(round((pass_.start - free) / tick))
+        last[kind], free = pass_.microbatch, pass_.free
     during, after = (
         [levels.setdefault(memory, len(levels)) for memory in memories] for memories in (group.during, group.after)
     )
     planes = ((kinds, "<u1"), (steps, "<i2"), (gaps, "<i4"), (during, "<u2"), (after, "<u2"))
     return b"".join(np.array(values, dtype=kind).tobytes() for values, kind in planes)
-
-
-def _frees(group: GroupTimeline) -> Iterator[float]:
-    yield 0.0
-    yield from (pass_.free for pass_ in group.passes[:-1])
-
-
-def _steps(passes: Sequence[TimedPass], kinds: Sequence[int]) -> Iterator[int]:
-    """The micro-batch of each pass less that of the last pass of its kind and chunk; of the first, as it is."""
-    last: dict[int, int] = {}
-    for pass_, kind in zip(passes, kinds, strict=True):
-        yield pass_.microbatch - last.get(kind, 0)
-        last[kind] = pass_.microbatch
 
 
 COMPUTE, COMMUNICATION = 1, 2  # thread numbers
@@ -107,14 +93,14 @@ Event = dict[str, Any]
 
 def write_trace(path: Path, steps: Sequence[tuple[str, Timeline]]) -> None:
     """Write the timelines of some plans, whole or not at all."""
-    write_text(path, _lines(steps))
 
+    def lines() -> Iterator[str]:
+        yield '{"displayTimeUnit":"ms","traceEvents":[\n'
+        for number, event in enumerate(trace_events(steps)):
+            yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
+        yield "\n]}\n"
 
-def _lines(steps: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
-    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
-    for number, event in enumerate(trace_events(steps)):
-        yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
-    yield "\n]}\n"
+    write_text(path, lines())
 
 
 def trace_events(steps: Sequence[tuple[str, Timeline]]) -> Iterator[Event]:
@@ -131,10 +117,8 @@ def trace_events(steps: Sequence[tuple[str, Timeline]]) -> Iterator[Event]:
 
 
 def _names(process: int, label: str, group: GroupTimeline) -> Iterator[Event]:
-    stages = f"stage{'s' * (len(group.stages) > 1)} {', '.join(map(str, group.stages))}"
-    named = {"process_name": f"{label}{stages}: ranks {group.ranks.start}-{group.ranks.stop - 1}"}
-    for what, name in named.items():
-        yield {"ph": "M", "pid": process, "tid": 0, "name": what, "args": {"name": name}}
+    title = f"{label}{name_of(group)}: ranks {group.ranks.start}-{group.ranks.stop - 1}"
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
     for thread, name in ((COMPUTE, "compute"), (COMMUNICATION, "communication")):
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
@@ -166,17 +150,9 @@ def _sends(first: int, step: Timeline) -> Iterator[Event]:
 
 def _memory(process: int, group: GroupTimeline) -> Iterator[Event]:
     """A counter of bytes on one device: where each pass is at its worst, and what is left behind it."""
-    yield _counter(process, 0.0, group.resting)
-    for pass_, during, after in zip(group.passes, group.during, group.after, strict=True):
-        yield _counter(process, pass_.start, during)
-        yield _counter(process, pass_.end, after)
-    for closing in group.closing:
-        yield _counter(process, closing.start, closing.memory)
-
-
-def _counter(process: int, seconds: float, memory: MemoryBreakdown) -> Event:
-    sizes = asdict(memory)
-    return {"ph": "C", "pid": process, "name": "memory of a device (bytes)", "ts": seconds * _MICRO, "args": sizes}
+    for seconds, memory in _levels(group):
+        event = {"ph": "C", "pid": process, "name": "memory of a device (bytes)", "ts": seconds * _MICRO}
+        yield event | {"args": asdict(memory)}
 
 
 def _complete(

@@ -52,19 +52,28 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     """
     dtype = None if precision is None else dtype_of(precision)
     _check_hooks(model)
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *loose]:
-            memo.setdefault(id(tensor), _meta_tensor(tensor, dtype))
     try:
-        twin = copy.deepcopy(model, memo)
+        twin = copy_with(model, partial(_meta_tensor, dtype=dtype))
     except Exception as cause:
         raise TraceError("model", type(model).__name__, f"It must allow copy.deepcopy: {cause}") from cause
     for module in twin.modules():
         _simplify(module)
     prepare_for_training(twin)
     return twin.train()
+
+
+def copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model with other tensors, its own never read: what ``make`` returns for each parameter, each buffer
+    and each tensor that a module merely holds. Parameters stay parameters, and what is shared stays shared."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *loose]:
+            if id(tensor) not in memo:
+                twin = make(tensor)
+                wrapped = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+                memo[id(tensor)] = wrapped
+    return copy.deepcopy(model, memo)
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -104,8 +113,7 @@ def _alone(norm: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
 
 def _meta_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="meta")
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="meta")
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -6,29 +6,25 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.axes import Purpose, RankLine
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.conformance.layers import PlannedLayers, check_of
-from galvatron_lite.verify.match.meeting import rank_list, where
+from galvatron_lite.verify.match.words import rank_list, where
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"
 Ranks = tuple[int, ...]
 
 
-def groups_fit(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
+def groups_fit(runs: Sequence[RoleRun], planned: PlannedLayers) -> Check:
     """Whether every message of a stage goes over ranks that a strategy of the stage puts together for its purpose."""
-    planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in _wrong(run, planned)]
     return check_of(GROUPS, wrong, "Messages go over the groups of ranks that the plan makes.")
 
 
 def _wrong(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
-    names = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
-    strategies = {planned.strategies[name] for name in names}
+    strategies = {planned.strategies[name] for name in planned.layers_of(run.stage)}
     legal = {
         (line.purpose.value, line.around(run.rank, strategy.devices))
         for strategy in strategies
@@ -50,9 +46,8 @@ COPIES = "shared parameters"
 _AFTER = (During.BACKWARD, During.WEIGHTS, During.GRADIENTS)
 
 
-def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
+def gradients_summed(runs: Sequence[RoleRun], planned: PlannedLayers) -> Check:
     """Whether all sums that the plan needs were made."""
-    planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in (*_missing(run, planned), *_apart(run, planned))]
     passed = "Every gradient is summed over all ranks that hold its parameter and see other samples, tokens or pixels."
     return check_of(GRADIENTS, wrong, passed)
@@ -62,24 +57,19 @@ def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     needed: dict[tuple[Ranks, bool | None], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for split in run.splits:
         strategy = planned.strategies.get(split.layer)
-        if strategy is None:
-            continue
         for parameter in split.parameters:
-            for ranks, scattered, items in _sums_of(run, parameter, strategy, planned) if parameter.trains else ():
+            if strategy is None or not parameter.trains:
+                continue
+            for ranks, scattered, items in _sums_of(run, parameter, strategy, planned):
                 if len(ranks) > 1:
                     needed[ranks, scattered][split.layer] += items
     summed = _summed_items(run)
-    for (ranks, scattered), by_layer in sorted(needed.items(), key=_strictest):
+    # those that leave no choice take first what was summed, of more ranks first
+    for ranks, scattered in sorted(needed, key=lambda key: (key[1] is None, -len(key[0]))):
+        by_layer = needed[ranks, scattered]
         items = sum(by_layer.values())
-        left = items - _take(summed, ranks, scattered, items)
-        if left > 0:
+        if left := items - _take(summed, ranks, scattered, items):
             yield _missing_text(run, by_layer, ranks, left, items)
-
-
-def _strictest(needed: tuple[tuple[Ranks, bool | None], object]) -> tuple[bool, int]:
-    """Order in which sums take what was given: those that leave no choice first, of more ranks first."""
-    (ranks, scattered), _ = needed
-    return scattered is None, -len(ranks)
 
 
 def _missing_text(run: RoleRun, by_layer: Mapping[str, int], ranks: Ranks, left: int, items: int) -> str:
@@ -142,20 +132,16 @@ def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: Pla
     passes = planned.plan.microbatches if one.sharded else 1
     local_items = prod(one.held) if one.sharded else one.updated
     full_items = local_items * len(shards) if one.sharded else prod(one.held)
-    if _even(one, len(shards)):
+    # of rows that do not divide evenly, the shares of other ranks are not known from this one's
+    if not one.sharded or (one.held and one.whole and one.whole[0] % len(shards) == 0):
         yield shards, True, full_items * passes
         yield around(states.replicas), False, local_items
-
-
-def _even(one: ParameterSplit, shards: int) -> bool:
-    """Whether all ranks have a share of one size, so that theirs is known from one rank's."""
-    return not one.sharded or bool(one.held and one.whole and one.whole[0] % shards == 0)
 
 
 def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     """Parameters that layers of several groups of devices share: their copies are summed too."""
     here = {split.layer for split in run.splits}
-    homes = _homes(planned)
+    homes = {name: group for group in range(planned.plan.pipeline) for name in planned.layers_of(group)}
     for tie in planned.graph.ties:
         groups = {homes[tie.first], homes[tie.second]}
         if tie.parameters == tie.frozen or len(groups) == 1 or not here & {tie.first, tie.second}:
@@ -163,8 +149,3 @@ def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         if not any(message.purpose == COPIES and message.kind is MessageType.ALL_REDUCE for message in run.messages):
             names = f"{tie.first} and {tie.second}"
             yield f"Rank {run.rank} (stage {run.stage}): {names} share parameters, whose gradients are not summed."
-
-
-def _homes(planned: PlannedLayers) -> Mapping[str, int]:
-    groups = range(planned.plan.pipeline)
-    return {name: group for group in groups for stage in planned.stages_of(group) for name in planned.stages[stage]}

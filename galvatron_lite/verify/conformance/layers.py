@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from math import prod
+from typing import cast
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass, Recompute, Role, Tie
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork
 from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.lines import lines_of
-from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.registry import work_on
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.io import layer_ranges, pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
-from galvatron_lite.verify.match.meeting import folded
+from galvatron_lite.verify.match.words import first_of, folded
 from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
 
 STAGES = "stages are the plan's"
@@ -40,17 +40,27 @@ class PlannedLayers:
     plan: Plan
     graph: ModelGraph  # of the model
 
+    @property
+    def same_precision(self) -> bool:
+        """Whether what the graph says layers keep is in the precision that the plan computes in."""
+        return self.graph.precision == self.plan.precision
+
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """By name."""
         return {layer.name: layer for layer in self.graph.layers}
 
     @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """Places of each stage's layers in the model, taken in order: a profile of a model by name may call them
+        otherwise."""
+        return layer_ranges(self.plan)
+
+    @cached_property
     def stages(self) -> list[list[str]]:
-        """Names of each stage's layers, taken in order: a profile of a model by name may call them otherwise."""
-        sizes = [sum(run.count for run in stage.runs) for stage in self.plan.stages]
-        names = iter(self.layers)
-        return [list(islice(names, size)) for size in sizes]
+        """Names of each stage's layers."""
+        names = list(self.layers)
+        return [names[inside.start : inside.stop] for inside in self.ranges]
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
@@ -59,10 +69,13 @@ class PlannedLayers:
         chosen = [run.strategy for run in runs for _ in range(run.count)]
         return dict(zip(self.layers, chosen, strict=False))
 
-    def stages_of(self, group: int) -> list[int]:
+    def stages_of(self, group: int) -> tuple[int, ...]:
         """Numbers of the stages that a group of devices runs."""
-        plan = self.plan
-        return [stage_at(plan.schedule, plan.pipeline, group, chunk) for chunk in range(plan.virtual_stages)]
+        return pipeline_of(self.plan).stages_of(group)
+
+    def layers_of(self, group: int) -> list[str]:
+        """Names of the layers that a group of devices runs."""
+        return [name for stage in self.stages_of(group) for name in self.stages[stage]]
 
     def kind(self, name: str) -> LayerKind:
         """Of a layer."""
@@ -81,26 +94,35 @@ class PlannedLayers:
         )
         return work_on(kind, strategy, self.plan.microbatch, context)
 
-    def _has_copy(self, tie: Tie, here: Collection[str]) -> bool:
-        """Whether a layer before the second one of a tie has what they share."""
-        alike = [tie.first, *(one.second for one in self.graph.ties if one.first == tie.first)]
-        return any(name in here for name in alike[: alike.index(tie.second)])
-
     def kind_on(self, name: str, here: Collection[str]) -> LayerKind:
         """Of a layer on devices that have these: what it shares with one that they have not, it has a copy of."""
         ties = [tie for tie in self.graph.ties if tie.second == name and not self._has_copy(tie, here)]
         return self.kind(name).with_copy(sum(tie.parameters for tie in ties), sum(tie.frozen for tie in ties))
 
+    def _has_copy(self, tie: Tie, here: Collection[str]) -> bool:
+        """Whether a layer before the second one of a tie has what they share."""
+        alike = [tie.first, *(one.second for one in self.graph.ties if one.first == tie.first)]
+        return any(name in here for name in alike[: alike.index(tie.second)])
 
-def layer_checks(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cluster | None = None) -> list[Check]:
+
+def layer_checks(runs: Sequence[RoleRun], planned: PlannedLayers, cluster: Cluster | None = None) -> list[Check]:
     """Hold runs against their plan."""
-    planned, count = PlannedLayers(plan, graph), len(plan.stages)
+    count = len(planned.plan.stages)
     held = f"All {count} stages hold the plan's layers." if count > 1 else "The one stage holds the plan's layers."
+    kept = "Layers keep and recompute what the plan says."
+    if not planned.same_precision:
+        precisions = f"the model is in {planned.graph.precision}, the plan in {planned.plan.precision}"
+        kept = f"Layers recompute what the plan says. Bytes are not compared: {precisions}."
+    homes = {rank: run for run in runs for rank in run.ranks}
     return [
-        check_of(STAGES, folded(_other_stages(runs, planned)), held),
-        check_of(SPLITS, folded(_other_splits(runs, planned)), "Parameters lie on ranks as the plan says."),
-        check_of(KEPT, folded(_other_kept(runs, planned)), _kept_said(planned)),
-        *memory_checks(runs, plan, cluster),
+        check_of(STAGES, folded(line for run in runs for line in _other_stages(run, planned)), held),
+        check_of(
+            SPLITS,
+            folded(line for run in runs for line in _other_splits(run, homes, planned)),
+            "Parameters lie on ranks as the plan says.",
+        ),
+        check_of(KEPT, folded(line for run in runs for line in _other_kept(run, planned)), kept),
+        *memory_checks(runs, planned.plan, cluster),
     ]
 
 
@@ -108,77 +130,52 @@ def check_of(name: str, wrong: Sequence[str], right: str) -> Check:
     """Failed, with a line for each difference; passed where there are none."""
     if not wrong:
         return Check(name, Verdict.PASSED, right)
-    more = f" ({len(wrong)} in all)" if len(wrong) > 1 else ""
-    return Check(name, Verdict.FAILED, f"{wrong[0]}{more}", tuple(wrong[1:_MOST]))
+    return Check(name, Verdict.FAILED, first_of(wrong), tuple(wrong[1:_MOST]))
 
 
-def _other_stages(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
-    for run in runs:
-        wanted = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
-        layer_names = [split.layer for split in run.splits]
-        if layer_names != wanted:
-            yield f"Rank {run.rank} (stage {run.stage}) {_differing(layer_names, wanted)}."
-        yield from _not_run(run, planned)
-        yield from _other_ends(run, planned)
+def _other_stages(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
+    """Layers that are not the plan's, or never run; and what is sent on, which comes from the last layer of a stage."""
+    here = f"Rank {run.rank} (stage {run.stage})"
+    wanted, names = planned.layers_of(run.stage), [split.layer for split in run.splits]
+    if names != wanted:
+        yield f"{here} {_differing(names, wanted)}."
+    for split in run.splits:
+        if not split.forwards and split.layer in planned.layers and planned.layers[split.layer].modules:
+            yield f"{here} holds {split.layer} and never runs it."
+    last = {name for stage in planned.stages_of(run.stage) for name in _ends(planned, stage)}
+    sent = [one for one in run.messages if one.kind is MessageType.SEND and one.purpose == "pipeline forward"]
+    for layer in dict.fromkeys(one.layer for one in sent if one.layer and one.layer not in last):
+        yield f"{here} sends on behind {layer}; the plan's stage ends behind {' or '.join(sorted(last))}."
 
 
 def _differing(names: Sequence[str], wanted: Sequence[str]) -> str:
     extra, missing = [n for n in names if n not in wanted], [n for n in wanted if n not in names]
     parts = [f"has {', '.join(extra)}"] * bool(extra) + [f"has not {', '.join(missing)}"] * bool(missing)
     what = " and ".join(parts) or "has its layers in another order"
-    return f"{what}: the plan's stage is {wanted[0]} to {wanted[-1]}, this one {names[0] if names else 'nothing'}" + (
-        f" to {names[-1]}" if names else ""
-    )
-
-
-def _not_run(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
-    for split in run.splits:
-        if not split.forwards and split.layer in planned.layers and planned.layers[split.layer].modules:
-            yield f"Rank {run.rank} (stage {run.stage}) holds {split.layer} and never runs it."
-
-
-def _other_ends(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
-    """What is sent on comes from the last layer of a stage."""
-    last = {name for stage in planned.stages_of(run.stage) for name in _ends(planned, stage)}
-    sent = [
-        message
-        for message in run.messages
-        if message.kind is MessageType.SEND and message.purpose == "pipeline forward" and message.layer
-    ]
-    for layer in dict.fromkeys(one.layer for one in sent if one.layer not in last):
-        ends = " or ".join(sorted(last))
-        yield f"Rank {run.rank} (stage {run.stage}) sends on behind {layer}; the plan's stage ends behind {ends}."
+    this = f"{names[0]} to {names[-1]}" if names else "nothing"
+    return f"{what}: the plan's stage is {wanted[0]} to {wanted[-1]}, this one {this}"
 
 
 def _ends(planned: PlannedLayers, stage: int) -> list[str]:
     """Behind which layers a stage may be seen to end: one without blocks ends where the next one's first begins."""
-    names, last = list(planned.layers), planned.stages[stage][-1]
-    following = names[names.index(last) + 1 :][:1] if planned.layers[last].role is not Role.BLOCK else []
+    last, stop = planned.stages[stage][-1], planned.ranges[stage].stop
+    following = list(planned.layers)[stop : stop + 1] if planned.layers[last].role is not Role.BLOCK else []
     return [last, *following]
 
 
-def _other_splits(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
-    homes = {rank: run for run in runs for rank in run.ranks}
-    for run in runs:
-        for split in run.splits:
-            if split.layer in planned.strategies:
-                yield from _other_samples(run, split, planned)
-            if split.layer in planned.strategies and split.parameters:
-                yield from _other_split(run, split, homes, planned)
-
-
-def _other_samples(run: RoleRun, split: LayerSplit, planned: PlannedLayers) -> Iterator[str]:
-    """A block that works on more or fewer samples than its strategy leaves to a rank."""
-    strategy, plan = planned.strategies[split.layer], planned.plan
-    if (
-        len({planned.strategies[split.layer].batch_degree for split in run.splits if split.layer in planned.strategies})
-        > 1
-    ):
-        return  # a layer may be given what lies as a neighbour has it
-    wanted = plan.microbatch // strategy.batch_degree
-    if planned.layers[split.layer].role is Role.BLOCK and split.taken and split.taken[0] != wanted:
+def _other_splits(run: RoleRun, homes: Mapping[int, RoleRun], planned: PlannedLayers) -> Iterator[str]:
+    splits = [split for split in run.splits if split.layer in planned.strategies]
+    degrees = {planned.strategies[split.layer].batch_degree for split in splits}
+    for split in splits:
+        strategy = planned.strategies[split.layer]
         where = f"{split.layer} on rank {run.rank} (stage {run.stage}), planned {strategy}"
-        yield f"{where}: it is given a tensor {split.taken}, not {wanted} samples."
+        samples = planned.plan.microbatch // strategy.batch_degree
+        other = bool(split.taken) and split.taken[0] != samples
+        # where degrees differ, a layer may be given what lies as a neighbour has it
+        if other and len(degrees) == 1 and planned.layers[split.layer].role is Role.BLOCK:
+            yield f"{where}: it is given a tensor {split.taken}, not {samples} samples."
+        if split.parameters:
+            yield from (f"{where}: {line}" for line in _other_split(run, split, homes, planned))
 
 
 def _other_split(
@@ -191,10 +188,9 @@ def _other_split(
         return
     # a layer that shares parameters with one that is not on these devices has a copy of its own
     wanted = planned.work_of(planned.kind_on(split.layer, {split.layer for split in run.splits}), strategy).parameters
-    where = f"{split.layer} on rank {run.rank} (stage {run.stage}), planned {strategy}"
     sharded = any(parameter.sharded for parameter in split.parameters)
     if sharded != (strategy.parameter_shards > 1):
-        yield f"{where}: its parameters are {'' if sharded else 'not '}shared out over ranks."
+        yield f"its parameters are {'' if sharded else 'not '}shared out over ranks."
         return
     around = lines.weights.around(run.rank, strategy.devices)
     ranks = [rank for rank in around if rank in homes]
@@ -202,9 +198,9 @@ def _other_split(
     # tensor ranks may have unequal parts of what does not divide evenly, but together all of it
     held, updated = (sum(one) / len(ranks) for one in zip(*sums, strict=True))
     if round(held) != round(wanted):
-        yield f"{where}: {'its ranks hold' if sharded else 'the rank holds'} {held:,.0f} items, not {round(wanted):,}."
+        yield f"{'its ranks hold' if sharded else 'the rank holds'} {held:,.0f} items, not {round(wanted):,}."
     if round(updated) < round(wanted):
-        yield f"{where}: of {round(wanted):,} items only {updated:,.0f} are updated."
+        yield f"of {round(wanted):,} items only {updated:,.0f} are updated."
 
 
 def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: PlannedLayers) -> tuple[int, int]:
@@ -242,48 +238,31 @@ def _split_of(run: RoleRun, layer: str) -> LayerSplit | None:
     return next((split for split in run.splits if split.layer == layer), None)
 
 
-def _kept_said(planned: PlannedLayers) -> str:
-    if _same_precision(planned):
-        return "Layers keep and recompute what the plan says."
-    model, plan = planned.graph.precision, planned.plan.precision
-    return f"Layers recompute what the plan says. Bytes are not compared: the model is in {model}, the plan in {plan}."
-
-
-def _same_precision(planned: PlannedLayers) -> bool:
-    """Whether what the graph says layers keep is in the precision that the plan computes in."""
-    return planned.graph.precision == planned.plan.precision
-
-
-def _other_kept(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
-    for run in runs:
-        yield from _other_forwards(run, planned)
-        for name, kept in run.kept.items() if _same_precision(planned) else ():
-            layer = planned.layers.get(name)
-            if layer is not None and layer.role is Role.BLOCK and name in {split.layer for split in run.splits}:
-                yield from _other_layer_kept(run, name, kept, planned)
-
-
-def _other_forwards(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
+def _other_kept(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     for split in run.splits:
-        layer, times = planned.layers.get(split.layer), planned.plan.microbatches
-        if layer is None or layer.role is not Role.BLOCK or not split.forwards:
-            continue
-        choice = _recomputed(planned.work_of(planned.kind(split.layer), planned.strategies[split.layer]))
-        wanted = {Recompute.NONE: times, Recompute.FULL: 2 * times}.get(choice, split.forwards)
-        if split.forwards != wanted:
-            where = f"{split.layer} on rank {run.rank} (stage {run.stage})"
-            yield f"{where} runs forward {split.forwards} times in a step; with {_again(choice)}, as planned, {wanted}."
+        layer = planned.layers.get(split.layer)
+        if layer is not None and layer.role is Role.BLOCK:
+            where = f"{layer.name} on rank {run.rank} (stage {run.stage})"
+            kind, strategy = planned.kind(layer.name), planned.strategies[layer.name]
+            work = planned.work_of(kind, strategy)
+            again = cast(Recompute, work.recompute)  # of one strategy
+            times = planned.plan.microbatches
+            wanted = {Recompute.NONE: times, Recompute.FULL: 2 * times}.get(again, split.forwards)
+            if split.forwards not in (0, wanted):
+                ran = f"runs forward {split.forwards} times in a step"
+                yield f"{where} {ran}; with {_again(again)}, as planned, {wanted}."
+            if planned.same_precision and layer.name in run.kept:
+                yield from (f"{where} {line}" for line in _other_bytes(layer.name, run.kept[layer.name], work, planned))
 
 
-def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: PlannedLayers) -> Iterator[str]:
-    strategy, kind = planned.strategies[name], planned.kind(name)
-    work, lines = planned.work_of(kind, strategy), lines_of(strategy)
+def _other_bytes(name: str, kept: int, work: LayerWork, planned: PlannedLayers) -> Iterator[str]:
+    kind, lines = planned.kind(name), lines_of(planned.strategies[name])
     exact = not lines.uneven and not kind.expert_parameters
     lent = any(tensor.borrowed for tensor in planned.graph.tensors)
     exact &= not (lent and lines.tokens.size > 1)  # copies of what an encoder gave come together there
     if work.host_kept or work.gathered_items or not exact:  # gathered parameters are seen as kept
         return
-    samples, again = work.samples, _recomputed(work)
+    samples, again = work.samples, cast(Recompute, work.recompute)
     choices = {one: samples * split.at(work.tensor, work.sequence_parallel) for one, split in kind.kept.items()}
     wanted = float(choices[again])
     less, more = _ends_apart(name, planned)
@@ -296,8 +275,8 @@ def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: PlannedLayers
     near = min(choices, key=lambda one: abs(float(choices[one]) - kept))
     like = f", as with {_again(near)}" if near is not again else ""
     yield (
-        f"{name} on rank {run.rank} (stage {run.stage}) keeps {format_bytes(kept)} of a micro-batch{like}; with "
-        f"{_again(again)}, as planned, it keeps {format_bytes(wanted)}."
+        f"keeps {format_bytes(kept)} of a micro-batch{like}; with {_again(again)}, as planned, it keeps "
+        f"{format_bytes(wanted)}."
     )
 
 
@@ -335,11 +314,6 @@ def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
     last = planned.layers[names[place + 1]].role is not Role.BLOCK  # which may keep nothing (a mean)
     first = not planned.kind(names[place - 1]).returns
     return leaving * (after or last), entering * (before or first)
-
-
-def _recomputed(work: LayerWork) -> Recompute:
-    assert isinstance(work.recompute, Recompute)  # of one strategy
-    return work.recompute
 
 
 def _again(choice: Recompute) -> str:

@@ -10,7 +10,7 @@ from galvatron_lite.cost.step import device_memory
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Provenance, Stage
 from galvatron_lite.units import format_budget, format_bytes
-from galvatron_lite.verify.match.meeting import folded
+from galvatron_lite.verify.match.words import first_of, folded
 from galvatron_lite.verify.schema import Check, During, RoleRun, Verdict
 
 MEMORY = "memory is as predicted"
@@ -49,26 +49,17 @@ def _as_predicted(runs: Sequence[RoleRun], predicted: Sequence[MemoryBreakdown])
             f"Peaks are within {TOLERANCE:.0%} of the predicted ones, no category is off by more than that of a peak"
         )
         return Check(MEMORY, Verdict.PASSED, f"{right} or {format_bytes(PIECE)}.")
-    explained = all(_explained(run, predicted[run.stage]) for run in runs)
+    peaks = [(run.peak.tensors, predicted[run.stage].tensors) for run in runs]
+    # other kernels may be why they differ
+    explained = all(abs(peak - expected) <= EXPLAINED * max(expected, 1) for peak, expected in peaks)
     verdict = Verdict.DIFFERS if explained else Verdict.FAILED
-    return Check(MEMORY, verdict, _first_of(differing), tuple(differing[1:]))
-
-
-def _first_of(lines: Sequence[str]) -> str:
-    return lines[0] + (f" ({len(lines)} in all)" if len(lines) > 1 else "")
-
-
-def _explained(run: RoleRun, predicted: MemoryBreakdown) -> bool:
-    """Whether a peak is so near the prediction that other kernels may be why they differ."""
-    total = predicted.total - predicted.context
-    return abs(run.peak.total - run.peak.context - total) <= EXPLAINED * max(total, 1)
+    return Check(MEMORY, verdict, first_of(differing), tuple(differing[1:]))
 
 
 def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
-    expected = max(predicted.total - predicted.context, 1)
-    measured = run.peak.total - run.peak.context
-    if abs(measured - expected) > TOLERANCE * expected:
-        yield _line(run, "its peak", measured, expected)
+    expected = max(predicted.tensors, 1)
+    if abs(run.peak.tensors - expected) > TOLERANCE * expected:
+        yield _line(run, "its peak", run.peak.tensors, expected)
     moment = run.peak
     if not predicted.activations:  # as many bytes in all may be taken at two moments: those of the optimizer's compare
         updating = [sample.memory for sample in run.samples if sample.phase is During.OPTIMIZER]
@@ -108,9 +99,9 @@ def _budget(
         return Check(BUDGET, Verdict.PASSED, f"The fullest device, of stage {most.stage}, takes {taken}.")
     lines = folded(over)
     if not fails:
-        return Check(BUDGET, Verdict.DIFFERS, _first_of(lines), tuple(lines[1:]))
+        return Check(BUDGET, Verdict.DIFFERS, first_of(lines), tuple(lines[1:]))
     remedy = f"Plan with less: --mem {format_budget(least)}." if least > 0 else "Plan for more devices."
-    return Check(BUDGET, Verdict.FAILED, f"{_first_of(lines)} {remedy}", tuple(lines[1:]))
+    return Check(BUDGET, Verdict.FAILED, f"{first_of(lines)} {remedy}", tuple(lines[1:]))
 
 
 def _over(run: RoleRun, room: int, budget: int, context: int, reserve: int) -> str:
@@ -131,4 +122,4 @@ def _left_free(made_from: Provenance, stage: Stage, cluster: Cluster | None) -> 
 
 
 def _with_context(run: RoleRun, predicted: Sequence[MemoryBreakdown]) -> int:
-    return run.peak.total - run.peak.context + predicted[run.stage].context
+    return run.peak.tensors + predicted[run.stage].context

@@ -30,7 +30,7 @@ from galvatron_lite.units import ITEM_BYTES, format_bytes
 from galvatron_lite.verify.conformance.groups import COPIES
 from galvatron_lite.verify.conformance.layers import PlannedLayers
 from galvatron_lite.verify.conformance.memory import EXPLAINED
-from galvatron_lite.verify.match.meeting import folded
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Verdict
 
 VOLUME = "communication is as priced"
@@ -90,7 +90,7 @@ def _most(runs: Sequence[RoleRun], planned: PlannedLayers) -> dict[str, float]:
 
 def sent_bytes(run: RoleRun, planned: PlannedLayers) -> dict[str, float]:
     """Wire bytes of a rank in a step, by class."""
-    here = [planned.strategies[name] for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
+    here = [planned.strategies[name] for name in planned.layers_of(run.stage)]
     bytes_: dict[str, float] = defaultdict(float)
     for message in run.messages:
         if message.phase is not During.SETUP:
@@ -134,15 +134,13 @@ def wire_bytes(message: Message, rank: int) -> float:
 def predicted_bytes(pricer: LayerPricer, planned: PlannedLayers, group: int) -> dict[str, float]:
     """Wire bytes of the fullest device of a group in a step, as priced, by class."""
     plan, bytes_ = planned.plan, defaultdict[str, float](float)
-    here = {name for stage in planned.stages_of(group) for name in planned.stages[stage]}
+    here = set(planned.layers_of(group))
     for stage in planned.stages_of(group):
-        names = planned.stages[stage]
-        for name in names:
-            strategy = planned.strategies[name]
-            work = pricer.work(planned.kind_on(name, here), strategy, plan.microbatch)
+        for name in planned.stages[stage]:
+            work = pricer.work(planned.kind_on(name, here), planned.strategies[name], plan.microbatch)
             for communication in work.communications:
                 bytes_[_caused(communication)] += _priced_bytes(communication, plan.microbatches)
-        bytes_["redistribution"] += _moved(planned, names) * plan.microbatches
+        bytes_["redistribution"] += _moved(planned, planned.ranges[stage]) * plan.microbatches
         bytes_["pipeline"] += _handed_on(planned, stage) * plan.microbatches
     bytes_[COPIES] = _summed_copies(pricer.profile, planned, here)
     return bytes_
@@ -171,13 +169,11 @@ def _priced_bytes(one: Communication, microbatches: int) -> float:
     return float(one.size) * factors.get(one.collective, (ways - 1) / ways) * float(one.count) * times
 
 
-def _moved(planned: PlannedLayers, names: Sequence[str]) -> float:
+def _moved(planned: PlannedLayers, inside: range) -> float:
     """Bytes of one micro-batch that go between layouts inside a stage and into it, both ways."""
-    graph, places = planned.graph, {name: place for place, name in enumerate(planned.layers)}
-    inside = range(places[names[0]], places[names[-1]] + 1)
-    chosen, first = list(planned.strategies.values()), inside.start
+    graph, first = planned.graph, inside.start
     pairs = [(first - 1, first, graph.crossing(first))] * bool(first)
-    layouts = [np.array(layout_of(strategy)) for strategy in chosen]
+    layouts = [np.array(layout_of(strategy)) for strategy in planned.strategies.values()]
     return sum(
         2 * size * planned.plan.microbatch * float(received(layouts[left], layouts[right]))
         for left, right, size in (*pairs, *graph.exchanges(inside))
@@ -186,15 +182,10 @@ def _moved(planned: PlannedLayers, names: Sequence[str]) -> float:
 
 def _handed_on(planned: PlannedLayers, stage: int) -> float:
     """Bytes of one micro-batch that a device sends over both ends of a stage."""
-    plan, graph = planned.plan, planned.graph
-    places = {name: place for place, name in enumerate(planned.layers)}
-    total, chosen = 0.0, list(planned.strategies.values())
-    for cut, other in (
-        (places[planned.stages[stage][0]], stage - 1),
-        (places[planned.stages[stage][-1]] + 1, stage + 1),
-    ):
-        if not 0 <= other < len(plan.stages):
-            continue
-        if group_of(plan.schedule, plan.pipeline, other) != group_of(plan.schedule, plan.pipeline, stage):
-            total += boundary_bytes(graph.crossing(cut), plan.microbatch, chosen[cut - 1])
+    plan, inside, total = planned.plan, planned.ranges[stage], 0.0
+    chosen = list(planned.strategies.values())
+    for cut, other in ((inside.start, stage - 1), (inside.stop, stage + 1)):
+        groups = {group_of(plan.schedule, plan.pipeline, number) for number in (stage, other)}
+        if 0 <= other < len(plan.stages) and len(groups) > 1:
+            total += boundary_bytes(planned.graph.crossing(cut), plan.microbatch, chosen[cut - 1])
     return total

@@ -136,15 +136,8 @@ class Ledger:
         entry.size, entry.use = size, Use.PARAMETERS if entry.use is not Use.HOST else Use.HOST
         self._add(entry.use, size)
 
-    def end_forward(self) -> None:
-        """A layer's forward is over: what it made and is still there is kept for backward."""
-        self._keep(During.FORWARD, Use.ACTIVATIONS)
-
-    def end_backward(self, use: Use) -> None:
-        """A backward pass is over: what it made and is still there waits for a later one, as ``use``."""
-        self._keep(During.BACKWARD, use)
-
-    def _keep(self, phase: During, use: Use) -> None:
+    def end(self, phase: During, use: Use = Use.ACTIVATIONS) -> None:
+        """A layer's forward, or a backward pass, is over: what it made and is still there waits for a later one."""
         for entry in self._made[phase]:
             if entry.size and entry.use is Use.TEMPORARY:
                 self._move(entry, use)

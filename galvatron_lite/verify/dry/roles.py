@@ -111,39 +111,32 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
         given = [run for stage in range(max(stages)) for run in plan.stages[stage].runs]
         if chained:
             given = [plan.stages[stage - 1].runs[-1] for stage in stages if stage]
-        strategies = [run.strategy for run in runs], [run.strategy for run in given]
-        places = _places(*strategies, width, even=even, apart=apart)
+        places = _places([run.strategy for run in (*runs, *given)], width, even=even, apart=apart)
         for text, alike in places.items():
             classes.append(RankClass(group, text, tuple(group * width + place for place in alike)))
     return tuple(classes)
 
 
-def _places(
-    strategies: Sequence[Strategy], entering: Sequence[Strategy], width: int, *, even: bool, apart: bool
-) -> dict[str, list[int]]:
-    if not _alike([*strategies, *entering]):
-        repeats = width if apart else _repeats([*strategies, *entering])
-        alike = even and not apart and _tensor_peers_alike([*strategies, *entering])
-        inner = gcd(*(one.weight_slices for one in (*strategies, *entering))) if alike else 1
-        share = f"of {width}" if repeats == width else f"of every {repeats}"
-        return {
-            f"place {place} {share}": [one for one in range(width) if one % repeats // inner == place // inner]
-            for place in range(0, repeats, inner)
-        }
-    slices = strategies[0].weight_slices
-    if even or slices == 1:
-        return {"all ranks": list(range(width))}
-    split: dict[str, list[int]] = {}
-    for place in range(width):
-        split.setdefault(f"tensor place {place % slices} of {slices}", []).append(place)
-    return split
-
-
-def _alike(strategies: Sequence[Strategy]) -> bool:
-    """Whether no rank of a stage does anything that its neighbours do not."""
+def _places(strategies: Sequence[Strategy], width: int, *, even: bool, apart: bool) -> dict[str, list[int]]:
+    """Places in a stage of so many ranks that do the same, by what is particular about them."""
+    # whether no rank does anything that its neighbours do not
     degrees = {(strategy.batch_degree, strategy.weight_slices) for strategy in strategies}
-    lines = map(lines_of, strategies)
-    return len(degrees) == 1 and not any(line.uneven or line.tokens.size > 1 for line in lines)
+    lines = [lines_of(strategy) for strategy in strategies]
+    alike = len(degrees) == 1 and not any(line.uneven or line.tokens.size > 1 for line in lines)
+    spread = [line.spread for line in lines if line.spread is not None]
+    over = (one.over.size * one.sharing for one in spread if one.over is not None)
+    repeats = lcm(*(layout_of(strategy).replicas for strategy in strategies), *over)
+    if apart and not alike:
+        repeats = width
+    peers = alike or (not apart and _tensor_peers_alike(strategies))
+    inner = gcd(*(one.weight_slices for one in strategies)) if even and peers else 1
+    if repeats == inner:
+        return {"all ranks": list(range(width))}
+    share = f"of {width}" if repeats == width else f"of every {repeats}"
+    return {
+        f"place {place} {share}": [one for one in range(width) if one % repeats // inner == place // inner]
+        for place in range(0, repeats, inner)
+    }
 
 
 def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
@@ -160,12 +153,6 @@ def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
     return len({(one.tokens, slices) for one, slices in layouts.items() if one.tokens * one.sequence > 1}) < 2
 
 
-def _repeats(strategies: Sequence[Strategy]) -> int:
-    inner = [layout_of(strategy).replicas for strategy in strategies]
-    spread = [one for one in (lines_of(strategy).spread for strategy in strategies) if one is not None]
-    return lcm(*inner, *(one.over.size * one.sharing for one in spread if one.over is not None))
-
-
 def run_roles(
     subject: Subject,
     plan: Plan,
@@ -178,7 +165,7 @@ def run_roles(
     A rank that waits for something announced by a rank that comes later (stages that go round the groups of devices
     more than once) is begun again once that has been run so far.
 
-    Micro-batches that repeat others are not run (``dry_repeat``); all are where some turn out not to.
+    Micro-batches that repeat others are not run (``repeat``); all are where some turn out not to.
 
     Raises:
         DryRunError: what runs depends on values, or ranks wait for one another.

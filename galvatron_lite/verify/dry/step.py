@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from galvatron_lite.model.batch import (
 )
 from galvatron_lite.model.discover import BlockNames, discover_layers
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.meta import copy_with, meta_copy
 from galvatron_lite.model.trace.record import Recorder
 from galvatron_lite.model.trace.run import shapes_only
 from galvatron_lite.parallelism.lines import lines_of
@@ -124,7 +123,7 @@ def dry_run(
         rank: of the plan's world.
         hear: what other ranks announce to this one.
         announced: what the rank announces is put in here, too, as far as it comes.
-        brief: leave out micro-batches that repeat others (``dry_repeat``).
+        brief: leave out micro-batches that repeat others (``repeat``).
 
     Raises:
         DryRunError: what runs depends on values.
@@ -137,11 +136,13 @@ def dry_run(
     log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger, subject.operations)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
-        run = shortened(plan, rank // plan.stage_devices) if brief else plan
+        run = shortened(plan) if brief else plan
         step = _Run(subject, run, place, log, ledger)
         step.step()
-        splits, kept, stage = step.splits(plan.microbatches), step.kept, step.parallel.runtime.meshes.stage_index
-        messages = lengthened(log.messages, step.watch.starts, plan) if run is not plan else tuple(log.messages)
+        splits, kept, stage = step.splits(plan.microbatches), step.watch.kept, step.parallel.runtime.meshes.stage_index
+        messages = tuple(log.messages)
+        if run is not plan:
+            messages = lengthened(messages, run.microbatches, plan.microbatches)
         del step
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
@@ -176,27 +177,24 @@ def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
 class DryWatch(Watch):
     """Tells where the rank is, and nobody else."""
 
-    def __init__(self, place: RankPlace, log: MessageLog, ledger: Ledger, *, splits_backward: bool) -> None:
+    def __init__(self, place: RankPlace, ledger: Ledger, *, splits_backward: bool) -> None:
         super().__init__(DEVICE)
-        self._place, self._log, self._ledger = place, log, ledger
+        self._place, self._ledger = place, ledger
         # what outlives a backward pass: what gradients of weights are made of later, or the sums that FSDP2 keeps
         self._outlives = Use.ACTIVATIONS if splits_backward else Use.GRADIENTS
-        self.forwards_over: Callable[[int], None] = lambda _: None
-        self.starts: list[int] = []
+        self.kept: dict[str, int] = {}  # by layer, behind the first micro-batch's forward
 
     def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
         """This rank comes to a phase."""
         super().at(phase, number, step)
         ledger, place = self._ledger, self._place
-        ledger.end_forward()
+        ledger.end(During.FORWARD)
         ledger.sample()
         if place.phase is During.BACKWARD:
-            ledger.end_backward(self._outlives)
-        if place.phase is During.FORWARD:
-            self.forwards_over(place.microbatch)
+            ledger.end(During.BACKWARD, self._outlives)
+        if place.phase is During.FORWARD and place.microbatch <= 0 and not self.kept:
+            self.kept = {name: size for name, size in ledger.kept(place.microbatch).items() if name}
         place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
-        if phase is StepPhase.FORWARD and number == len(self.starts):
-            self.starts.append(len(self._log.messages))
 
     @contextmanager
     def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:  # noqa: ARG002
@@ -261,12 +259,12 @@ class _LayerHooks:
 class _Run:
     def __init__(self, subject: Subject, plan: Plan, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         self.subject, self.plan, self.place, self.ledger, self._log = subject, plan, place, ledger, log
-        self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
-        model = _without_values(subject.model)
+        model = copy_with(subject.model, _zeros_like)
         zeros = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
         ledger.forget(tensors_of(zeros))  # a loop's data are in host memory, until a rank takes its own of them
-        self.batch = _first_of(zeros, plan.global_batch)
+        size, samples = batch_size(zeros), plan.global_batch  # the first samples, all of which stay held
+        self.batch = map_tensors(zeros, lambda one: one[:samples] if one.dim() and len(one) == size else one)
         self.parallel: Any = ParallelModel(
             model,
             plan,
@@ -277,8 +275,7 @@ class _Run:
             examined=subject.examined,
             precision=subject.precision,
         )
-        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule.splits_backward)
-        self.watch.forwards_over = self._forward_over
+        self.watch = self.parallel.watch = DryWatch(place, ledger, splits_backward=plan.schedule.splits_backward)
         self.optimizer = self.parallel.optimizer(subject.optimizer)
         self._seen = {layer.name: _LayerHooks(layer.name, place, self._mark) for layer in subject.layers}
         self._attach()
@@ -322,14 +319,6 @@ class _Run:
         hosts = [one.host.copy for one in owned if one.host is not None]
         ledger.use((local_tensor(host.detach()) for host in hosts), Use.HOST)
 
-    def _sort_gradients(self) -> None:
-        grads = [one.parameter.grad for one in self._owned()]
-        self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
-
-    def _forward_over(self, microbatch: int) -> None:
-        if microbatch <= 0 and not self.kept:
-            self.kept = {name: size for name, size in self.ledger.kept(microbatch).items() if name}
-
     def _attach(self) -> None:
         # in place of layers of other stages a structure has modules that pass on what they are given
         for runtime, structure in zip(self.parallel.runtimes, self.parallel.structures, strict=True):
@@ -346,9 +335,10 @@ class _Run:
 
     def _mark(self, name: str) -> None:
         if self.place.phase is During.FORWARD:
-            self.ledger.end_forward()
+            self.ledger.end(During.FORWARD)
         else:
-            self._sort_gradients()
+            grads = [one.parameter.grad for one in self._owned()]
+            self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
         self.ledger.sample()
         self.place.layer = name
 
@@ -357,21 +347,19 @@ class _Run:
         layers = [one.layer for runtime in self.parallel.runtimes for one in runtime.stage]
         splits: dict[str, list[ParameterSplit]] = {layer.name: [] for layer in layers}
         for one in self._owned():
-            splits[layer_of(one.names[0], layers)].append(self._split_of(one))
-        found = []
+            updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
+            split = ParameterSplit(
+                one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
+                one.is_zero, one.host is not None, tuple(one.parameter.shape),
+                not self.subject.unreached.issuperset(one.names),
+            )  # fmt: skip
+            splits[layer_of(one.names[0], layers)].append(split)
+        layer_splits = []
         for name, parameters in splits.items():
             seen = self._seen[name]
             forwards = seen.runs * microbatches // self.plan.microbatches
-            found.append(LayerSplit(name, seen.taken, seen.returned, forwards, tuple(parameters)))
-        return tuple(found)
-
-    def _split_of(self, one: Any) -> ParameterSplit:
-        updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
-        return ParameterSplit(
-            one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
-            one.is_zero, one.host is not None, tuple(one.parameter.shape),
-            not self.subject.unreached.issuperset(one.names),
-        )  # fmt: skip
+            layer_splits.append(LayerSplit(name, seen.taken, seen.returned, forwards, tuple(parameters)))
+        return tuple(layer_splits)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -381,22 +369,7 @@ def _shape(value: Any) -> tuple[int, ...]:
     return () if first is None else tuple(first.shape)
 
 
-def _first_of(batch: Any, samples: int) -> Any:
-    """The first samples of a batch, all of which stays held."""
-    size = batch_size(batch)
-    return map_tensors(batch, lambda one: one.narrow(0, 0, samples) if one.dim() and len(one) == size else one)
-
-
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy of a model whose tensors are made anew, without data where a dry run's mode is active.
-
-    Whole numbers that have values (``dry_mode.SMALL``) are 0: places and kinds of tokens, which something looks up.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for one in tensors + [value for value in vars(module).values() if isinstance(value, Tensor)]:
-            if id(one) not in memo:
-                empty = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=DEVICE).zero_()
-                memo[id(one)] = nn.Parameter(empty, one.requires_grad) if isinstance(one, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Without data where a dry run's mode is active; small whole numbers (``mode.SMALL``) are 0: places and kinds of
+    tokens, which something looks up."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).zero_()

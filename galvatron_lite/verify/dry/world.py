@@ -9,7 +9,7 @@ sends), it is told what the rank that was run before said (``Announced``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -122,9 +122,11 @@ class _DryGroup(dist.ProcessGroup):
         return EVERYONE if self.group_desc == "default_pg" else str(self.group_desc)
 
     def _note(
-        self, kind: MessageType, tensor: Tensor | None, nbytes: int | None = None, *, result: object = None, **more: Any
+        self, kind: MessageType, tensors: Any, nbytes: int | None = None, *, result: object = None, **more: Any
     ) -> _DoneWork:
+        """Write a message down, of a tensor or of the first of several; the work that is over returns ``result``."""
         place, log = self._log.place, self._log
+        tensor: Tensor | None = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         message = Message(
             number=len(log.messages), kind=kind, ranks=self._ranks, purpose=self._purpose,
             shape=() if tensor is None else tuple(tensor.shape),
@@ -134,33 +136,28 @@ class _DryGroup(dist.ProcessGroup):
             **({"peer": NOBODY, "tag": 0} | more),
         )  # fmt: skip
         log.messages.append(message)
-        return _DoneWork(log, [message.number], result)
+        return _DoneWork(log, [message.number], tensors if result is None else result)
 
-    def _together(self, works: Sequence[_DoneWork], result: object) -> _DoneWork:
+    def _together(self, works: Iterable[_DoneWork], result: object) -> _DoneWork:
         return _DoneWork(self._log, [number for work in works for number in work.numbers], result)
 
-    def _root(self, opts: Any) -> tuple[int, int]:
-        """The place of a collective's root in the group, and its rank in the world."""
-        root = 0 if opts is None else int(opts.rootRank)
-        return root, self._ranks[root]
+    def _root(self, opts: Any) -> int:
+        """The rank of a collective's root in the world."""
+        return int(self._ranks[0 if opts is None else opts.rootRank])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        return self._note(MessageType.ALL_REDUCE, tensor, operator=_operator(opts), result=tensors)
+        return self._note(MessageType.ALL_REDUCE, tensors, operator=_operator(opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _DoneWork:
         return self._together([self.allreduce([tensor], opts) for tensor in tensors], tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        root, rank = self._root(opts)
-        nbytes = tensor.nbytes if root == self._place else 0
-        return self._note(MessageType.BROADCAST, tensor, nbytes, peer=rank, result=tensors)
+        root = self._root(opts)
+        nbytes = None if root == self._ranks[self._place] else 0
+        return self._note(MessageType.BROADCAST, tensors, nbytes, peer=root)
 
     def reduce(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        peer = self._root(opts)[1]
-        return self._note(MessageType.REDUCE, tensor, peer=peer, operator=_operator(opts), result=tensors)
+        return self._note(MessageType.REDUCE, tensors, peer=self._root(opts), operator=_operator(opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # noqa: ARG002
         works = [self._note(MessageType.ALL_GATHER, input_) for input_ in inputs]
@@ -176,17 +173,18 @@ class _DryGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base  # type: ignore[assignment]
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._together([self._allgather_base(output, part, opts) for output, part in pairs], outputs)
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # noqa: ARG002
+        return self._together(map(self._allgather_base, outputs, inputs), outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        works = []
-        for parts in inputs:
-            nbytes, operator = sum(part.nbytes for part in parts), _operator(opts)
-            works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], nbytes, operator=operator))
+        works = [
+            self._note(
+                MessageType.REDUCE_SCATTER, parts, sum(part.nbytes for part in parts), operator=_operator(opts)
+            )
+            for parts in inputs
+        ]  # fmt: skip
         return self._together(works, outputs)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _DoneWork:
@@ -206,40 +204,40 @@ class _DryGroup(dist.ProcessGroup):
         del opts
         if has_value(tensor):
             _fill_from_each(output, tensor, input_sizes, len(self._ranks), self._place)
-        splits = _splits(input_sizes, output_sizes)
-        return self._note(MessageType.ALL_TO_ALL, tensor, result=output, **splits)
+        sent, taken = tuple(map(int, input_sizes)), tuple(map(int, output_sizes))
+        return self._note(MessageType.ALL_TO_ALL, tensor, result=output, sent=sent, taken=taken)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> _DoneWork:
         del opts
-        splits = _splits(*([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)))
+        sent, taken = (tuple(tensor.numel() for tensor in tensors) for tensors in (inputs, outputs))
         nbytes = sum(input_.nbytes for input_ in inputs)
-        return self._note(MessageType.ALL_TO_ALL, inputs[0], nbytes, result=outputs, **splits)
+        return self._note(MessageType.ALL_TO_ALL, inputs, nbytes, result=outputs, sent=sent, taken=taken)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         for part in outputs[0] if outputs else ():
             _fill(part, inputs[0])
-        return self._note(MessageType.GATHER, inputs[0], peer=self._root(opts)[1], result=outputs)
+        return self._note(MessageType.GATHER, inputs, peer=self._root(opts), result=outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         nbytes = sum(input_.nbytes for input_ in inputs[0]) if inputs else 0
-        return self._note(MessageType.SCATTER, outputs[0], nbytes, peer=self._root(opts)[1], result=outputs)
+        return self._note(MessageType.SCATTER, outputs, nbytes, peer=self._root(opts))
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> _DoneWork:
         """What has a value is kept for whoever runs the other rank."""
         if has_value(tensors[0]):
             self._log.said.setdefault((self._purpose, target), []).append(tensors[0].clone())
-        return self._note(MessageType.SEND, tensors[0], peer=self._ranks[target], tag=tag, result=tensors)
+        return self._note(MessageType.SEND, tensors, peer=self._ranks[target], tag=tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _DoneWork:
         """What is to have a value has that which the other rank sent when it was run."""
         if has_value(tensors[0]):
             tensors[0].copy_(self._log.listen(self._ranks[source], self._purpose, self._place))
-        return self._note(MessageType.RECEIVE, tensors[0], 0, peer=self._ranks[source], tag=tag, result=tensors)
+        return self._note(MessageType.RECEIVE, tensors, 0, peer=self._ranks[source], tag=tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> _DoneWork:
-        return self._note(MessageType.RECEIVE, tensors[0], 0, tag=tag, result=tensors)
+        return self._note(MessageType.RECEIVE, tensors, 0, tag=tag)
 
     def barrier(self, opts: Any = None) -> _DoneWork:
         del opts
@@ -249,10 +247,6 @@ class _DryGroup(dist.ProcessGroup):
 def has_value(tensor: Tensor) -> bool:
     """Whether a tensor has data: small ones of whole numbers."""
     return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_floating_point()
-
-
-def _splits(input_sizes: Sequence[int], output_sizes: Sequence[int]) -> dict[str, Any]:
-    return {"sent": tuple(map(int, input_sizes)), "taken": tuple(map(int, output_sizes))}
 
 
 def _operator(opts: Any) -> str:

@@ -30,7 +30,6 @@ class Script:
     places: tuple[int, ...]  # by message: its partner's or root's place in the group; -1 where it has none
     # by message from rank to rank: number of the batch that it starts with; -1 where it starts alone
     batches: tuple[int, ...]
-    messages: tuple[Message, ...]  # in the order in which they start
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,24 @@ class RankRole:
     streams: tuple[Stream | None, ...]
     shifts: tuple[int, ...]  # by group: this rank's place in it less the recorded rank's in its own
 
-    def partner(self, number: int) -> int:
-        """The place, in its group, of who a message from rank to rank goes to or comes from."""
-        line = self.script.lines[number]
-        stream = self.streams[line]
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """In the order in which they start, as the recorded rank gave them."""
+        return self.script.run.messages
+
+    def stream(self, number: int) -> Stream:
+        """The group of a message."""
+        stream = self.streams[self.script.lines[number]]
         assert stream is not None
-        return (self.script.places[number] + self.shifts[line]) % len(stream[1])
+        return stream
+
+    def peer(self, number: int) -> int:
+        """The rank that a message goes to or comes from, or the root of a collective; ``NOBODY``: there is none."""
+        place, ranks = self.script.places[number], self.stream(number)[1]
+        if place < 0:
+            return NOBODY
+        shift = self.shifts[self.script.lines[number]] if self.messages[number].kind in PAIRED else 0
+        return ranks[(place + shift) % len(ranks)]
 
 
 def script_of(run: RoleRun) -> Script:
@@ -56,7 +67,7 @@ def script_of(run: RoleRun) -> Script:
     groups: dict[Stream, int] = {}
     lines = [groups.setdefault((message.purpose, message.ranks), len(groups)) for message in run.messages]
     places = [message.ranks.index(message.peer) if message.peer in message.ranks else -1 for message in run.messages]
-    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages), run.messages)
+    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages))
 
 
 def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
@@ -65,31 +76,28 @@ def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
     batches: list[int] = []
     first, awaited, group = NOBODY, 0, None
     for number, message in enumerate(messages):
-        rows = (
-            (message.purpose, message.ranks)
-            if message.kind in PAIRED and not message.purpose.startswith(PIPELINE)
-            else None
-        )
-        if rows is None:
+        batched = message.kind in PAIRED and not message.purpose.startswith(PIPELINE)
+        stream = (message.purpose, message.ranks) if batched else None
+        if stream is None:
             first = NOBODY
-        elif first == NOBODY or rows != group or awaited <= number:
+        elif first == NOBODY or stream != group or awaited <= number:
             first, awaited = number, len(messages)
-        group = rows
+        group = stream
         awaited = awaited if message.waited == NOBODY else min(awaited, message.waited)
         batches.append(first)
     return tuple(batches)
 
 
 def role_of(script: Script, rank: int, width: int) -> RankRole:
-    """What one rank of a role does."""
+    """What one rank of a role does, in stages of so many ranks."""
     source = script.run.rank
-    moved = [(purpose, moved_group(ranks, source, rank, width)) for purpose, ranks in script.groups]
-    streams = tuple(None if ranks is None else (purpose, ranks) for purpose, ranks in moved)
-    shifts = [
-        0 if stream is None or source not in ranks else stream[1].index(rank) - ranks.index(source)
-        for stream, (_, ranks) in zip(streams, script.groups, strict=True)
-    ]
-    return RankRole(rank, script, streams, tuple(shifts))
+    streams: list[Stream | None] = []
+    shifts: list[int] = []
+    for purpose, ranks in script.groups:
+        moved = moved_group(ranks, source, rank, width)
+        streams.append(None if moved is None else (purpose, moved))
+        shifts.append(0 if moved is None or source not in ranks else moved.index(rank) - ranks.index(source))
+    return RankRole(rank, script, tuple(streams), tuple(shifts))
 
 
 def moved_group(ranks: Ranks, source: int, target: int, width: int) -> Ranks | None:
@@ -121,14 +129,14 @@ def _in_stage(ranks: Ranks, target: int, width: int) -> Ranks | None:
 def _steps_of(offsets: Sequence[int]) -> list[tuple[int, int]] | None:
     """Strides and sizes of the dims whose sums are these offsets, innermost first; None where there are none."""
     steps: list[tuple[int, int]] = []
-    made = [0]
-    while len(made) < len(offsets):
-        stride = offsets[len(made)]
+    sums = [0]
+    while len(sums) < len(offsets):
+        stride = offsets[len(sums)]
         if steps and stride % (steps[-1][0] * steps[-1][1]):
             return None
-        inner, size = len(made), 2
+        inner, size = len(sums), 2
         while size * inner < len(offsets) and offsets[size * inner] == size * stride:
             size += 1
         steps.append((stride, size))
-        made = [number * stride + one for number in range(size) for one in made]
-    return steps if made == list(offsets) else None
+        sums = [number * stride + one for number in range(size) for one in sums]
+    return steps if sums == list(offsets) else None

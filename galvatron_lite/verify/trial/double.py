@@ -49,6 +49,7 @@ class Double:
     batch: Any  # of ``SAMPLES`` samples, no two alike
     layers: tuple[Layer, ...]  # of the copy
     written: frozenset[str]  # names of parameters that a forward pass writes into, also what they were
+    loss_fn: LossFn | None = None  # of the model
 
 
 def make_double(
@@ -60,28 +61,19 @@ def make_double(
     """
     gone = _left_out(model, layers)
     if gone:
-        with suppress(SkippedError):
+        with suppress(Exception):  # whatever a user's model does
             double = _double(model, batch, gone, init_fn)
-            if _runs(double):
-                return double
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                call_model(copy.deepcopy(double.model), double.batch)
+            return double
     return _double(model, batch, [], init_fn)
-
-
-def _runs(double: Double) -> bool:
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            call_model(copy.deepcopy(double.model), double.batch)
-    except Exception:  # whatever a user's model does
-        return False
-    return True
 
 
 def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable[[nn.Module], None] | None) -> Double:
     rest = [one for name, one in model.named_parameters() if not any(name.startswith(f"{path}.") for path in gone)]
-    small = dict(batch) if isinstance(batch, dict) else batch
-    if isinstance(small, dict):
-        for name in (ITEMS, f"output_{LOGITS}"):
-            small.pop(name, None)
+    small = batch
+    if isinstance(batch, dict):
+        small = {name: value for name, value in batch.items() if name not in (ITEMS, f"output_{LOGITS}")}
     if sum(one.numel() for one in rest) > LARGEST or _work(model, small, gone) > MOST_WORK:
         double, small = _narrow(model, small, rest)
     else:
@@ -104,7 +96,9 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
             materializer = Materializer(double, layers, torch.device("cpu"), 0, init_fn)
             for layer in layers:
                 materializer.place(layer)
-        return Double(_widened(double.to("cpu")), small, layers, written)
+        double = double.to("cpu")
+        exact = any(one.dtype in (torch.float64, torch.complex128) for one in double.parameters())
+        return Double(double if exact else double.float(), small, layers, written)
     except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
         blocks = f" with {KEPT} blocks of each kind" if gone else ""
         raise SkippedError(f"a copy{blocks} does not run ({error})") from error
@@ -126,17 +120,13 @@ def _copy(model: nn.Module, gone: Sequence[str]) -> nn.Module:
     memo: dict[int, Any] = {}
     for path in gone:
         for tensor in (*model.get_submodule(path).parameters(), *model.get_submodule(path).buffers()):
-            memo[id(tensor)] = _empty(tensor)
+            bare = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     kept = {id(one) for name, one in model.named_parameters() if not any(name.startswith(f"{path}.") for path in gone)}
     try:
         return copy.deepcopy(model, {key: value for key, value in memo.items() if key not in kept})
     except Exception as error:  # whatever a user's object does
         raise SkippedError(f"copy.deepcopy of the model fails ({error})") from error
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    bare = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def _work(model: nn.Module, batch: Any, gone: Sequence[str]) -> float:
@@ -164,12 +154,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 def _as_float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _widened(model: nn.Module) -> nn.Module:
-    """In float32, or in float64 where it has such parameters."""
-    double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in model.parameters())
-    return model if double else model.float()
 
 
 def masks_of(batch: Any, besides: Sequence[str]) -> list[str]:
@@ -205,7 +189,6 @@ class PassResult:
 def run_pass(
     double: Double,
     batch: Any,
-    loss_fn: LossFn | None,
     scale: Callable[[Tensor], Tensor] | None = None,
     observer: CallObserver | None = None,
     seed: int = 0,
@@ -220,7 +203,7 @@ def run_pass(
         with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
             torch.manual_seed(seed)
             batch = map_tensors(batch, torch.clone)  # the model may write into it
-            loss = loss_of(call_model(model, batch), batch, loss_fn)
+            loss = loss_of(call_model(model, batch), batch, double.loss_fn)
             loss = loss if scale is None else scale(loss)
         with nullcontext() if observer is None else observer.in_backward():
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -238,10 +221,10 @@ def run_pass(
     return PassResult(float(loss.detach()), gradients, buffers, written)
 
 
-def runs_on(double: Double, batch: Any, loss_fn: LossFn | None) -> bool:
+def runs_on(double: Double, batch: Any) -> bool:
     """Whether the copy runs, forward and backward, on all samples of the user's batch at once."""
     try:
-        run_pass(double, map_tensors(map_tensors(batch, _on_cpu), _as_float), loss_fn)
+        run_pass(double, map_tensors(map_tensors(batch, _on_cpu), _as_float))
     except (SkippedError, InputError):
         return False
     return True
@@ -332,11 +315,9 @@ class CallObserver(TorchFunctionMode):
             yield
 
     def _note_outside(self) -> None:
-        self.seen.outside = [name for name, direct in self._found.items() if not direct or self._can_run(direct)]
-
-    def _can_run(self, paths: Sequence[str]) -> bool:
-        """Whether any is a module with a forward; what has none only holds parameters for others, as the root does."""
-        return any(type(self._model.get_submodule(path)).forward is not nn.Module.forward for path in paths)
+        # a module without a forward only holds parameters for others, as the root does
+        runs = {path for path, one in self._model.named_modules() if type(one).forward is not nn.Module.forward}
+        self.seen.outside = [name for name, direct in self._found.items() if not direct or runs.intersection(direct)]
 
     def _enter(self, path: str, *_: Any) -> None:
         self._running.append(path)
@@ -385,15 +366,6 @@ def terms_of(seen: ObservedPass, batch: Any) -> tuple[TargetCount | None, ...]:
     )
 
 
-def counts_of(terms: Sequence[TargetCount | None]) -> tuple[TargetCount, ...]:
-    """Those that are unlike."""
-    counts: list[TargetCount] = []
-    for count in terms:
-        if count is not None and not any(_same(count, other) for other in counts):
-            counts.append(count)
-    return tuple(counts)
-
-
 def _entry(target: Tensor, ignored: int, batch: Any) -> tuple[str, int] | None:
     """Which entry of the batch targets are, as it is or without its first token."""
     flat = target.reshape(-1)
@@ -415,26 +387,3 @@ def _entry(target: Tensor, ignored: int, batch: Any) -> tuple[str, int] | None:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one == other).all())
-
-
-def _same(one: TargetCount, other: TargetCount) -> bool:
-    if (one.place, one.shift, one.ignored) != (other.place, other.shift, other.ignored):
-        return False
-    if one.classes is None or other.classes is None:
-        return one.classes is other.classes
-    return torch.equal(one.classes, other.classes)
-
-
-def relative_error(reference: PassResult, shares: Sequence[PassResult], parts: Sequence[float]) -> float:
-    """How far the weighted sum of shares' losses and gradients is from that of the batch."""
-    used = [(part, share) for part, share in zip(parts, shares, strict=True) if part]
-    worst = abs(sum(part * share.loss for part, share in used) - reference.loss) / (abs(reference.loss) or 1.0)
-    noise = 1e-3 * max(
-        (float(gradient.abs().max()) for gradient in reference.gradients.values() if gradient.numel()), default=0.0
-    )
-    for name, gradient in reference.gradients.items():
-        if gradient.numel():
-            mixed = sum(part * share.gradients.get(name, torch.zeros_like(gradient)) for part, share in used)
-            error, largest = float((mixed - gradient).abs().max()), float(gradient.abs().max())
-            worst = max(worst, error / max(largest, noise, 1e-30))
-    return worst if worst == worst else float("inf")

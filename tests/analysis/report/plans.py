@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from galvatron_lite.analysis.report.gather import PlanView, with_timeline
-from galvatron_lite.analysis.report.page import page
+from galvatron_lite.analysis.report.page import PlanView, page, with_timeline
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Alternative, Plan, Proof, Provenance, Schedule

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from galvatron_lite.analysis.report.gather import PlanView, with_timeline
-from galvatron_lite.analysis.report.page import page
+from galvatron_lite.analysis.report.page import PlanView, page, with_timeline
 from galvatron_lite.analysis.report.plan_figures import dimensions_of, groups_in, looks_of
 from galvatron_lite.analysis.report.timeline_data import KINDS, packed
 from galvatron_lite.cost.timeline import Timeline

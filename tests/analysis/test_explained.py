@@ -1,9 +1,12 @@
-"""Whole explanations: what-ifs equal planning by hand, runs of layers are priced anew, what is left out is named."""
+"""Explanations: parts of a step add up, what-ifs equal planning by hand, prices of memory are what every plan says."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from math import fsum
 from pathlib import Path
 
 import pytest
@@ -11,20 +14,97 @@ import pytest
 from galvatron_lite import api, api_plans
 from galvatron_lite.analysis.explain import WORTH, bounds
 from galvatron_lite.analysis.explanation import Bound, Constraint, Explanation, TimeAccount, TimeClass, TimePart, WhatIf
-from galvatron_lite.analysis.step_time import BUBBLE, account, memory_of
-from galvatron_lite.analysis.what_ifs import NOT_TRIED, with_faster_links, with_one_more
+from galvatron_lite.analysis.setting import PlanSetting, ask
+from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, PricedStages, account, memory_of, taken_apart
+from galvatron_lite.analysis.what_ifs import (
+    NOT_TRIED,
+    TimeLimit,
+    added_bytes,
+    price_of_memory,
+    with_faster_links,
+    with_less,
+    with_one_more,
+    with_stairs,
+)
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import from_data, to_data
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.backends import backend_named
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.plans.schema import LayerRun, Plan
+from galvatron_lite.plans.schema import LayerRun, Plan, Schedule
 from galvatron_lite.plans.written import parse_strategy
-from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.result import summary
-from tests.analysis.test_time import random_plan
+from galvatron_lite.profiler.schema import Overlap, Profile
+from galvatron_lite.search.pins import Pins
+from galvatron_lite.search.result import plan_of, summary
+from galvatron_lite.search.space import UNPINNED, Fixed
+from tests.analysis.cases import peak_of, seconds_of
 from tests.factories import random_profile
+
+WAYS = (
+    Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(zero=2, zero_stage=1, recompute=Recompute.FULL),
+    Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True),
+)  # fmt: skip
+
+
+def random_plan(seed: int) -> PricedStages:
+    """A random plan of two stages, with all kinds of communication in it, as priced by a random profile."""
+    draw = random.Random(seed)
+    profile = random_profile(draw, devices=4, blocks=4, tied=seed % 2 == 0)
+    profile = replace(profile, straggling=0.02, sharing=0.01, hidden={"pipeline": 0.4} if seed % 3 == 0 else {})
+    pricer = LayerPricer(profile)
+    offered = [
+        [one for one in WAYS if pricer.covers(layer.kind, one)] for layer in profile.graph.layers
+    ]  # fmt: skip
+    ways = [draw.choice(own) for own in offered]
+    schedule = draw.choice([Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P])
+    plan = plan_of(
+        profile.graph, devices=4, global_batch=8, microbatches=4, cuts=(0, 3, 6), strategies=ways, schedule=schedule
+    )
+    return taken_apart(pricer, plan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_parts_are_those_of_the_prediction(seed: int) -> None:
+    """``cost.step.breakdown`` adds the same seconds up in another way."""
+    priced = random_plan(seed)
+    told, whole = account(priced), priced.prediction.time
+    assert told.step_seconds == priced.prediction.step_seconds
+    assert fsum(part.seconds for part in told.parts) == pytest.approx(told.step_seconds, rel=1e-12)
+    assert all(part.seconds >= 0 and part.hidden_seconds >= 0 for part in told.parts)
+    assert told.seconds_of(TimeClass.COMPUTE) == pytest.approx(whole.forward + whole.backward, rel=1e-9)
+    assert told.seconds_of(TimeClass.RECOMPUTE) == pytest.approx(whole.recompute, rel=1e-9)
+    assert told.seconds_of(TimeClass.OPTIMIZER) == pytest.approx(whole.optimizer, rel=1e-9)
+    sends = sum(part.seconds for part in told.parts if part.name == "pipeline")
+    assert told.seconds_of(TimeClass.COMMUNICATION) - sends == pytest.approx(whole.communication, rel=1e-9)
+    names = {part.name for part in told.parts}
+    assert SLOWEST in names
+    assert BUBBLE in names
+
+
+def test_hidden_and_exposed_are_all_that_is_sent() -> None:
+    """Without mutual slow-down, what compute hides of a communication and what it does not are its seconds alone."""
+    draw = random.Random(5)
+    profile = replace(random_profile(draw, devices=2, blocks=3), overlap=Overlap(1.0, 1.0))
+    pricer = LayerPricer(profile)
+    ways = [Strategy(zero=2, zero_stage=3)] * 5
+    priced = taken_apart(
+        pricer, plan_of(profile.graph, devices=2, global_batch=8, microbatches=2, cuts=(0, 5), strategies=ways)
+    )
+    told = {part.name: part for part in account(priced).parts}
+    alone = 0.0
+    for layer, way in zip(profile.graph.layers, ways, strict=True):
+        sent = pricer.work(profile.graph.kinds[layer.kind], way, 4).communications
+        times = [1 if one.moment == "step" else 2 for one in sent]
+        alone += sum(time * float(own) for time, own in zip(times, pricer.links.timed(sent), strict=True))
+    assert told["zero"].seconds + told["zero"].hidden_seconds == pytest.approx(alone, rel=1e-9)
+    assert told["zero"].hidden_seconds > 0
+
 
 BUDGET = 60_000
 
@@ -52,10 +132,6 @@ def told(profile: Profile, plan: Plan) -> Explanation:
     return api_plans.explain(plan, profile)
 
 
-def seconds(plan: Plan) -> float:
-    return plan.prediction.step_seconds
-
-
 def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None:
     by_name = {one.name: one for one in told.what_ifs}
     assert set(by_name) == {
@@ -69,12 +145,12 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
         "batch_half": api.plan(profile, mem=BUDGET, batch=2, margin=0.0, tolerance=0.0),
     }
     for name, hand in hands.items():
-        assert by_name[name].step_seconds == pytest.approx(seconds(hand), rel=1e-12), name
+        assert by_name[name].step_seconds == pytest.approx(seconds_of(hand), rel=1e-12), name
         assert by_name[name].batch == hand.global_batch
     wider = with_one_more(profile)
     assert (wider.cluster.devices, by_name["node_more"].devices, by_name["node_more"].batch) == (3, 3, 6)
     hand = api.plan(wider, mem=BUDGET, batch=6, margin=0.0, tolerance=0.0)
-    assert by_name["node_more"].step_seconds == pytest.approx(seconds(hand), rel=1e-12)
+    assert by_name["node_more"].step_seconds == pytest.approx(seconds_of(hand), rel=1e-12)
     assert by_name["node_more"].gain == pytest.approx(
         hand.prediction.samples_per_second / told.samples_per_second - 1.0, rel=1e-9
     )
@@ -84,7 +160,7 @@ def test_the_price_is_a_plan_by_hand(profile: Profile, told: Explanation) -> Non
     price = told.price
     more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4, margin=0.0, tolerance=0.0)
     saved = price.seconds_per_gib * price.added_bytes / 2**30
-    assert saved == pytest.approx(max(told.step_seconds - seconds(more), 0.0), abs=1e-12)
+    assert saved == pytest.approx(max(told.step_seconds - seconds_of(more), 0.0), abs=1e-12)
     memory = next(bound for bound in told.bounds if bound.constraint is Constraint.MEMORY)
     assert memory.binds == (saved > 0)
 
@@ -106,7 +182,7 @@ def test_neighbours_are_whole_plans_priced_anew(profile: Profile, plan: Plan, to
             if sum(str(own.strategy) == run.strategy for stage in plan.stages for own in stage.runs) != 1:
                 continue
             done = evaluate(profile, changed)
-            assert other.added_step_seconds == pytest.approx(seconds(done) - seconds(plan), abs=1e-12)
+            assert other.added_step_seconds == pytest.approx(seconds_of(done) - seconds_of(plan), abs=1e-12)
             assert other.fits == (done.prediction is not None and done.prediction.peak_memory <= BUDGET)
             looked_at += 1
     assert looked_at
@@ -147,7 +223,7 @@ def test_runner_ups_choose_otherwise(plan: Plan, told: Explanation) -> None:
     assert told.runners_up
     for other in told.runners_up:
         assert other.chosen != other.instead
-        assert other.added_step_seconds == pytest.approx(other.step_seconds - seconds(plan))
+        assert other.added_step_seconds == pytest.approx(other.step_seconds - seconds_of(plan))
         assert not other.fits or other.added_step_seconds >= -1e-12
 
 
@@ -167,7 +243,7 @@ def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile
     assert told.time is None
     assert told.runs == ()
     assert any("go round" in line for line in told.left_out)
-    assert told.step_seconds == pytest.approx(seconds(plan))
+    assert told.step_seconds == pytest.approx(seconds_of(plan))
 
 
 def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +314,83 @@ def test_a_saving_by_another_plan_is_called_one(other: bool) -> None:
     said = _of(_bounds(_time(0.05, 0.0), then), Constraint.LINK).said
     assert "saves 200 ms" in said
     assert ("another plan" in said) == other
+
+
+STAGES = Pins(fixed=Fixed(forbidden=("pipeline",)))
+"""Without a pipeline the closed form that is searched by is the step time that is told."""
+
+
+def every_plan(setting: PlanSetting, batch: int) -> Iterator[tuple[int, float]]:
+    """Peak and step time of every plan of one stage."""
+    session = setting.session(setting.profile.cluster.devices)
+    space, devices, graph = (
+        session.space(backend_named("galvatron"))[0],
+        setting.profile.cluster.devices,
+        setting.profile.graph,
+    )
+    offered = [space.strategies(layer.kind, devices, UNPINNED) for layer in graph.layers]
+    for microbatches in (count for count in range(1, batch + 1) if batch % count == 0):
+        for ways in product(*offered):
+            if any(kind.tensor_degrees > 1 for kind in graph.kinds.values()) and _edge(ways[0]) != _edge(ways[-1]):
+                continue
+            plan = plan_of(
+                graph, devices=devices, global_batch=batch, microbatches=microbatches, cuts=(0, len(ways)),
+                strategies=ways,
+            )  # fmt: skip
+            try:
+                done = price_staged(session.pricer, plan)
+            except InputError:
+                continue
+            yield done.prediction.peak_memory, done.prediction.step_seconds
+
+
+def _edge(way: Strategy) -> tuple[int, int, int]:
+    """What the layers before and after the blocks have in common (rule 2 of ``search.problem``)."""
+    return way.batch_degree, way.context, way.tensor
+
+
+def fastest(every: list[tuple[int, float]], budget: int) -> float:
+    return min((seconds for peak, seconds in every if peak <= budget), default=float("inf"))
+
+
+@pytest.mark.parametrize(("seed", "devices", "blocks"), [(1, 1, 4), (7, 1, 3), (9, 2, 1)])
+def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -> None:
+    profile = random_profile(random.Random(seed), devices=devices, blocks=blocks)
+    setting = PlanSetting(profile, 2**30, STAGES)
+    every = sorted(every_plan(setting, 4))
+    peaks = sorted({peak for peak, _ in every})
+    for share in (0.1, 0.5):
+        budget = Budget(peaks[int(share * (len(peaks) - 1))])
+        plan = ask(setting, devices, 4, budget=budget)
+        added = max(budget.least // 4, 1)
+        price = with_stairs(
+            price_of_memory(setting, TimeLimit(), plan, budget, added), setting, TimeLimit(), plan, budget
+        )
+        now, then = fastest(every, budget.least), fastest(every, budget.least + added)
+        assert price.step_seconds == pytest.approx(now, rel=1e-9)
+        assert price.seconds_per_gib * added / 2**30 == pytest.approx(now - then, rel=1e-6, abs=1e-12 * now)
+        for step in price.steps:
+            assert fastest(every, step.budget_bytes) == pytest.approx(step.step_seconds, rel=1e-9)
+            assert fastest(every, step.budget_bytes - 1) >= step.step_seconds * (1 + 1e-12) or (
+                step.budget_bytes == budget.least
+            )
+        lean = with_less(price, setting, TimeLimit(), plan, budget)
+        least = fastest(every, budget.least - added)
+        assert (lean.less_step_seconds or float("inf")) == pytest.approx(least, rel=1e-9)
+
+
+def test_in_its_own_shape_a_price_is_no_more_than_over_all() -> None:
+    profile = random_profile(random.Random(3), devices=2, blocks=2)
+    setting = PlanSetting(profile, 2**30)
+    lean = Budget(int(0.6 * peak_of(ask(setting, 2, 4))))
+    plan = ask(setting, 2, 4, budget=lean, runners_up=5)
+    own = price_of_memory(setting, TimeLimit(), plan, lean, same_shape=True)
+    whole = price_of_memory(setting, TimeLimit(), plan, lean)
+    assert own.same_shape
+    assert not whole.same_shape
+    assert own.then_step_seconds >= whole.then_step_seconds * (1 - 1e-9)
+
+
+def test_added_memory_is_a_gigabyte_or_a_part_of_a_small_budget() -> None:
+    assert added_bytes(Budget(80 * 10**9)) == 2**30
+    assert added_bytes(Budget(80 * 10**6)) == 10**7

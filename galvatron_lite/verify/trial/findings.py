@@ -1,0 +1,243 @@
+"""What of a model depends on how a batch is shared, and which plans that rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.lines import lines_of
+from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.loss.weights import LossWeight
+
+SAMPLES_NEED = ("tensor", "context", "expert", "spatial", "channel", "branches")
+"""Dimensions under which a forward pass updates a buffer from parts of samples."""
+OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
+"""Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
+
+
+def shares_batch(plan: Plan) -> bool:
+    """Whether a plan works on a batch in more than one share."""
+    degrees = (run.strategy.batch_degree for stage in plan.stages for run in stage.runs)
+    return plan.microbatches > 1 or plan.cyclic is not None or any(degree > 1 for degree in degrees)
+
+
+def _shares_samples(plan: Plan) -> bool:
+    """Whether a rank has part of a sample, or of the experts."""
+    strategies = _strategies(plan)
+    return any(one.devices > one.batch_degree or lines_of(one).spread is not None for one in strategies)
+
+
+def _shares_parameters(plan: Plan) -> bool:
+    """Whether a rank has a share of what layers hold, or of the layers."""
+    sharded = any(one.parameter_shards > 1 for one in _strategies(plan))
+    return sharded or _shares_samples(plan) or len(plan.stages) > 1 or bool(plan.branches)
+
+
+def _shares_or_repeats(plan: Plan) -> bool:
+    """As ``_shares_parameters``; or whether it computes layers again."""
+    again = any(one.recompute is not Recompute.NONE for one in _strategies(plan))
+    return again or _shares_parameters(plan)
+
+
+def _changes_what_is_written(plan: Plan) -> bool:
+    """Whether forward passes run other than once, or elsewhere than on whole parameters and their states."""
+    kept = all(one.devices == one.replicas and one.offload is Offload.NONE for one in _strategies(plan))
+    return _shares_or_repeats(plan) or not kept or plan.microbatches > 1
+
+
+def _strategies(plan: Plan) -> list[Strategy]:
+    return [run.strategy for stage in plan.stages for run in stage.runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """Something of a model that rules plans out."""
+
+    refuses: Callable[[Plan], bool]  # whether the model trains otherwise under a plan than in one process
+    field: str  # field, value, remedy: of the error that a plan is refused with
+    value: str
+    remedy: str
+    forbid: tuple[str, ...] = ()  # forbid, fix: what the planner keeps to, as options of ``galvatron plan``
+    fix: tuple[str, ...] = ()
+    note: str = ""  # what the pins are there for; empty: they go without saying
+    reason: str = ""  # why no plan is left; empty: it is never the reason
+    change: str = ""  # what to change of the model, so that there are plans; empty where nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What of a model depends on how a batch is shared."""
+
+    weight: LossWeight | None = None  # a loss weight that was found; None: shares weigh the same, or the user gave one
+    whole: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
+    # parameters that code outside of their layers reads; such a plan has whole parameters
+    outside: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
+    differentiates: bool = False  # whether a forward pass takes gradients, which are differentiated again
+    # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
+    # where it is neither
+    buffers: tuple[tuple[str, str], ...] = ()
+    # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
+    loose: tuple[str, ...] = ()
+    # shapes of parameters that get gradients and that the model does not hold, as those of a loss function
+    unheld: tuple[str, ...] = ()
+    # entries of the batch that neither the model nor the loss function takes
+    unread: tuple[str, ...] = ()
+    skipped: str = ""  # why nothing was found out; empty where it was
+    unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
+
+    def restrictions(self) -> Iterator[Restriction]:
+        """What rules plans out, in the order in which they are checked."""
+        if self.whole:
+            yield Restriction(
+                shares_batch, "loss", "of the batch as a whole",
+                "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "
+                "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If "
+                "it is a mean over samples on your data, pass check=False.",
+                fix=("dp=1", "microbatches=1"),
+                note="the loss compares samples with one another: only plans that keep the batch whole (dp 1, one "
+                "micro-batch) train like one process",
+                reason="the loss compares samples with one another, so that it takes the batch as a whole",
+                change="" if self.buffers else
+                "make the loss a mean over samples (of one that balances experts: over each sample's tokens)",
+            )  # fmt: skip
+        if self.buffers:
+            names = _few([name for name, _ in self.buffers])
+            yield Restriction(
+                _shares_samples, "buffers", names,
+                "Forward passes update these buffers from the samples, of which a rank under this plan has a part of "
+                "each. Give a plan of data parallelism, ZeRO or stages, or none, to have one found.",
+                forbid=SAMPLES_NEED,
+                reason=f"forward passes update {names} from the samples, so that no rank may have part of a sample",
+                change=f"update {names} behind the last read of a forward pass, where it reads what it has updated",
+            )  # fmt: skip
+        if self.loose:
+            yield Restriction(
+                lambda plan: len(plan.stages) > 1, "buffers", _few(self.loose),
+                "Code between layers updates these buffers, and only one stage runs it. Give a plan of one stage, or "
+                "none, to have one found; or move buffers and update into a module that is called.",
+                forbid=("pipeline",),
+            )  # fmt: skip
+        if self.written:
+            yield Restriction(
+                _changes_what_is_written, "parameters", _few(self.written),
+                "Forward passes change these parameters: further micro-batches and recomputation would do so again, "
+                "and shards, shares and stages do not hold all. Change them after optimizer.step(), or give a plan of "
+                "data parallelism alone with one micro-batch, or none, to have one found.",
+                forbid=(*OUTSIDE_NEEDS, "recompute"), fix=("microbatches=1",),
+                note=f"forward passes change {_few(self.written)}: every device holds all and runs its samples once",
+                reason=f"forward passes change {_few(self.written)}",
+            )  # fmt: skip
+        if self.differentiates:
+            yield Restriction(
+                _shares_or_repeats, "model", "that calls torch.autograd.grad",
+                "Forward passes take gradients, through layers of which a rank under this plan has a share, or which "
+                "it would run or gather again at most once. Give a plan of data parallelism or ZeRO-1 with one stage "
+                "and without recomputation, or none, to have one found.",
+                forbid=(*OUTSIDE_NEEDS, "recompute"),
+                note="forward passes take gradients: every device holds all parameters, and none recomputes",
+                reason="forward passes take gradients, which nothing that is split can differentiate again",
+            )  # fmt: skip
+        if self.outside:
+            yield Restriction(
+                _shares_parameters, "parameters", _few(self.outside),
+                "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
+                "none. Give a plan of data parallelism or ZeRO-1 with one stage, or none, to have one found; or move "
+                "what reads them into the optimizer (weight_decay) or into their layers.",
+                forbid=OUTSIDE_NEEDS,
+                note=f"code outside of their layers reads {_few(self.outside)}: every device holds all parameters",
+                reason=f"code outside of their layers reads {_few(self.outside)}",
+            )  # fmt: skip
+
+    def pins(self) -> dict[str, tuple[str, ...]]:
+        """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``."""
+        if self.unsaid is not None:
+            raise self.unsaid
+        every = list(self.restrictions())
+        pins = {
+            "fix": tuple(dict.fromkeys(word for one in every for word in one.fix)),
+            "forbid": tuple(dict.fromkeys(word for one in every for word in one.forbid)),
+        }
+        return {name: words for name, words in pins.items() if words}
+
+    def notes(self) -> list[str]:
+        """What pins are there for, in words."""
+        return [one.note for one in self.restrictions() if one.note]
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan under which the model trains otherwise than in one process.
+
+        Raises:
+            InputError: it shares a batch that must stay whole, or parameters that code outside of their layers reads.
+        """
+        if self.unsaid is not None and shares_batch(plan):
+            raise self.unsaid
+        for one in self.restrictions():
+            if one.refuses(plan):
+                raise InputError(one.field, one.value, one.remedy)
+
+    def without_plan(self, devices: int, uncaptured: str = "", pins: str = "") -> InputError:
+        """The error that no plan on so many devices trains like one process: what rules plans out, and what to change.
+
+        Args:
+            devices: more than one.
+            uncaptured: the part of the model that values of tensors steer; empty where it was captured.
+            pins: of the user, beside which there is no plan; empty where there are none.
+        """
+        every = [one for one in self.restrictions() if one.reason]
+        reasons = [one.reason for one in every]
+        remedies = [f"lift {pins}"] * bool(pins) + [one.change for one in every if one.change]
+        if uncaptured:
+            reasons.append(
+                f"values of tensors decide what {uncaptured} runs, so that ranks share nothing but the batch"
+            )
+            remedies.append(
+                "stack experts in one module that takes hidden states, chosen experts and their weights "
+                "(model.zoo.moe.Experts), of which plans may keep the batch whole"
+            )
+        remedies.append("train in one process; check=False trains the mean of the shares' losses")
+        why, what = "; ".join(reasons), "; or ".join(remedies)
+        remedy = f"On {devices} devices no plan trains like one process: {why}. {what[:1].upper()}{what[1:]}."
+        if pins:
+            return InputError("fix", pins, remedy)
+        named = next((one for one in every if one.field == "buffers"), None)
+        field, value = ("loss", "of the batch as a whole") if named is None else (named.field, named.value)
+        return InputError(field, value, remedy)
+
+    @property
+    def synced(self) -> dict[str, str]:
+        """Rules of the buffers that ranks keep alike."""
+        return {name: rule for name, rule in self.buffers if rule}
+
+    def warnings(self) -> list[str]:
+        """What could not be found out, or cannot be kept right, in words."""
+        lines = []
+        if lone := [name for name, rule in self.buffers if not rule]:
+            lines.append(
+                f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: each "
+                "rank and micro-batch updates its own by its share."
+            )
+        if self.unheld:
+            lines.append(
+                f"Parameters that the model does not hold (of shape {_few(self.unheld)}) get gradients: nothing trains "
+                "them here, and each rank has the gradient of its own samples. Make what holds them a submodule of the "
+                "model (model.criterion = criterion), or let them get none (requires_grad_(False))."
+            )
+        if self.unread:
+            lines.append(
+                f"Neither the model's forward nor loss_fn takes {_few(self.unread)} of the batch: is an argument "
+                "misspelled?"
+            )
+        if self.skipped:
+            lines.append(
+                f"Whether the loss of a batch is that of its shares was not tried: {self.skipped}. If it is a mean "
+                "over samples, pass check=False to leave this out."
+            )
+        return lines
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
