@@ -190,30 +190,25 @@ def _scaled(points: Sequence[LayerPoint], factor: float) -> tuple[LayerPoint, ..
     return tuple(replace(point, forward=point.forward * factor, backward=point.backward * factor) for point in points)
 
 
-def level_groups(cluster: Cluster) -> list[tuple[str, RankGroup]]:
-    """The groups that cross one level alone: the name of each level that joins several members, and their shape."""
-    shapes = []
-    for place, level in enumerate(cluster.levels):
-        stride = prod(below.size for below in cluster.levels[:place])
-        if level.size > 1:
-            shapes.append((level.name, RankGroup(level.size, stride, cluster.devices // level.size)))
-    return shapes
+def link_probes(profile: Profile) -> list[tuple[RankGroup, tuple[LinkPoint, LinkPoint]]]:
+    """The all-reduces, a small and a large one, that measure each level that joins several members.
 
-
-def probe_points(profile: Profile, sizes_of: Profile | None = None) -> list[tuple[str, tuple[tuple[int, float], ...]]]:
-    """The all-reduces that measure each level: its name, and bytes and predicted seconds of a small and a large one.
-
-    Args:
-        profile: predicts them.
-        sizes_of: its predictions say how large a message does not take long; the profile itself if not given.
+    They are on the groups that cross the level alone. Their seconds are to be filled in.
     """
-    links, sizing = Links(profile), Links(sizes_of or profile)
+    cluster, links = profile.cluster, Links(profile)
 
-    def predicted(on: Links, shape: RankGroup, size: int) -> float:
-        return on.seconds(Communication(Collective.ALL_REDUCE, size, shape, Moment.STEP, overlaps=False, cause="data"))
+    def predicted(group: RankGroup, size: int) -> float:
+        return links.seconds(
+            Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False, cause="data")
+        )
 
-    points = []
-    for name, shape in level_groups(profile.cluster):
-        large = next((size for size in _SIZES if predicted(sizing, shape, size) <= _LONGEST), _SIZES[-1])
-        points.append((name, tuple((size, predicted(links, shape, size)) for size in (large // _SMALLER, large))))
-    return points
+    probes = []
+    for place, level in enumerate(cluster.levels):
+        if level.size > 1:
+            stride = prod(below.size for below in cluster.levels[:place])
+            group = RankGroup(level.size, stride, cluster.devices // level.size)
+            large = next((size for size in _SIZES if predicted(group, size) <= _LONGEST), _SIZES[-1])
+            small = large // _SMALLER
+            points = tuple(LinkPoint(level.name, size, 0.0, predicted(group, size)) for size in (small, large))
+            probes.append((group, (points[0], points[1])))
+    return probes

@@ -1,4 +1,4 @@
-"""Decisions: pure functions from a state and an event to a decision and the next state.
+"""Decisions: a pure function from a state and an event to the next state and a decision.
 
 A window of steps that takes longer or shorter than predicted is probed (links are measured). Once ``patience`` windows
 in a row deviate, the profile is corrected, and if that changed it, a new plan is made. It is adopted where it gains
@@ -24,15 +24,21 @@ from galvatron_lite.runtime.monitor.correct import (
     memory_factor,
     predicted_groups,
 )
-from galvatron_lite.runtime.monitor.planning import plain, plan_name, step_seconds
+from galvatron_lite.runtime.monitor.planning import plan_name, step_seconds
 from galvatron_lite.runtime.monitor.schema import (
+    LOG_VERSION,
     Adapt,
     AdaptAction,
     Corrections,
     Decision,
+    Done,
+    Event,
+    Exhausted,
     LinkFactor,
+    PlannedRecord,
     Started,
     StepWindow,
+    WindowRecord,
 )
 from galvatron_lite.units import format_seconds
 
@@ -52,6 +58,7 @@ class State:
     cool_until: int = 0  # no plan is made before this step
     deviating: int = 0  # windows in a row that deviated
     planning: bool = False  # whether a plan is being made
+    target: Plan | None = None  # the plan that is to be switched to; None: none is
     former: Plan | None = None  # the plan before the last switch, until that has proved itself
     former_seconds: float = 0.0  # median step under it
     measured: float = 0.0  # median step of the last window
@@ -66,10 +73,26 @@ class State:
         """Seconds of a step, by the corrected profile."""
         return step_seconds(self.profile, self.corrections, self.plan)
 
+    def query(self, step: int) -> Started:
+        """What a new plan is made from."""
+        return Started(LOG_VERSION, self.settings, self.profile, self.plan, step, self.corrections)
+
 
 def begin(started: Started) -> State:
     """The state at the start of a log."""
-    return State(started.settings, started.profile, plain(started.plan), started.corrections)
+    return State(started.settings, started.profile, started.plan, started.corrections)
+
+
+def decide(state: State, event: Event) -> tuple[State, Decision | None]:
+    """The state after an event, and the decision on it; None where there is nothing to decide."""
+    if isinstance(event, WindowRecord):
+        return _on_window(state, event.window)
+    if isinstance(event, PlannedRecord):
+        return _on_planned(state, event)
+    if isinstance(event, Exhausted):  # plans take so many times the predicted bytes
+        corrections = replace(state.corrections, memory=event.factor)
+        return replace(state, corrections=corrections, planning=True, former=None, deviating=0, forced=True), None
+    return _on_done(state, event), None
 
 
 def deviates(state: State, window: StepWindow) -> bool:
@@ -90,7 +113,7 @@ def wants_links(state: State, window: StepWindow) -> bool:
     return deviates(state, window) or due or state.deviating > 0
 
 
-def on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
+def _on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
     """The decision after a window."""
     step, settings = window.step, state.settings
     state = replace(state, measured=window.seconds[1], probed=step if window.links else state.probed)
@@ -112,15 +135,16 @@ def on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
     return _correct(replace(state, deviating=0), window, observed)
 
 
-def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[State, Decision]:
+def _on_planned(state: State, planned: PlannedRecord) -> tuple[State, Decision]:
     """The decision on a new plan."""
+    step, plan = planned.step, planned.plan
     state = replace(state, planning=False, cool_until=step + state.settings.window)
     if plan is None:
-        return _keep(state, step, f"no plan was found: {error}")
+        return _keep(state, step, f"no plan was found: {planned.error}")
     name = plan_name(plan)
     if state.forced:
         reason = f"memory is {state.corrections.memory:g} times what was predicted: the fastest plan that fits"
-        return replace(state, forced=False), Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)
+        return _change(replace(state, forced=False), step, AdaptAction.SWITCH, reason, plan)
     if name == plan_name(state.plan):
         return _keep(state, step, "the plan under way is the fastest by the corrected profile too")
     if name in state.blocked:
@@ -128,28 +152,29 @@ def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[
     return _weigh(state, step, plan, name)
 
 
-def on_done(state: State, step: int, seconds: float, plan: Plan, error: str = "") -> State:
-    """The state after a switch to a plan, or a failed one."""
-    cool = step + state.settings.cool_down
-    if error:
-        return replace(state, cool_until=cool, blocked=state.blocked | {plan_name(plan)}, former=None)
-    going_back = state.former is not None
+def _on_done(state: State, done: Done) -> State:
+    """The state after a switch, or a failed one."""
+    plan, going_back = state.target, state.former is not None
+    if plan is None:
+        return state
+    state = replace(state, target=None, cool_until=done.step + state.settings.cool_down)
+    if done.error:
+        return replace(state, blocked=state.blocked | {plan_name(plan)}, former=None)
     return replace(
-        state, plan=plain(plan), cool_until=cool,
+        state, plan=plan,
         former=None if going_back else state.plan, former_seconds=0.0 if going_back else state.measured,
-        left=state.left | {plan_name(state.plan)}, switch_seconds=max(seconds, state.switch_seconds),
+        left=state.left | {plan_name(state.plan)}, switch_seconds=max(done.seconds, state.switch_seconds),
         blocked=state.blocked | {plan_name(state.plan)} if going_back else state.blocked,
     )  # fmt: skip
 
 
-def on_exhausted(state: State, factor: float) -> State:
-    """The state after memory ran out: plans take ``factor`` times the predicted bytes."""
-    corrections = replace(state.corrections, memory=factor)
-    return replace(state, corrections=corrections, planning=True, former=None, deviating=0, forced=True)
-
-
 def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
     return state, Decision(step, AdaptAction.KEEP, reason, state.corrections)
+
+
+def _change(state: State, step: int, action: AdaptAction, reason: str, plan: Plan) -> tuple[State, Decision]:
+    """Switch to a plan."""
+    return replace(state, target=plan), Decision(step, action, reason, state.corrections, plan_name(plan))
 
 
 def _after_switch(state: State, window: StepWindow, former: Plan, observed: str) -> tuple[State, Decision]:
@@ -157,7 +182,7 @@ def _after_switch(state: State, window: StepWindow, former: Plan, observed: str)
     before = state.former_seconds
     if window.seconds[0] > before * (1.0 + state.settings.least_gain):
         reason = f"{observed}; {format_seconds(before)} before the switch: it is undone"
-        return state, Decision(window.step, AdaptAction.BACK, reason, state.corrections, plan_name(former))
+        return _change(state, window.step, AdaptAction.BACK, reason, former)
     settled = replace(state, former=None, corrections=_with_residual(state, window))
     return _keep(settled, window.step, f"{observed}, {format_seconds(before)} before the switch")
 
@@ -212,16 +237,13 @@ def _agree(first: Corrections, second: Corrections, threshold: float) -> bool:
         *zip(first.devices or (1.0,) * count, second.devices or (1.0,) * count, strict=True),
         (first.memory, second.memory),
     ]
-    for level in {link.level for link in (*first.links, *second.links)}:
-        before, after = _link(first, level), _link(second, level)
+    before_of, after_of = ({link.level: link for link in corrections.links} for corrections in (first, second))
+    for level in before_of.keys() | after_of.keys():
+        before, after = (links.get(level, LinkFactor(level, 1.0)) for links in (before_of, after_of))
         if abs(before.latency - after.latency) >= 1e-3:
             return False
         pairs.append((before.per_byte, after.per_byte))
     return all(abs(after / before - 1.0) <= threshold for before, after in pairs)
-
-
-def _link(corrections: Corrections, level: str) -> LinkFactor:
-    return next((link for link in corrections.links if link.level == level), LinkFactor(level, 1.0))
 
 
 def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decision]:
@@ -240,4 +262,4 @@ def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decis
         return _keep(state, step, reason)
     gained = format_seconds(ahead * (now - then))
     reason = f"{compared}: {ahead} steps gain {gained}, the switch costs {format_seconds(cost)}"
-    return state, Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)
+    return _change(state, step, AdaptAction.SWITCH, reason, plan)

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import check_regular, from_data, parse_line, to_data
-from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.monitor.decide import State, begin, on_done, on_exhausted, on_planned, on_window
-from galvatron_lite.runtime.monitor.planning import PlanQuery, answer
+from galvatron_lite.files import check_regular, parse_record, to_data
+from galvatron_lite.runtime.monitor.decide import begin, decide
+from galvatron_lite.runtime.monitor.planning import answer
 from galvatron_lite.runtime.monitor.schema import (
     LOG_VERSION,
-    AdaptAction,
     Decided,
     Decision,
     Done,
@@ -46,21 +44,13 @@ def read_log(path: Path) -> list[Record]:
         lines = check_regular(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError("file", str(path), "There is no such log, or it is no text.") from error
-    records = [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    records = [
+        parse_record(line, f"{path}, line {number}", _KINDS, "logs", LOG_VERSION)
+        for number, line in enumerate(lines, start=1)
+    ]
     if not records or not isinstance(records[0], Started):
         raise FileFormatError(str(path), "its first line", "A log begins with what training started from.")
     return records
-
-
-def _record(line: str, field: str) -> Record:
-    data = parse_line(line, field)
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(_KINDS)}.")
-    record: Record = from_data(_KINDS[kind], data, field)
-    if isinstance(record, Started) and record.version != LOG_VERSION:
-        raise FileFormatError(f"{field}, version", record.version, f"This release reads logs of version {LOG_VERSION}.")
-    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +75,11 @@ def replay(records: Sequence[Record]) -> list[Replayed]:
 def _again(records: Sequence[Record]) -> Iterator[Decision]:
     first, *events = records
     assert isinstance(first, Started)
-    state: State = begin(first)
-    wanted: Plan | None = None
-    for record in events:
-        decision: Decision | None = None
-        if isinstance(record, WindowRecord):
-            state, decision = on_window(state, record.window)
-        elif isinstance(record, PlannedRecord):
-            reply = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
-            state, decision = on_planned(state, record.step, reply.plan, reply.error)
-            wanted = reply.plan
-        elif isinstance(record, Exhausted):
-            state = on_exhausted(state, record.factor)
-        elif isinstance(record, Done) and wanted is not None:
-            state = on_done(state, record.step, record.seconds, wanted, record.error)
+    state = begin(first)
+    for event in events:
+        if isinstance(event, (Started, Decided)):
+            continue
+        again = answer(state.query(event.step)) if isinstance(event, PlannedRecord) else event
+        state, decision = decide(state, again)
         if decision is not None:
-            wanted = state.former if decision.action is AdaptAction.BACK else wanted
             yield decision

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level
+from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute, Role
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import LayerPoint, Profile
-from galvatron_lite.runtime.monitor.adaptive import probe_points
-from galvatron_lite.runtime.monitor.correct import corrected, predicted_groups
+from galvatron_lite.runtime.monitor.correct import corrected, link_probes, predicted_groups
 from galvatron_lite.runtime.monitor.planning import plain
 from galvatron_lite.runtime.monitor.schema import (
     LOG_VERSION,
     Adapt,
     Corrections,
     LayerGroup,
-    LinkPoint,
     Started,
     StepWindow,
 )
@@ -138,14 +138,13 @@ def window_on(
     real = corrected(profile, truth)
     prediction = evaluate(real, plain(plan)).prediction
     seconds = prediction.step_seconds * truth.residual * (1.0 + noise)
-    sizes = [(probe, size) for probe, points in probe_points(profile) for size, _ in points]
-    real_points = {(name, size): value for name, points in probe_points(real, profile) for size, value in points}
-    said = {(name, size): value for name, points in probe_points(profile) for size, value in points}
-    found = tuple(
-        LinkPoint(name, size, real_points[name, size] * (1.0 + noise), said[name, size]) for name, size in sizes
-    )
+    measured = []
+    for group, points in link_probes(profile) if links else ():
+        for point in points:
+            call = Communication(Collective.ALL_REDUCE, point.size, group, Moment.STEP, overlaps=False)
+            measured.append(replace(point, seconds=Links(real).seconds(call) * (1.0 + noise)))
     groups = _groups(real, truth, profile, plan)
-    return StepWindow(step, (0.98 * seconds, seconds, 1.02 * seconds), groups, (), found if links else ())
+    return StepWindow(step, (0.98 * seconds, seconds, 1.02 * seconds), groups, (), tuple(measured))
 
 
 def _groups(real: Profile, truth: Corrections, profile: Profile, plan: Plan) -> tuple[LayerGroup, ...]:
