@@ -116,7 +116,7 @@ def observe(model: Any, options: ObserverOptions | None, profile: Profile | None
     model.observer = StepObserver(model, rank, recorder.put, clock, layer_clock, tracer, lambda: memory.peak)
     recorder.closing = model.observer.close
     if is_parallel:
-        model.watch.clock = model.observer.phase
+        model.watch.clock = clock.phase
     if rank == 0:
         recorder.put(head)
     return recorder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -21,16 +22,6 @@ if TYPE_CHECKING:
 
     from galvatron_lite.runtime.engine import ParallelModel
 
-PARTS = {
-    StepPhase.FORWARD: StepPart.FORWARD,
-    StepPhase.BACKWARD: StepPart.BACKWARD,
-    StepPhase.WEIGHT: StepPart.WEIGHT,
-    StepPhase.GRADIENTS: StepPart.GRADIENTS,
-    StepPhase.CHECK: StepPart.CHECK,
-    StepPhase.OPTIMIZER: StepPart.OPTIMIZER,
-}
-"""Parts of a step, by the phases that ``Watch`` notes."""
-
 
 class LayerClock:
     """Seconds of the forward passes of this rank's blocks; recomputation in backward counts as a pass, too.
@@ -47,21 +38,17 @@ class LayerClock:
         self._handles: list[RemovableHandle] = []
         for runtime, structure in zip(parallel.runtimes, parallel.structures, strict=True):
             for name in (placed.layer.name for placed in runtime.stage if placed.layer.role is Role.BLOCK):
-                start, stop = self._hooks(name)
                 module = structure.get_submodule(name)
-                self._handles.append(module.register_forward_pre_hook(start, prepend=True))
-                self._handles.append(module.register_forward_hook(stop))
+                self._handles.append(module.register_forward_pre_hook(partial(self._start, name), prepend=True))
+                self._handles.append(module.register_forward_hook(partial(self._stop, name)))
 
-    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def start(*_: Any) -> None:
-            if self.running:
-                self._starts.setdefault(name, []).append(self._mark())
+    def _start(self, name: str, *_: Any) -> None:
+        if self.running:
+            self._starts.setdefault(name, []).append(self._mark())
 
-        def stop(*_: Any) -> None:
-            if self.running and self._starts.get(name):
-                self._passes.setdefault(name, []).append((self._starts[name].pop(), self._mark()))
-
-        return start, stop
+    def _stop(self, name: str, *_: Any) -> None:
+        if self.running and self._starts.get(name):
+            self._passes.setdefault(name, []).append((self._starts[name].pop(), self._mark()))
 
     def take(self) -> dict[str, float]:
         """The median seconds of a pass of every block since the last call; waits for the GPU."""
@@ -95,10 +82,11 @@ class StepClock:
         if self.on_part is not None:
             self.on_part(part.value)
 
-    def phase(self, phase: StepPhase) -> None:
-        """``Watch`` has noted a phase."""
+    def phase(self, phase: StepPhase | None) -> None:
+        """``Watch`` has noted a phase; None: the rank waits for another stage."""
         if self._marks:
-            self.at(PARTS.get(phase, StepPart.OTHER))
+            part = StepPart.WAITING if phase is None else StepPart.__members__.get(phase.name, StepPart.OTHER)
+            self.at(part)
 
     def begin(self) -> None:
         """A step begins."""
@@ -139,9 +127,9 @@ class StepMarks:
 
     def parts(self) -> dict[StepPart, float]:
         """Seconds by part; they add up to those of the step."""
-        seconds: dict[StepPart, float] = {}
+        seconds = defaultdict[StepPart, float](float)
         for (part, start), (_, end) in pairwise(self._marks):
-            seconds[part] = seconds.get(part, 0.0) + between(start, end)
+            seconds[part] += between(start, end)
         return seconds
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -33,7 +33,6 @@ from galvatron_lite.runs.schema import (
     tokens_of_sample,
 )
 from galvatron_lite.runtime.monitor.clock import Scalar, StepClock, StepMarks
-from galvatron_lite.runtime.monitor.notes import StepPhase
 
 _FIRST, _LONGEST = 0.5, 10.0
 """Seconds between two records of a rank: at first, and at last; they double."""
@@ -52,17 +51,10 @@ def observed(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(train_step)
     def run(self: Observable, batch: Any, *arguments: Any, **options: Any) -> Any:
-        observer = self.observer
-        if observer is None:
+        def step() -> Any:
             return train_step(self, batch, *arguments, **options)
-        observer.begin(batch)
-        try:
-            loss = train_step(self, batch, *arguments, **options)
-        except BaseException as error:
-            observer.failed(error)
-            raise
-        observer.end(loss)
-        return loss
+
+        return step() if self.observer is None else self.observer.train(batch, step)
 
     return run
 
@@ -94,7 +86,7 @@ class _Window:
     steps: int = 0
     seconds: float = 0.0
     between: float = 0.0
-    parts: dict[StepPart, float] = field(default_factory=dict)
+    parts: dict[StepPart, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class StepObserver:
@@ -137,24 +129,24 @@ class StepObserver:
             register_optimizer_step_post_hook(self._updated),
         ]
 
-    def begin(self, batch: Any) -> None:
-        """``train_step`` begins."""
+    def train(self, batch: Any, step: Callable[[], Tensor]) -> Tensor:
+        """Observe a call of ``train_step``; where it raises an error, the loop may go on."""
         self._within = True
         self._start()
         self._samples, self._losses = batch_size(batch), []
-
-    def end(self, loss: Tensor) -> None:
-        """``train_step`` ends."""
+        try:
+            loss = step()
+        except BaseException as error:
+            self._within = self._open = False
+            self._seen = self._model.step
+            self._clock.end()
+            if self._rank == 0:
+                self._put(EndRecord(self._next, time(), f"{type(error).__name__}: {error}"[:500]))
+            raise
         self._within = False
         self._losses = [Scalar(loss)]
         self._finish()
-
-    def failed(self, error: BaseException) -> None:
-        """``train_step`` raised an error; the loop may go on."""
-        self._within = self._open = False
-        self._seen = self._model.step
-        if self._rank == 0:
-            self._put(EndRecord(self._next, time(), f"{type(error).__name__}: {error}"[:500]))
+        return loss
 
     def close(self) -> None:
         """The run ends."""
@@ -169,13 +161,6 @@ class StepObserver:
             self._record()
         if self._rank == 0:
             self._put(EndRecord(self._next, time()))
-
-    def phase(self, phase: StepPhase | None) -> None:
-        """``Watch`` notes a phase; None: the rank waits for another stage."""
-        if self._open and phase is None:
-            self._clock.at(StepPart.WAITING)
-        elif self._open and phase is not None:
-            self._clock.phase(phase)
 
     def _start(self) -> None:
         now = int(self._model.step)
@@ -221,11 +206,11 @@ class StepObserver:
         seconds, between = done.marks.seconds, done.marks.since(done.before)
         if done.counts:
             window = self._window
-            window.steps, window.seconds, window.between = (
-                window.steps + 1, window.seconds + seconds, window.between + between,
-            )  # fmt: skip
-            for part, own in done.marks.parts().items():
-                window.parts[part] = window.parts.get(part, 0.0) + own
+            window.steps += 1
+            window.seconds += seconds
+            window.between += between
+            for part, part_seconds in done.marks.parts().items():
+                window.parts[part] += part_seconds
         if self._rank == 0:
             tokens = round(done.samples * tokens_of_sample(self._plan))
             loss = fmean(one.get() for one in done.loss) if done.loss else math.nan
@@ -241,11 +226,8 @@ class StepObserver:
         window, self._window = self._window, _Window(patience=min(2 * self._window.patience, _LONGEST))
         count = window.steps
         parts = {part: round(seconds / count, 7) for part, seconds in window.parts.items()}
-        layers = (
-            {}
-            if self._layers is None
-            else {name: round(seconds_of_layer, 7) for name, seconds_of_layer in self._layers.take().items()}
-        )
+        passes = {} if self._layers is None else self._layers.take()
+        layers = {name: round(seconds, 7) for name, seconds in passes.items()}
         used = reserved = 0
         if self._model.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self._model.device)

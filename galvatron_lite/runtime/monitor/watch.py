@@ -121,24 +121,19 @@ class Watch:
                 # others may be in a step, in groups of another time-out
                 self._arrivals.everyone(None)
             yield
-        except GalvatronError as error:
-            cause = error.__cause__
-            if type(error) is LaunchError and isinstance(cause, Exception) and _is_lost(cause):
-                raise self._lost(cause) from error
-            self._leave(error)
-            raise
-        except Exception as error:
-            if ran_out(error):
-                short = ExhaustedError(exhausted(rank(), self.operation, plan, stage, self._device))
-                self._leave(short)
-                raise short from error
-            if not _is_lost(error):
-                self._leave(error)
-                raise
-            raise self._lost(error) from error
         except BaseException as error:
-            self._leave(error)
-            raise
+            named: BaseException = error
+            ours = isinstance(error, GalvatronError)
+            cause = error.__cause__ if type(error) is LaunchError else None if ours else error
+            if ran_out(error) and not ours:
+                named = ExhaustedError(exhausted(rank(), self.operation, plan, stage, self._device))
+            elif cause is not None and _is_lost(cause):
+                self._leave(cause, victim=True)
+                raise PeerError(*self._explanation(_reason(cause))) from error
+            self._leave(named)
+            if named is error:
+                raise
+            raise named from error
         self.at(StepPhase.BETWEEN, step=step + (phase is StepPhase.FORWARD))
 
     def _begin(self, step: int, phase: StepPhase) -> None:
@@ -176,10 +171,6 @@ class Watch:
         operation = suspected[0].operation if suspected else operation_of(note)
         text = message(note, reason, suspected, notes is not None, rank())
         return text, tuple(suspect.rank for suspect in suspected), operation
-
-    def _lost(self, error: Exception) -> PeerError:
-        self._leave(error, victim=True)
-        return PeerError(*self._explanation(_reason(error)))
 
     def _leave(self, error: BaseException, victim: bool = False) -> None:
         """Tell the others at once: this process may end next."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
@@ -96,19 +97,18 @@ def cost_of_seeing(folder: str) -> float:
     """Processor seconds that seeing a step of eight micro-batches costs the thread that trains."""
     parallel: Any = make_parallel(Case([Strategy()] * 5))
     recorder = observe(parallel, ObserverOptions(Path(folder), live=True))
-    observer, loss, batch = parallel.observer, torch.zeros(()), make_batch()
+    phases = [StepPhase.FORWARD, StepPhase.BACKWARD] * 8 + [StepPhase.GRADIENTS, StepPhase.CHECK, StepPhase.OPTIMIZER]
+    loss, batch = torch.zeros(()), make_batch()
+
+    def step() -> Tensor:
+        for phase in phases:
+            parallel.watch.clock(phase)
+        return loss
 
     def seconds(steps: int) -> float:
         before = time.thread_time()
         for _ in range(steps):
-            observer.begin(batch)
-            for phase in (StepPhase.FORWARD, StepPhase.BACKWARD) * 8 + (
-                StepPhase.GRADIENTS,
-                StepPhase.CHECK,
-                StepPhase.OPTIMIZER,
-            ):
-                parallel.watch.clock(phase)
-            observer.end(loss)
+            parallel.observer.train(batch, step)
         return (time.thread_time() - before) / steps
 
     seconds(50)
