@@ -291,7 +291,7 @@ def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
     for one, group in pairs:
         for run, direction, now, then in runs_measured(one, group):
             if then > 0 and now > 0 and (one.traced or not run.forward_communication):
-                for kind in set(run.kinds):
+                for kind in {layer.kind for layer in run.layers}:
                     ratios[direction].setdefault(kind, []).append(now / then)
         predicted = sum(run.backward + run.backward_communication for run in group.layers)
         if not one.traced and one.parted and predicted and not group.inside:

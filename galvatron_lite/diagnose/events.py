@@ -43,6 +43,10 @@ class Cover:
         """How much of a stretch is covered."""
         return max(self._until(end) - self._until(start), 0.0)
 
+    def rest(self, start: float, end: float) -> float:
+        """How much of a stretch is not covered."""
+        return max(end - start - self.inside(start, end), 0.0)
+
     def minus(self, other: Cover) -> Cover:
         """What of this is not covered by another one."""
         left: list[Stretch] = []

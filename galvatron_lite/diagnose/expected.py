@@ -11,6 +11,7 @@ from galvatron_lite.analysis.step_time import PricedStages, explained_in_parts, 
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.schema import RankRecord, RecordedRun, StepPart
@@ -99,8 +100,7 @@ class LayersExpected:
 
     run: LayerRun  # of the plan
     stage: int  # it is of
-    names: tuple[str, ...]  # of its layers
-    kinds: tuple[str, ...]  # of its layers, in the same order
+    layers: tuple[Layer, ...]  # of the run
     forward: float  # forward, backward: compute; ``backward`` with what is computed again
     backward: float
     forward_communication: float  # forward_communication, backward_communication: that compute does not hide
@@ -174,5 +174,4 @@ def _layers(priced: PricedStages, stage: int) -> Iterator[LayersExpected]:
             sum(one.forward for one in own), sum(one.backward + one.recompute for one in own),
             sum(one.forward_exposed for one in own), sum(one.backward_exposed for one in own),
         )  # fmt: skip
-        names, kinds = tuple(layer.name for layer in layers), tuple(layer.kind for layer in layers)
-        yield LayersExpected(run, stage, names, kinds, *(priced.plan.microbatches * sum_ for sum_ in sums))
+        yield LayersExpected(run, stage, layers, *(priced.plan.microbatches * sum_ for sum_ in sums))

@@ -9,6 +9,7 @@ where no other kernel runs, and time without kernels is the host's.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from galvatron_lite.diagnose.events import Cover, TimedEvent, Trace
@@ -25,14 +26,11 @@ _COLLECTIVES = {
     "scatter": "scatter",
 }  # fmt: skip
 _PLACES = {
-    StepPart.FORWARD: Where.LAYERS,
-    StepPart.BACKWARD: Where.LAYERS,
-    StepPart.WEIGHT: Where.LAYERS,
-    StepPart.OTHER: Where.LAYERS,
     StepPart.GRADIENTS: Where.GRADIENTS,
     StepPart.CHECK: Where.CHECK,
     StepPart.OPTIMIZER: Where.OPTIMIZER,
 }
+"""Where communication in a part of a step is; in the others it is inside layers."""
 
 
 def rank_of(trace: Trace) -> int:
@@ -114,18 +112,16 @@ class _Reading:
             (operation.start, operation.end) for operation in self._operations if operation.name.startswith("aten::")
         )
         exposed = messages.minus(computes)
-        forward, backward = dict[str, float](), dict[str, float]()
+        forward, backward = _seconds_of(), _seconds_of()
         for layer in self._outermost(self._layers):
             if self._part_at(layer.start) is not StepPart.BACKWARD:
-                host_seconds = layer.end - layer.start - exposed.inside(layer.start, layer.end)
-                _add(forward, layer.name.removeprefix(LAYER), host_seconds)
+                forward[layer.name.removeprefix(LAYER)] += exposed.rest(layer.start, layer.end)
         for name, start, end in self._backward_stretches():
-            _add(backward, name, end - start - exposed.inside(start, end))
+            backward[name] += exposed.rest(start, end)
         communication = self._communication(exposed)
-        for part, where in ((StepPart.GRADIENTS, Where.GRADIENTS), (StepPart.CHECK, Where.CHECK)):
-            self._take_all(communication, part, where, computes)
-        updates = self._of(StepPart.OPTIMIZER)
-        optimizer = sum(update.end - update.start - exposed.inside(update.start, update.end) for update in updates)
+        for part in (StepPart.GRADIENTS, StepPart.CHECK):
+            self._take_all(communication, part, computes)
+        optimizer = sum(exposed.rest(update.start, update.end) for update in self._of(StepPart.OPTIMIZER))
         waiting = sum(one.end - one.start for one in self._of(StepPart.WAITING))
         return self._record(forward, backward, communication, optimizer, waiting)
 
@@ -134,7 +130,7 @@ class _Reading:
         exposed = Cover((message.start, message.end) for message in self._messages).minus(quiet)
         launched = {operation.external: operation for operation in self._operations if operation.external >= 0}
         layers, nodes, layer_of = _Ranges(self._layers), _Ranges(self._nodes()), self._layer_of_nodes()
-        forward, backward, optimizer = dict[str, float](), dict[str, float](), 0.0
+        forward, backward, optimizer = _seconds_of(), _seconds_of(), 0.0
         for kernel in self.kernels:
             if "nccl" in kernel.name.lower():
                 continue
@@ -147,18 +143,18 @@ class _Reading:
             node = None if operation is None else nodes.around(operation)
             layer = None if operation is None else layers.around(operation)
             if node is not None and node.sequence in layer_of:
-                _add(backward, layer_of[node.sequence], seconds)
+                backward[layer_of[node.sequence]] += seconds
             elif layer is not None:
-                _add(forward, layer.name.removeprefix(LAYER), seconds)
+                forward[layer.name.removeprefix(LAYER)] += seconds
         communication = self._communication(exposed, launched)
         waiting = communication.pop((Where.LAYERS, "send_recv"), 0.0)
         return self._record(forward, backward, communication, optimizer, waiting)
 
     def _record(
         self,
-        forward: dict[str, float],
-        backward: dict[str, float],
-        communication: dict[tuple[Where, str], float],
+        forward: Mapping[str, float],
+        backward: Mapping[str, float],
+        communication: Mapping[tuple[Where, str], float],
         optimizer: float,
         waiting: float,
     ) -> RankTimes:
@@ -179,7 +175,7 @@ class _Reading:
         self, exposed: Cover, launched: Mapping[int, TimedEvent] | None = None
     ) -> dict[tuple[Where, str], float]:
         """Communication that nothing hides; where several kinds run at once the earliest counts."""
-        communication: dict[tuple[Where, str], float] = {}
+        communication = defaultdict[tuple[Where, str], float](float)
         counted = 0.0
         for message in sorted(self._messages, key=lambda event: event.start):
             start = max(message.start, counted)
@@ -189,13 +185,13 @@ class _Reading:
             cause = message if launched is None else launched.get(message.external, message)
             for part, begin, end in self._cut(start, message.end, None if launched is None else cause.start):
                 if part is not StepPart.WAITING and (seconds := exposed.inside(begin, end)):
-                    key = _PLACES[part], kind_of(message.name)
-                    communication[key] = communication.get(key, 0.0) + seconds
+                    communication[_PLACES.get(part, Where.LAYERS), kind_of(message.name)] += seconds
         return communication
 
-    def _take_all(self, table: dict[tuple[Where, str], float], part: StepPart, where: Where, computes: Cover) -> None:
+    def _take_all(self, table: dict[tuple[Where, str], float], part: StepPart, computes: Cover) -> None:
         """In a part that only communicates, all time without operations is waiting, with or without events."""
-        seconds = sum(one.end - one.start - computes.inside(one.start, one.end) for one in self._of(part))
+        where = _PLACES[part]
+        seconds = sum(computes.rest(one.start, one.end) for one in self._of(part))
         kinds = {kind: own for (place, kind), own in table.items() if place is where}
         longest = max(kinds, key=lambda kind: kinds[kind], default="")
         if seconds:
@@ -267,5 +263,6 @@ def _part(event: TimedEvent) -> StepPart:
     return StepPart(name) if name in StepPart._value2member_map_ else StepPart.OTHER
 
 
-def _add(to: dict[str, float], name: str, seconds: float) -> None:
-    to[name] = to.get(name, 0.0) + max(seconds, 0.0)
+def _seconds_of() -> dict[str, float]:
+    """Seconds by name."""
+    return defaultdict(float)
