@@ -44,23 +44,21 @@ class Sizes:
 
 
 def read_model(
-    folder: Path, sizes: Sequence[Sizes], mode: str = "", sequence_parallel: bool = True, engine: Engine = Engine.MAIN
+    folder: Path, sizes: Sequence[Sizes], sequence_parallel: bool = True, engine: Engine = Engine.MAIN
 ) -> HetuModel:
     """A model's profile from a folder with one ``computation_profiling_*`` and one ``memory_profiling_*`` file.
 
     Args:
         folder: where they are.
         sizes: of each layer type, in order.
-        mode: ``static``, ``batch`` or ``sequence``; by what the files hold if empty, as its engine would be told.
         sequence_parallel: which of the memory file's two kinds of entries is wanted, where it holds both.
         engine: whose rule for activations of embedding and head at lengths that were not profiled.
     """
-    time_path, memory_path = (_only(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
+    time_path, memory_path = (only_file(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
     times, memory = _entries(time_path), _entries(memory_path)
     ends = _ending(memory, memory_path, sequence_parallel)
     types = tuple(
-        _layer_type(times, memory, place, size, (time_path, memory_path), mode, ends)
-        for place, size in enumerate(sizes)
+        _layer_type(times, memory, place, size, (time_path, memory_path), ends) for place, size in enumerate(sizes)
     )
     lengths = [kind.sequence for kind in types]
     key = str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
@@ -69,7 +67,7 @@ def read_model(
         for part in ("off", "on_first", "on_last")
     )
     _, precision, name = time_path.stem.removesuffix("_all").replace("_profiling", "").split("_", 2)
-    line = _edge_line(times, types, key, time_path, mode)
+    line = _edge_line(times, types, key, time_path)
     return HetuModel(
         name, types, total, first, last, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}"
     )
@@ -127,7 +125,12 @@ def _line(points: Mapping[int, float], path: Path, key: str) -> LinearTime:
     return LinearTime(float(slope), float(start))
 
 
-def _only(folder: Path, pattern: str) -> Path:
+def only_file(folder: Path, pattern: str) -> Path:
+    """The file of a folder that matches a pattern; of all layer types where there are several.
+
+    Raises:
+        InputError: there is none, or several match.
+    """
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise InputError(str(folder), pattern, "There is no such file; give the folder of the model's configs.")
@@ -174,7 +177,6 @@ def _layer_type(
     place: int,
     size: Sizes,
     paths: tuple[Path, Path],
-    mode: str,
     ends: str,
 ) -> LayerType:
     time_path, memory_path = paths
@@ -189,11 +191,11 @@ def _layer_type(
             f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers."
         )
     sequence = size.sequence or min(length for _, length in layer_times)
-    forward = _time_line(layer_times, sequence, mode, time_path, f"layertype_{place}")
+    forward = _time_line(layer_times, sequence, time_path, f"layertype_{place}")
     name = f"layertype_{place}{ends}"
     by_length = _get(memory, name, memory_path)
     figures, scale = _at_length(by_length, sequence, memory_path)
-    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 or mode == "sequence" else figures
+    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 else figures
     activation = _get(figures, "tp_activation_per_bsz_dict", memory_path)
     checkpoint = _number(_get(activation, "checkpoint", memory_path), memory_path, f"{name}.checkpoint")
     degrees = {
@@ -213,15 +215,18 @@ def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path) -> tuple
     return _get(by_length, longest, path), sequence / int(longest)
 
 
-def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> LinearTime:
-    """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure."""
+def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path, name: str) -> LinearTime:
+    """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure.
+
+    Which of them depends on what the files hold, as its engine would be told.
+    """
     batches = {batch: time * batch for (batch, length), time in times.items() if length == sequence}
     lengths = {length: time for (batch, length), time in times.items() if batch == 1}
-    chosen = mode or ("batch" if len(batches) >= BATCH_POINTS else "sequence" if len(lengths) > 2 else "static")
-    if chosen == "batch":
+    if len(batches) >= BATCH_POINTS:
         return _line(batches, path, f"{name}_bsz*_seq{sequence}")
-    if chosen == "sequence":
-        return LinearTime(_parabola(lengths, sequence, 2 if "other" not in name else 1))
+    if len(lengths) > 2:
+        figures = np.array(list(lengths), dtype=float), np.array(list(lengths.values()))
+        return LinearTime(float(np.polyval(np.polyfit(*figures, 2 if "other" not in name else 1), sequence)))
     if not batches:
         known = ", ".join(str(length) for length in sorted({length for _, length in times}))
         raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, f"Lengths profiled: {known}. Give one as --seq.")
@@ -229,23 +234,18 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str,
     return LinearTime(batches[most] / most)
 
 
-def _parabola(points: Mapping[int, float], x: float, degree: int) -> float:
-    fitted = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), degree)
-    return float(np.polyval(fitted, x))
-
-
-def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> LinearTime:
+def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path) -> LinearTime:
     matches = [(EDGE_TIME.match(name), value) for name, value in times.items()]
     if len(types) > 1:
         edge_times = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2] == key}
         if edge_times:
-            return _time_line(edge_times, 0, mode, path, "layertype_other")
+            return _time_line(edge_times, 0, path, "layertype_other")
     edge_times = {
         (int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2].isdigit()
     }
     if not edge_times:
         raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
-    return _time_line(edge_times, types[0].sequence, mode, path, "layertype_other")
+    return _time_line(edge_times, types[0].sequence, path, "layertype_other")
 
 
 def _edge_memory(memory: Mapping[str, Any], name: str, key: str, path: Path, fixed: float) -> EdgeMemory:

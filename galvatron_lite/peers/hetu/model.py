@@ -145,11 +145,11 @@ ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 """Collectives of the boundary tensor in one forward pass of a layer."""
 
 
-def to_graph(model: HetuModel, engine: Engine = Engine.MAIN, *, single: bool = False) -> ModelGraph:
-    """The model: an embedding, every layer, a head; ``single``: with what these two take in one stage."""
+def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
+    """The model: an embedding, every layer, a head."""
     item = ITEM_BYTES[model.precision]
-    first, last = _edges(model, single)
-    kinds = {"embed": _edge_kind("embed", first, model, item), "head": _edge_kind("head", last, model, item)}
+    edges = {"embed": model.first, "head": model.last}
+    kinds = {name: _edge_kind(name, memory, model, item) for name, memory in edges.items()}
     layers = [Layer("embed", "embed", Role.BEFORE)]
     for place, kind in enumerate(model.types):
         name = block_name(model, place)
@@ -169,36 +169,15 @@ def block_name(model: HetuModel, place: int) -> str:
     return "block" if len(model.types) == 1 else f"block{place}"
 
 
-def to_points(model: HetuModel, *, single: bool = False) -> tuple[LayerPoint, ...]:
-    """Points of every kind at every tensor degree that was profiled; ``single`` as in ``to_graph``."""
-    half, (first, last) = LinearTime(model.edges.slope / 2, model.edges.start / 2), _edges(model, single)
-    points = [*_edge_points("embed", first, half, model), *_edge_points("head", last, half, model)]
+def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
+    """Points of every kind at every tensor degree that was profiled."""
+    half, points = LinearTime(model.edges.slope / 2, model.edges.start / 2), list[LayerPoint]()
+    for name, memory in (("embed", model.first), ("head", model.last)):
+        for degree, figure in sorted(memory.activation.items()):
+            points += _points(name, degree, Recompute.NONE, half, figure, 0.0, model)
     for place, kind in enumerate(model.types):
         points += _block_points(block_name(model, place), kind, model)
     return tuple(points)
-
-
-def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
-    """Memory of embedding and head: in stages of their own, or what the two take in one, in the same proportion."""
-    if not single:
-        return model.first, model.last
-    pairs = (model.first, model.last)
-    return _share(model.whole, *pairs), _share(model.whole, *reversed(pairs))
-
-
-def _share(memory: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
-    states, activation = (
-        {
-            degree: figure * mine[degree] / (mine[degree] + rest[degree])
-            for degree, figure in total.items()
-            if degree in mine and degree in rest
-        }
-        for total, mine, rest in (
-            (memory.states, part.states, other.states),
-            (memory.activation, part.activation, other.activation),
-        )
-    )
-    return EdgeMemory(states, activation)
 
 
 def _block_kind(name: str, kind: LayerType, model: HetuModel, item: int, engine: Engine) -> LayerKind:
@@ -267,11 +246,6 @@ def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[Laye
         buffer = kind.sequence * kind.hidden * ITEM_BYTES[model.precision] / MB if shared else 0.0
         for choice, size in kept.items():
             yield from _points(name, degree, choice, kind.forward, size, buffer, model)
-
-
-def _edge_points(name: str, memory: EdgeMemory, line: LinearTime, model: HetuModel) -> Iterator[LayerPoint]:
-    for degree, figure in sorted(memory.activation.items()):
-        yield from _points(name, degree, Recompute.NONE, line, figure, 0.0, model)
 
 
 def _points(

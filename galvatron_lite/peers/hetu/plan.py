@@ -194,6 +194,8 @@ def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, other: 
     return figures
 
 
+UNNAMED = "hetu"
+"""Model of a plan that was read without a profile: its files do not name one."""
 SCHEDULES = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
 
 
@@ -201,9 +203,6 @@ def to_plan(
     plan: HetuPlan,
     profile: Profile | None = None,
     *,
-    name: str = "",
-    precision: str = "bf16",
-    tokens: bool = True,
     async_reduce: bool = True,
     engine: Engine = Engine.MAIN,
 ) -> Plan:
@@ -211,15 +210,13 @@ def to_plan(
 
     Args:
         plan: theirs.
-        profile: of the model, for its name and the names of its layers.
-        name, precision: of the model, where there is no profile.
-        tokens: whether tensor groups share the tokens too (its ``sequence_parallel``).
+        profile: of the model, for its name and the names of its layers. Without one tensor groups share the tokens.
         async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``); after
             each micro-batch else, which is our stage 2.
         engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica too.
     """
     layers = _layers(plan, profile)
-    shared = all(point.sequence_parallel for point in profile.layers if point.tensor > 1) if profile else tokens
+    shared = profile is None or all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
     stage = 1 if async_reduce and (plan.chunks > 1 or (profile is not None and profile.accumulates)) else 2
     edges = our_strategy(plan.edges, shared, stage, alone=engine is Engine.V240)
     strategies = [edges, *(our_strategy(layer, shared, stage) for layer in plan.layers), edges]
@@ -232,8 +229,8 @@ def to_plan(
     graph = profile.graph if profile else None
     return check_plan(
         Plan(
-            PLAN_VERSION, graph.name if graph else name or "hetu", plan.devices, plan.batch, plan.chunks,
-            SCHEDULES[plan.schedule], graph.precision if graph else precision, stages,
+            PLAN_VERSION, graph.name if graph else UNNAMED, plan.devices, plan.batch, plan.chunks,
+            SCHEDULES[plan.schedule], graph.precision if graph else "bf16", stages,
         )
     )  # fmt: skip
 
@@ -265,13 +262,11 @@ def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool
     )
 
 
-def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
+def from_plan(plan: Plan) -> HetuPlan:
     """Their plan of ours.
 
-    Args:
-        plan: ours.
-        edges: ``first`` or ``last``: whose strategy embedding and head both get where they are unlike; refused if
-            empty.
+    Raises:
+        InputError: their files cannot say it.
     """
     schedule = next((name for name, schedule_of_name in SCHEDULES.items() if schedule_of_name is plan.schedule), None)
     if schedule is None or plan.virtual_stages > 1:
@@ -283,13 +278,13 @@ def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
         for _ in range(run.count)
     ]
     first, *blocks, last = [(name, _hetu_strategy(name, strategy)) for name, strategy in named]
-    if first[1] != last[1] and not edges:
+    if first[1] != last[1]:
         raise InputError(f"strategy of {last[0]}", str(named[-1][1]), f"It must be that of {first[0]}: {named[0][1]}.")
     counts = [sum(run.count for run in stage.runs) for stage in plan.stages]
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     if len(counts) == 1:
         counts = [len(blocks)]
-    strategies, edge = [strategy for _, strategy in blocks], (last if edges == "last" else first)[1]
+    strategies, edge = [strategy for _, strategy in blocks], first[1]
     replicated = any(one.kind is DataType.DDP and one.data > 1 for one in (*strategies, edge))
     return HetuPlan(
         plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(strategies), edge,
