@@ -33,7 +33,7 @@ from galvatron_lite.runtime.branches.pending import (
     template_of,
     with_rows,
 )
-from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, TensorMove, TransferManifest
+from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, TensorMove
 from galvatron_lite.runtime.stages import StageRuntime
 
 Origins = Mapping[int, tuple[Tensor, Tensor]]
@@ -54,14 +54,14 @@ class RankBranch:
 class PassSetting:
     """What all passes of a model share."""
 
-    trunk: PlacedPart  # its layers and ranks
-    runtime: StageRuntime  # trains it
-    branches: Mapping[str, RankBranch]  # by path of their entrances
     channel: BranchChannel
+    trunk: PlacedPart  # its layers and ranks
+    runtime: StageRuntime = field(init=False)  # trains it
+    branches: dict[str, RankBranch] = field(default_factory=dict)  # by path of their entrances
     session: BranchSession | None = None  # the pass under way
     shapes: dict[object, Any] = field(default_factory=dict)  # results of functions of pending tensors' shapes
     # what moves of a call, by identity of its template, which the branch keeps
-    returned: dict[int, TransferManifest] = field(default_factory=dict)
+    returned: dict[int, list[TensorMove]] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an entrance; raises InputError outside of a pass."""
@@ -258,18 +258,12 @@ class DeferredCall:
 
     def _enter(self) -> None:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
-        grad = torch.is_grad_enabled()
-        cargo = [
-            TensorMove(
-                one.part.dtype,
-                setting.trunk.boxes(one.source, one.shape, world),
-                part.boxes(one.target, one.shape, world),
-                grad and one.part.requires_grad,
-            )
-            for one in self._moved
-        ]
-        manifest = TransferManifest.of(cargo, setting.channel.rank)
-        self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", manifest)
+        grad, moves = torch.is_grad_enabled(), list[TensorMove]()
+        for one in self._moved:
+            before, after = setting.trunk.boxes(one.source, one.shape, world), part.boxes(one.target, one.shape, world)
+            differentiable = grad and one.part.requires_grad
+            moves.append(TensorMove.of(one.part.dtype, before, after, differentiable, setting.channel.rank))
+        self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", moves)
         self._tokens = [self.run.depart(self._entry, [one.part for one in self._moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
@@ -295,21 +289,21 @@ class DeferredCall:
         """Start receiving what it returns."""
         setting = self.run.setting
         if id(self.template) not in setting.returned:
-            setting.returned[id(self.template)] = self._manifest()
+            setting.returned[id(self.template)] = self._moves()
         what = f"what branch {self.branch.part.name} returns"
         with self._around():  # what asks for a value may do so under no_grad
             self.exit = BranchTransfer(setting.channel, what, setting.returned[id(self.template)])
         self.exit.there.expect()
 
-    def _manifest(self) -> TransferManifest:
+    def _moves(self) -> list[TensorMove]:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
-        cargo = []
+        moves = []
         for place, like in places(self.template.nest):
             shape = tuple(like.shape) if place in self.template.sampled else (self._shares(), *like.shape)
             before = part.boxes(part.layout.samples(shape), shape, world)
             after = setting.trunk.boxes(self._arriving(place, shape), shape, world)
-            cargo.append(TensorMove(like.dtype, before, after, like.requires_grad))
-        return TransferManifest.of(cargo, setting.channel.rank)
+            moves.append(TensorMove.of(like.dtype, before, after, like.requires_grad, setting.channel.rank))
+        return moves
 
     def _arriving(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
         setting = self.run.setting

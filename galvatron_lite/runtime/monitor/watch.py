@@ -27,6 +27,7 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, P
 from galvatron_lite.runtime.monitor.notes import (
     HEARTBEAT,
     Note,
+    Notes,
     NoteStore,
     StepPhase,
     exhausted,
@@ -97,7 +98,7 @@ class Watch:
         if self.clock is not None:
             self.clock(self._note.phase)
 
-    def notes(self) -> list[Note | None]:
+    def notes(self) -> Notes:
         """The notes of all ranks, as far as they can be read; any thread may call it."""
         notes = None if self._board is None else self._board.read()
         return [self._note] if notes is None else notes
