@@ -13,7 +13,7 @@ import torch.distributed as dist
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.schema import TRACES
 from galvatron_lite.runtime.engine import ParallelModel
@@ -22,6 +22,7 @@ from tests.known_time import KnownClock, retimed
 from tests.runtime.monitor import slow_link
 from tests.runtime.monitor.slow_link import Link
 from tests.runtime.monitor.workers import BLOCKS, Workers, pair, profile_of, worked_batch
+from tests.runtime.plans import make_plan
 
 BATCH = 8
 FORWARD, BACKWARD = 0.01, 0.02
@@ -52,12 +53,9 @@ def known_profile() -> Profile:
 def plan_of(profile: Profile, stages: int = 1, microbatches: int = 1) -> Plan:
     """Two replicas; or two stages."""
     names = [layer.name for layer in profile.graph.layers]
-    strategy = Strategy(data=2 // stages)
     halves = [names] if stages == 1 else [names[: len(names) // 2], names[len(names) // 2 :]]
-    # each block by itself, so that each is a group of layers
-    made = tuple(Stage(tuple(LayerRun(name, name, 1, strategy) for name in half)) for half in halves)
-    plan = Plan(PLAN_VERSION, "workers", 2, BATCH, microbatches, Schedule.ONE_F_ONE_B, "fp32", made)
-    return evaluate(profile, plan)
+    strategies = [[Strategy(data=2 // stages)] * len(half) for half in halves]
+    return evaluate(profile, make_plan(halves, strategies, BATCH, microbatches))
 
 
 class Trained:

@@ -26,6 +26,7 @@ LAYER_TIME = re.compile(r"^layertype_(\d+)_bsz(\d+)_seq(\d+)$")
 EDGE_TIME = re.compile(r"^layertype_other(?:_\d+)?_bsz(\d+)_seq(\[[\d,]+\]|\d+)$")
 COLLECTIVE_TIME = re.compile(r"^(allreduce|all2all)_size_(\d+)_(\d+)MB_time$")
 BANDWIDTH = re.compile(r"^allreduce_size_(\d+)_consec_([01])$")
+SEND_BANDWIDTH = re.compile(r"^pp_size_(\d+)$")
 FIXED: dict[Engine, dict[str, float]] = {
     Engine.MAIN: {"off": 0.0, "on_first": 0.0, "on_last": 0.0},
     Engine.V240: {"off": 2 / 3, "on_first": 1.0, "on_last": 0.0},
@@ -80,16 +81,9 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
     """
     shape = f"{nodes}nodes_{gpus}gpus_per_node.json"
     reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"
-    bandwidths = [(BANDWIDTH.match(key), value) for key, value in _entries(reduce_path).items()]
-    near, far = (
-        {int(match[1]): _number(value, reduce_path, match[0]) for match, value in bandwidths if match and match[2] == c}
-        for c in "10"
-    )
-    send = {
-        int(key.removeprefix("pp_size_")): _number(value, send_path, key)
-        for key, value in _entries(send_path).items()
-        if key.startswith("pp_size_")
-    }
+    bandwidths = _figures(_entries(reduce_path), BANDWIDTH, reduce_path)
+    near, far = ({int(hit[1]): value for hit, value in bandwidths if hit[2] == flag} for flag in "10")
+    send = {int(hit[1]): value for hit, value in _figures(_entries(send_path), SEND_BANDWIDTH, send_path)}
     overlap_path = folder / "overlap_coefficient.json"
     overlap = _number(_get(_entries(overlap_path), "overlap_coe", overlap_path), overlap_path, "overlap_coe")
     paths = [folder / f"sp_time_{shape}"]
@@ -103,11 +97,9 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
 
 def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, CollectiveTable]]:
     tables: dict[str, dict[int, dict[int, float]]] = {"allreduce": {}, "all2all": {}}
-    for key, value in _entries(path).items():
-        match = COLLECTIVE_TIME.match(key)
-        if match:
-            share = 0.5 if match[1] == "allreduce" else 1.0
-            tables[match[1]].setdefault(int(match[2]), {})[int(match[3])] = share * _number(value, path, key)
+    for hit, value in _figures(_entries(path), COLLECTIVE_TIME, path):
+        share = 0.5 if hit[1] == "allreduce" else 1.0
+        tables[hit[1]].setdefault(int(hit[2]), {})[int(hit[3])] = share * value
     gather, exchange = (
         {
             ranks: CollectiveTable(points, _line(points, path, f"{name}_size_{ranks}_*MB_time"))
@@ -162,6 +154,12 @@ def _number(value: object, path: Path, key: str) -> float:
     return float(value)
 
 
+def _figures(data: Mapping[str, Any], pattern: re.Pattern[str], path: Path) -> list[tuple[re.Match[str], float]]:
+    """The entries whose keys match a pattern."""
+    hits = ((pattern.match(key), value) for key, value in data.items())
+    return [(hit, _number(value, path, hit[0])) for hit, value in hits if hit]
+
+
 def _ending(memory: Mapping[str, Any], path: Path, sequence_parallel: bool) -> str:
     """Of the memory file's keys: ``_sp`` where tokens were shared in tensor groups."""
     endings = [ending for ending in ("_sp", "") if f"layertype_0{ending}" in memory]
@@ -180,12 +178,8 @@ def _layer_type(
     ends: str,
 ) -> LayerType:
     time_path, memory_path = paths
-    matches = [(LAYER_TIME.match(key), value) for key, value in times.items()]
-    layer_times = {
-        (int(hit[2]), int(hit[3])): _number(value, time_path, hit[0])
-        for hit, value in matches
-        if hit and int(hit[1]) == place
-    }
+    figures = _figures(times, LAYER_TIME, time_path)
+    layer_times = {(int(hit[2]), int(hit[3])): value for hit, value in figures if int(hit[1]) == place}
     if not layer_times:
         raise InputError(
             f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers."
@@ -194,9 +188,9 @@ def _layer_type(
     forward = _time_line(layer_times, sequence, time_path, f"layertype_{place}")
     name = f"layertype_{place}{ends}"
     by_length = _get(memory, name, memory_path)
-    figures, scale = _at_length(by_length, sequence, memory_path)
-    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 else figures
-    activation = _get(figures, "tp_activation_per_bsz_dict", memory_path)
+    held, scale = _at_length(by_length, sequence, memory_path)
+    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 else held
+    activation = _get(held, "tp_activation_per_bsz_dict", memory_path)
     checkpoint = _number(_get(activation, "checkpoint", memory_path), memory_path, f"{name}.checkpoint")
     degrees = {
         int(key): scale * _number(value, memory_path, f"{name}.{key}")
@@ -235,14 +229,12 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path
 
 
 def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path) -> LinearTime:
-    matches = [(EDGE_TIME.match(name), value) for name, value in times.items()]
+    figures = _figures(times, EDGE_TIME, path)
     if len(types) > 1:
-        edge_times = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2] == key}
+        edge_times = {(int(hit[1]), 0): value for hit, value in figures if hit[2] == key}
         if edge_times:
             return _time_line(edge_times, 0, path, "layertype_other")
-    edge_times = {
-        (int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2].isdigit()
-    }
+    edge_times = {(int(hit[1]), int(hit[2])): value for hit, value in figures if hit[2].isdigit()}
     if not edge_times:
         raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
     return _time_line(edge_times, types[0].sequence, path, "layertype_other")

@@ -293,24 +293,20 @@ def from_plan(plan: Plan) -> HetuPlan:
 
 
 def _hetu_strategy(name: str, one: Strategy) -> HetuStrategy:
-    reason = next((text for unsaid, text in _unsaid(one) if unsaid), "")
+    unsaid = {
+        "replicas of shards": one.data > 1 and one.zero > 1,
+        "context parallelism by rings": one.context > 1 and not one.ulysses,
+        "Ulysses and tensor parallelism in one layer": one.context > 1 and one.tensor > 1,
+        "experts": one.expert > 1,
+        "offload": one.offload is not Offload.NONE,
+        "selective recomputation": one.recompute is Recompute.SELECTIVE,
+    }
+    reason = next((text for text, holds in unsaid.items() if holds), "")
     if reason:
         raise InputError(f"strategy of {name}", str(one), f"Hetu-Galvatron's files cannot say it: {reason}.")
     kind = {0: DataType.DDP, 1: DataType.ZERO2, 2: DataType.ZERO2, 3: DataType.ZERO3}[one.zero_stage]
     again = one.recompute is Recompute.FULL
     return HetuStrategy(one.tensor, one.context, one.batch_degree, kind, again)
-
-
-def _unsaid(one: Strategy) -> tuple[tuple[bool, str], ...]:
-    """What their files have no words for."""
-    return (
-        (one.data > 1 and one.zero > 1, "replicas of shards"),
-        (one.context > 1 and not one.ulysses, "context parallelism by rings"),
-        (one.context > 1 and one.tensor > 1, "Ulysses and tensor parallelism in one layer"),
-        (one.expert > 1, "experts"),
-        (one.offload is not Offload.NONE, "offload"),
-        (one.recompute is Recompute.SELECTIVE, "selective recomputation"),
-    )
 
 
 def exported(plan: Plan) -> dict[str, Any]:

@@ -56,13 +56,9 @@ def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
 
 
 def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
-    ranks = 2
-    while ranks <= hardware.devices:
-        stride = 1
-        while ranks * stride <= hardware.devices:
-            yield ranks, stride
-            stride *= 2
-        ranks *= 2
+    """Ranks and strides of groups, powers of two."""
+    powers = [2**power for power in range(hardware.devices.bit_length())]
+    yield from ((ranks, stride) for ranks in powers[1:] for stride in powers if ranks * stride <= hardware.devices)
 
 
 def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, CollectiveTable, float, float]]:

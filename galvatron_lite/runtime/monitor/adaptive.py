@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from statistics import quantiles
 from time import perf_counter
@@ -70,13 +70,8 @@ PATIENCE = timedelta(seconds=10)
 _LEAST, _OVER = 1.1, 1.02
 
 
-@dataclass(frozen=True, slots=True)
-class RankMeasurement:
-    """Measurements of one rank in a window."""
-
-    steps: tuple[float, ...]  # seconds of each
-    layers: dict[str, float]  # median seconds of a forward pass, by block
-    memory: int  # peak bytes; 0: not known
+RankMeasurement = tuple[tuple[float, ...], dict[str, float], int]
+"""Of a window: seconds of each step; median seconds of a forward pass, by block; peak bytes, 0: not known."""
 
 
 class Monitor:
@@ -181,7 +176,7 @@ class Monitor:
         if device.type == "cuda":
             memory = torch.cuda.max_memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
-        every = everyone(RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
+        every: list[RankMeasurement] = everyone((tuple(self._seconds), self._clock.take(), memory))
         self._seconds.clear()
         runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
         window = window_of(self.step, every, self._names, runs)
@@ -251,19 +246,19 @@ class _Decider:
 
 def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
     """The measurements of all ranks as a window."""
-    slowest = [max(seconds) for seconds in zip(*(rank.steps for rank in every), strict=True)]
+    steps, layers, memory = zip(*every, strict=True)
+    slowest = [max(seconds) for seconds in zip(*steps, strict=True)]
     first, middle, third = quantiles(slowest, n=4) if len(slowest) > 1 else slowest * 3
     groups = []
     for name, count in runs:
-        start = names.index(name)
+        members = names[names.index(name) : names.index(name) + count]
         seconds = {
-            rank: sum(one.layers[layer] for layer in names[start : start + count])
-            for rank, one in enumerate(every)
-            if all(layer in one.layers for layer in names[start : start + count])
+            rank: sum(passes[layer] for layer in members)
+            for rank, passes in enumerate(layers)
+            if passes.keys() >= set(members)
         }
         if seconds:
             groups.append(LayerGroup(name, tuple(seconds), tuple(seconds.values())))
-    memory = tuple(rank.memory for rank in every)
     return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
 
 

@@ -7,9 +7,7 @@ import linecache
 import os
 import socket
 import sys
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -153,27 +151,6 @@ def line_of(thread: int) -> tuple[str, bool]:
     line = linecache.getline(code.co_filename, number)
     waits = "torch/distributed" in code.co_filename or any(word in line for word in _WAITS)
     return f"{Path(code.co_filename).name}:{number} in {code.co_name}", waits
-
-
-def publish(
-    board: NoteStore,
-    owner: weakref.ref[Any],
-    note: Callable[[Any, int], Note],
-    wake: threading.Event,
-    ended: threading.Event,
-) -> None:
-    """Write an owner's notes as long as it lives, when woken and at every heartbeat: the target of a thread."""
-    beat, alive = 0, True
-    while alive and not ended.is_set():
-        wake.wait(HEARTBEAT)
-        wake.clear()
-        target = owner()
-        if target is None:
-            return
-        beat += 1
-        alive = board.write(note(target, beat))
-        del target
-        sleep(board.pause)
 
 
 _PASSES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.WEIGHT)

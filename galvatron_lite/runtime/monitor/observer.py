@@ -6,7 +6,7 @@ import math
 import resource
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from statistics import fmean
 from time import perf_counter, time
@@ -59,22 +59,9 @@ def observed(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@dataclass(slots=True)
-class _Done:
-    """A step that has ended on the host, and perhaps not yet on the device."""
-
-    step: int
-    time: float
-    marks: StepMarks
-    before: StepMarks | None
-    samples: int
-    loss: list[Scalar]
-    profiled: bool
-    counts: bool
-
-    @property
-    def is_ready(self) -> bool:
-        return self.marks.is_ready and all(loss.is_ready for loss in self.loss)
+_Pending = tuple[StepRecord, StepMarks, StepMarks | None, list[Scalar], bool]
+"""A step that has ended on the host, perhaps not yet on the device: its record without what the device tells, its
+marks, those of the step before, its losses, and whether its time counts."""
 
 
 @dataclass(slots=True)
@@ -118,7 +105,7 @@ class StepObserver:
         self._next = self._seen = int(model.step)
         self._samples, self._losses = 0, list[Scalar]()
         self._open = self._within = False
-        self._pending: deque[_Done] = deque()
+        self._pending: deque[_Pending] = deque()
         self._last: StepMarks | None = None
         self._warm, self._window = False, _Window()
         self._ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
@@ -179,7 +166,9 @@ class StepObserver:
         marks, self._open = self._clock.end(), False
         profiled = self._profiling
         counts = self._warm and self._model.plan is self._plan and not profiled
-        done = _Done(self._next, time(), marks, self._last, self._samples, self._losses, profiled, counts)
+        tokens = round(self._samples * tokens_of_sample(self._plan))
+        record = StepRecord(self._next, round(time(), 3), 0.0, 0.0, self._samples, tokens, profiled=profiled)
+        self._pending.append((record, marks, self._last, self._losses, counts))
         if self._tracer is not None:
             self._tracer.end(self._next)
         # the time after a trace goes to writing it
@@ -187,7 +176,6 @@ class StepObserver:
         self._warm, self._seen = True, int(self._model.step)
         self._next += 1
         self._samples, self._losses = 0, []
-        self._pending.append(done)
         self._settle()
 
     @property
@@ -196,30 +184,27 @@ class StepObserver:
 
     def _settle(self) -> None:
         """Make records of steps that have ended on the device, too."""
-        while self._pending and self._pending[0].is_ready:
-            self._settle_step(self._pending.popleft())
+        while self._pending and all(one.is_ready for one in (self._pending[0][1], *self._pending[0][3])):
+            self._settle_step(*self._pending.popleft())
         window = self._window
         if window.steps and perf_counter() - window.since > window.patience:
             self._record()
 
-    def _settle_step(self, done: _Done) -> None:
-        seconds, between = done.marks.seconds, done.marks.since(done.before)
-        if done.counts:
+    def _settle_step(
+        self, record: StepRecord, marks: StepMarks, before: StepMarks | None, losses: list[Scalar], counts: bool
+    ) -> None:
+        seconds, between = marks.seconds, marks.since(before)
+        if counts:
             window = self._window
             window.steps += 1
             window.seconds += seconds
             window.between += between
-            for part, part_seconds in done.marks.parts().items():
+            for part, part_seconds in marks.parts().items():
                 window.parts[part] += part_seconds
         if self._rank == 0:
-            tokens = round(done.samples * tokens_of_sample(self._plan))
-            loss = fmean(one.get() for one in done.loss) if done.loss else math.nan
-            self._put(
-                StepRecord(
-                    done.step, round(done.time, 3), round(seconds, 7), round(between, 7), done.samples, tokens,
-                    loss if math.isfinite(loss) else None, self._fullest(), done.profiled,
-                )
-            )  # fmt: skip
+            mean = fmean(loss.get() for loss in losses) if losses else math.nan
+            loss, memory = mean if math.isfinite(mean) else None, self._fullest()
+            self._put(replace(record, seconds=round(seconds, 7), between=round(between, 7), loss=loss, memory=memory))
 
     def _record(self) -> None:
         """Make a record of this rank's last steps."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,6 @@ from galvatron_lite.runtime.monitor.notes import (
     line_of,
     message,
     operation_of,
-    publish,
     ran_out,
     suspects,
 )
@@ -145,14 +144,14 @@ class Watch:
             if self._limited:
                 self.group = dist.new_group(timeout=timedelta(seconds=self._timeout), group_desc="step")
             self._board.write(self._note)
-            arguments = (self._board, weakref.ref(self), Watch.written, self._wake, self._ended)
-            thread = threading.Thread(target=publish, args=arguments, daemon=True, name="galvatron-watch")
+            arguments = weakref.ref(self), self._board, self._wake, self._ended
+            thread = threading.Thread(target=_publish, args=arguments, daemon=True, name="galvatron-watch")
             thread.start()
             atexit.register(_end, thread, self._ended, self._wake)
         self._note, self._reported = replace(self._note, error="", victim=False), False
         self.at(phase, step=step)
 
-    def written(self, beat: int) -> Note:
+    def _written(self, beat: int) -> Note:
         """The note as others read it; also logs who is behind, where that is due."""
         note, seconds = self._note, monotonic() - self._since
         at, waits = line_of(self._thread) if seconds > HEARTBEAT else ("", False)
@@ -179,6 +178,21 @@ class Watch:
         self._note = replace(self._note, error=f"{type(error).__name__}: {_reason(error)}", victim=victim)
         if self._board is not None:
             self._board.write(replace(self._note, seconds=monotonic() - self._since))
+
+
+def _publish(owner: weakref.ref[Watch], board: NoteStore, wake: threading.Event, ended: threading.Event) -> None:
+    """Write a watch's notes as long as it lives, when woken and at every heartbeat: the target of a thread."""
+    beat, alive = 0, True
+    while alive and not ended.is_set():
+        wake.wait(HEARTBEAT)
+        wake.clear()
+        watch = owner()
+        if watch is None:
+            return
+        beat += 1
+        alive = board.write(watch._written(beat))
+        del watch
+        sleep(board.pause)
 
 
 def _end(thread: threading.Thread, ended: threading.Event, wake: threading.Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Mode, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.branches.engine import BranchedModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients
 from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan
@@ -32,18 +33,8 @@ def perception() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def perception_plan(trunk: Strategy = ONE, mode: Mode = Mode.TRAINING, samples: int = 2) -> Plan:
     """Each network on a device of its own."""
-    model, batch = perception()
-    layers = discover_layers(model, batch)
-    own = {name: [layer for layer in layers if layer.name.startswith(name)] for name in BRANCHES}
-    rest = [layer for layer in layers if not layer.name.startswith(BRANCHES)]
-    placed = tuple(
-        BranchPlacement(name, (name,), number, 1, tuple(LayerRun(one.name, one.name, 1, ONE) for one in own[name]))
-        for number, name in enumerate(BRANCHES)
-    )
-    stage = Stage(tuple(LayerRun(one.name, one.name, 1, trunk) for one in rest))
-    return Plan(
-        PLAN_VERSION, "test", 2, samples, 1, Schedule.ONE_F_ONE_B, "fp32", (stage,), branches=placed, mode=mode
-    )  # fmt: skip
+    case = Case("", {name: ((name,), number, 1, ONE) for number, name in enumerate(BRANCHES)}, trunk, 2, samples)
+    return replace(make_plan(case, discover_layers(*perception())), mode=mode)
 
 
 def train_perception(steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
