@@ -15,7 +15,7 @@ from math import prod
 from statistics import median
 
 from galvatron_lite.cluster.budget import Budget, as_budget
-from galvatron_lite.cluster.cluster import Cluster, Collective, DeviceGroup, RankGroup
+from galvatron_lite.cluster.cluster import Collective, DeviceGroup, RankGroup
 from galvatron_lite.cluster.collectives import hops_of
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.forward_only import for_mode
@@ -107,65 +107,47 @@ def corrected_budget(budget: int | Budget, factor: float) -> Budget:
 
 
 def _with_links(profile: Profile, links: Sequence[LinkFactor]) -> Profile:
-    factors = {link.level: link for link in links}
-    cluster = profile.cluster
-    levels = []
+    cluster, factors = profile.cluster, {link.level: link for link in links}
+    levels, more = [], dict[str, float]()  # seconds that a message over a level takes longer
     for level in cluster.levels:
         link = factors.get(level.name, LinkFactor("", 1.0))
-        latency = level.latency + link.latency / _hops(Collective.ALL_REDUCE, level.size)
+        more[level.name] = link.latency / _messages(Collective.ALL_REDUCE, level.size)
+        latency = level.latency + more[level.name]
         levels.append(replace(level, bandwidth=level.bandwidth / link.per_byte, latency=latency))
-    fits = {_key(fit): fit for fit in profile.fits}
-    slower = []
+
+    def slower(shape: CollectiveFit | CollectivePoint) -> tuple[float, float]:
+        """Factor on the time of a byte, and additional seconds, of a collective: its slowest link counts."""
+        group = RankGroup(shape.group, shape.stride, shape.siblings)
+        hops = () if group.reach >= cluster.devices else hops_of(cluster, group)
+        crossed = [hop.level for hop in hops if hop.level in factors]
+        per_byte = max((factors[level].per_byte for level in crossed), default=1.0)
+        return per_byte, _messages(shape.collective, shape.group) * sum(more[level] for level in crossed)
+
+    fits, points = [], []
     for fit in profile.fits:
-        per_byte, more = _factor_on(cluster, fit, factors)
-        slower.append(replace(fit, latency=fit.latency + more, bandwidth=fit.bandwidth / per_byte))
-    points = []
+        per_byte, seconds = slower(fit)
+        fits.append(replace(fit, latency=fit.latency + seconds, bandwidth=fit.bandwidth / per_byte))
+    lines = {_key(fit): fit for fit in profile.fits}
     for point in profile.collectives:
         # the share that grows with the bytes, by the straight line through the curve, takes longer
-        per_byte, more = _factor_on(cluster, point, factors)
-        known, share = fits.get(_key(point)), 1.0
-        if known is not None:
-            share = point.size / known.bandwidth / max(known.latency + point.size / known.bandwidth, 1e-12)
-        points.append(replace(point, seconds=point.seconds * (1.0 + share * (per_byte - 1.0)) + more))
+        per_byte, seconds = slower(point)
+        line, share = lines.get(_key(point)), 1.0
+        if line is not None:
+            share = point.size / line.bandwidth / max(line.latency + point.size / line.bandwidth, 1e-12)
+        points.append(replace(point, seconds=point.seconds * (1.0 + share * (per_byte - 1.0)) + seconds))
     cluster = replace(cluster, levels=tuple(levels))
-    return replace(profile, cluster=cluster, fits=tuple(slower), collectives=tuple(points))
+    return replace(profile, cluster=cluster, fits=tuple(fits), collectives=tuple(points))
 
 
 def _key(shape: CollectiveFit | CollectivePoint) -> tuple[Collective, int, int, int]:
     return shape.collective, shape.group, shape.stride, shape.siblings
 
 
-def _hops(collective: Collective, size: int) -> int:
+def _messages(collective: Collective, size: int) -> int:
     """Messages one after the other in a collective of a ring of so many ranks."""
     if collective in (Collective.SEND_RECV, Collective.BROADCAST):
         return 1
     return max((2 if collective is Collective.ALL_REDUCE else 1) * (size - 1), 1)
-
-
-def _factor_on(
-    cluster: Cluster, shape: CollectiveFit | CollectivePoint, links: Mapping[str, LinkFactor]
-) -> tuple[float, float]:
-    """Factor on the time of a byte, and additional seconds, of a collective: its slowest link counts."""
-    levels = [cluster.levels[place] for place in _crossed(cluster, shape) if cluster.levels[place].name in links]
-    per_byte = max((links[level.name].per_byte for level in levels), default=1.0)
-    hops = _hops(shape.collective, shape.group)
-    return per_byte, sum(
-        links[level.name].latency * hops / _hops(Collective.ALL_REDUCE, level.size) for level in levels
-    )
-
-
-def _crossed(cluster: Cluster, shape: CollectiveFit | CollectivePoint) -> tuple[int, ...]:
-    """Places of the levels that a group of ranks crosses."""
-    group, places, inside, block = RankGroup(shape.group, shape.stride, shape.siblings), [], 1, 1
-    if group.reach >= cluster.devices or not hops_of(cluster, group):
-        return ()
-    for place, level in enumerate(cluster.levels):
-        block *= level.size
-        reached = min(group.size, -(-block // group.stride))
-        if reached > inside:
-            places.append(place)
-        inside = reached
-    return tuple(places)
 
 
 def _with_devices(profile: Profile, factors: Sequence[float]) -> Profile:
