@@ -169,7 +169,6 @@ def check_nodes(reports: Sequence[NodeReport], nodes: int, each: int, plan_hash:
     """Refuse nodes that do not go together.
 
     Args:
-        reports: one a node.
         nodes: how many there should be.
         each: processes of a node.
         plan_hash: of the plan file where the job is launched; empty: without a plan.

@@ -175,11 +175,9 @@ class TensorMove:
         """That of a rank.
 
         Args:
-            dtype: of the tensor.
             before: by rank of the world, what it holds; ranks that hold the same have complete gradients.
             after: by rank, what it wants.
             differentiable: whether its gradient comes back.
-            rank: of this process.
         """
         back = route_boxes(after, before, rank) if differentiable else None
         return cls(dtype, route_boxes(before, after, rank), back)

@@ -79,13 +79,8 @@ class Monitor:
 
     Args:
         parallel: split for a plan with a prediction by the profile.
-        profile: what the plan was made from.
-        settings: of adapting.
-        step: steps that were trained before.
-        corrections: of the profile, known before.
-
-    Attributes:
-        step: steps trained.
+        step: steps that were trained before; the attribute counts on.
+        corrections: of the profile, from an earlier run.
     """
 
     def __init__(

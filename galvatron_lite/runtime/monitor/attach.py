@@ -38,7 +38,7 @@ from galvatron_lite.runs.schema import (
 )
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.adaptive import Monitor
-from galvatron_lite.runtime.monitor.clock import LayerClock, StepClock
+from galvatron_lite.runtime.monitor.clock import StepClock
 from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
 from galvatron_lite.runtime.monitor.log import read_log
 from galvatron_lite.runtime.monitor.observer import StepObserver, plan_digest, resident_bytes
@@ -109,11 +109,8 @@ def observe(model: Any, options: ObserverOptions | None, profile: Profile | None
         about = {"version": RUN_VERSION, "digest": head.digest, "stage": stage, "world": world, "rank": rank}
         tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, about, recorder.put)
     is_parallel = isinstance(model, ParallelModel)
-
-    def layer_clock() -> LayerClock | None:
-        return LayerClock(model) if is_parallel and options.log is not None else None
-
-    model.observer = StepObserver(model, rank, recorder.put, clock, layer_clock, tracer, lambda: memory.peak)
+    layers = is_parallel and options.log is not None
+    model.observer = StepObserver(model, recorder.put, clock, tracer, lambda: memory.peak, layers)
     recorder.closing = model.observer.close
     if is_parallel:
         model.watch.clock = clock.phase

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -32,7 +33,8 @@ from galvatron_lite.runs.schema import (
     StepRecord,
     tokens_of_sample,
 )
-from galvatron_lite.runtime.monitor.clock import Scalar, StepClock, StepMarks
+from galvatron_lite.runtime.monitor.clock import LayerClock, Scalar, StepClock, StepMarks
+from galvatron_lite.runtime.monitor.traces import Tracer
 
 _FIRST, _LONGEST = 0.5, 10.0
 """Seconds between two records of a rank: at first, and at last; they double."""
@@ -80,27 +82,23 @@ class StepObserver:
     """Observes the steps of a model, also of loops that call the model and the optimizer.
 
     Args:
-        model: that is trained.
-        rank: of this process.
         put: takes records.
-        clock: measures the parts of steps.
-        layer_clock: makes the clock of layers for the present plan; gives None where there is none.
         tracer: makes traces; None: there are none.
         fullest: peak bytes of the fullest rank, as far as they are known.
+        layers: whether the forward passes of blocks are timed.
     """
 
     def __init__(
         self,
         model: Any,
-        rank: int,
         put: Callable[[Record], None],
         clock: StepClock,
-        layer_clock: Callable[[], Any],
-        tracer: Any,
+        tracer: Tracer | None,
         fullest: Callable[[], int],
+        layers: bool,
     ) -> None:
-        self._model, self._rank, self._put, self._clock, self._tracer = model, rank, put, clock, tracer
-        self._layer_clock, self._layers, self._fullest = layer_clock, layer_clock(), fullest
+        self._model, self._rank, self._put, self._clock, self._tracer = model, dist.get_rank(), put, clock, tracer
+        self._fullest, self._layers = fullest, LayerClock(model) if layers else None
         self._plan: Plan = model.plan
         self._next = self._seen = int(model.step)
         self._samples, self._losses = 0, list[Scalar]()
@@ -184,7 +182,10 @@ class StepObserver:
 
     def _settle(self) -> None:
         """Make records of steps that have ended on the device, too."""
-        while self._pending and all(one.is_ready for one in (self._pending[0][1], *self._pending[0][3])):
+        while self._pending:
+            _, marks, _, losses, _ = self._pending[0]
+            if not (marks.is_ready and all(loss.is_ready for loss in losses)):
+                break
             self._settle_step(*self._pending.popleft())
         window = self._window
         if window.steps and perf_counter() - window.since > window.patience:
@@ -232,7 +233,7 @@ class StepObserver:
         self._plan, self._warm, self._window = self._model.plan, False, _Window()
         if self._layers is not None:
             self._layers.close()
-        self._layers = self._layer_clock()
+            self._layers = LayerClock(self._model)
         if self._model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._model.device)
         digest = plan_digest(self._plan)

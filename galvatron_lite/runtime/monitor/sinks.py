@@ -138,10 +138,7 @@ class LineFiles:
     """Files ``NAME-00001.jsonl`` of a folder, numbered on from earlier ones; a sink.
 
     Args:
-        folder: of the run.
-        name: prefix of the files.
         head: the first record of each file, until a later one replaces or follows it.
-        kinds: of the records that are written.
         largest, kept: see ``LARGEST`` and ``KEPT``.
     """
 

@@ -26,10 +26,7 @@ class Tracer:
     """Makes a trace of some steps.
 
     Args:
-        folder: of the run.
-        steps: that are traced together.
         layers: gives the modules of this rank's layers, each with the layer's name, when the trace begins.
-        clock: of the steps.
         about: metadata of the trace, with the ``rank``.
         put: takes records of the collectives.
     """
