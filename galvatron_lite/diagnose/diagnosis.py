@@ -135,8 +135,10 @@ def open_source(place: Path, plan: Plan | None = None) -> DiagnosisInput:
 def _of_run(run: RecordedRun) -> DiagnosisInput:
     """A run's traces where there are some, else its log."""
     notes = [f"{name}: its last line was cut off, and is left out." for name in run.torn]
-    logged = times_logged(run)
-    traces = [path for path in run.traces if _is_of(path, run.since)]
+    logged, traces = times_logged(run), list[Path]()
+    for path in run.traces:  # those of ours that were made under the plan that was last in force; others as they are
+        number = path.name.partition("-step-")[2].partition(".")[0]
+        traces += [path] if not number.isdigit() or int(number) >= run.since else []
     if traces:
         times, more = _traced(traces)
         between = {one.rank: one.between for one in logged}
@@ -149,38 +151,29 @@ def _of_run(run: RecordedRun) -> DiagnosisInput:
     return DiagnosisInput(str(run.folder), run, run.plan, tuple(logged), tuple(notes))
 
 
-def _is_of(path: Path, since: int) -> bool:
-    """Whether a trace of ours was made under the plan that was last in force; others are taken as they are."""
-    number = path.name.partition("-step-")[2].partition(".")[0]
-    return not number.isdigit() or int(number) >= since
-
-
 def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ...]]:
     """Times of the traces, the last one of each rank, and what they lack."""
     by_rank = {one.rank: one for one in (times_of(read_trace(path)) for path in paths)}
     times = tuple(by_rank[rank] for rank in sorted(by_rank))
-    notes = []
-    if not all(time_.layered and time_.parted for time_ in times):
-        notes.append(
-            "A trace without galvatron's ranges: layers and parts of a step are not told apart. Have it made by "
-            "auto_parallelize(..., log=FOLDER, profile_steps=range(10, 13))."
-        )
-    return times, tuple(notes)
+    if all(time_.layered and time_.parted for time_ in times):
+        return times, ()
+    return times, (
+        "A trace without galvatron's ranges: layers and parts of a step are not told apart. Have it made by "
+        "auto_parallelize(..., log=FOLDER, profile_steps=range(10, 13)).",
+    )
 
 
 def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Profile:
     """What the plan of a run was made from: beside the run, else of those that were made here."""
     if source.run is not None and (source.run.folder / PROFILE).is_file():
         return read_profile(source.run.folder / PROFILE)
-    made_from = source.plan.provenance
-    for path in () if made_from is None else sorted(folder.glob("*/*.yaml")):
-        with suppress(FileFormatError):
-            profile = read_profile(path)
-            if made_from is not None and profile_hash(profile) == made_from.profile_hash:
-                return profile
-    wanted = (
-        "a plan written by hand" if made_from is None else f"profile {made_from.profile} ({made_from.profile_hash})"
-    )
+    made_from, wanted = source.plan.provenance, "a plan written by hand"
+    if made_from is not None:
+        wanted = f"profile {made_from.profile} ({made_from.profile_hash})"
+        for path in sorted(folder.glob("*/*.yaml")):
+            with suppress(FileFormatError):
+                if profile_hash(profile := read_profile(path)) == made_from.profile_hash:
+                    return profile
     raise InputError("--profile", "none", f"The run is of {wanted}, which is not here: give --profile FILE.")
 
 

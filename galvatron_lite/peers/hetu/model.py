@@ -147,20 +147,48 @@ ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 
 def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
     """The model: an embedding, every layer, a head."""
-    item = ITEM_BYTES[model.precision]
-    edges = {"embed": model.first, "head": model.last}
-    kinds = {name: _edge_kind(name, memory, model, item) for name, memory in edges.items()}
+    first, last, kinds = model.types[0], model.types[-1], dict[str, LayerKind]()
+    for name, memory, ends in (("embed", model.first, first), ("head", model.last, last)):
+        kept = {Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))}
+        degrees, parameters = max(memory.activation), _edge_parameters(memory.states)
+        # its formulas count one collective of the boundary tensor that waits
+        kinds[name] = _kind(name, model, ends, parameters, kept, degrees, gathers=1)
     layers = [Layer("embed", "embed", Role.BEFORE)]
     for place, kind in enumerate(model.types):
-        name = block_name(model, place)
-        kinds[name] = _block_kind(name, kind, model, item, engine)
-        taken = len(layers) - 1
-        layers += [Layer(f"layers.{number}", name, Role.BLOCK) for number in range(taken, taken + kind.layers)]
+        name, degrees = block_name(model, place), max(kind.activation)
+        kept = {
+            Recompute.NONE: TensorSplit(tensor=ceil(kind.activation[1] * MB)),
+            Recompute.FULL: TensorSplit(sequence=ceil(kind.checkpoint * MB)),
+        }
+        parameters = TensorSplit(tensor=round(kind.parameters * MB / ITEM_BYTES["fp32"]))
+        kinds[name] = _kind(name, model, kind, parameters, kept, degrees, scatters=ENDS[engine], heads=degrees)
+        start = len(layers) - 1
+        layers += [Layer(f"layers.{number}", name, Role.BLOCK) for number in range(start, start + kind.layers)]
     layers.append(Layer("head", "head", Role.AFTER))
     notes = ("As its cost model has it, a checkpointed layer is computed again without working memory.",)
     return ModelGraph(
         model.name, tuple(layers), kinds, max(kind.sequence for kind in model.types), model.precision,
         source=f"Hetu-Galvatron: {model.source}", notes=notes,
+    )  # fmt: skip
+
+
+def _kind(
+    name: str,
+    model: HetuModel,
+    size: LayerType,
+    parameters: TensorSplit,
+    kept: dict[Recompute, TensorSplit],
+    degrees: int,
+    gathers: int = 0,
+    scatters: int = 0,
+    heads: int = 0,
+) -> LayerKind:
+    boundary = size.sequence * size.hidden * ITEM_BYTES[model.precision]
+    return LayerKind(
+        name, parameters, (), kept, TensorSplit(), TensorSplit(), boundary, boundary,
+        SplitDims(sequence=size.sequence, heads=heads, kv_heads=heads, hidden=size.hidden),
+        tensor_degrees=degrees, tensor_collectives=2 * (gathers + scatters), tensor_gathers=gathers,
+        tensor_scatters=scatters, sequence_parallel=model.sequence_parallel,
     )  # fmt: skip
 
 
@@ -178,52 +206,6 @@ def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
     for place, kind in enumerate(model.types):
         points += _block_points(block_name(model, place), kind, model)
     return tuple(points)
-
-
-def _block_kind(name: str, kind: LayerType, model: HetuModel, item: int, engine: Engine) -> LayerKind:
-    degree, boundary = max(kind.activation), kind.sequence * kind.hidden * item
-    kept = {
-        Recompute.NONE: TensorSplit(tensor=ceil(kind.activation[1] * MB)),
-        Recompute.FULL: TensorSplit(sequence=ceil(kind.checkpoint * MB)),
-    }
-    return LayerKind(
-        name=name,
-        parameters=TensorSplit(tensor=round(kind.parameters * MB / ITEM_BYTES["fp32"])),
-        operators=(),
-        kept=kept,
-        working=TensorSplit(),
-        forward_working=TensorSplit(),
-        input_bytes=boundary,
-        output_bytes=boundary,
-        dims=SplitDims(sequence=kind.sequence, heads=degree, kv_heads=degree, hidden=kind.hidden),
-        tensor_degrees=degree,
-        tensor_collectives=2 * ENDS[engine],
-        sequence_parallel=model.sequence_parallel,
-        tensor_gathers=0,
-        tensor_scatters=ENDS[engine],
-    )
-
-
-def _edge_kind(name: str, memory: EdgeMemory, model: HetuModel, item: int) -> LayerKind:
-    """Embedding or head; its formulas count one collective of the boundary tensor that waits."""
-    ends = model.types[0] if name == "embed" else model.types[-1]
-    boundary = ends.sequence * ends.hidden * item
-    return LayerKind(
-        name=name,
-        parameters=_edge_parameters(memory.states),
-        operators=(),
-        kept={Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))},
-        working=TensorSplit(),
-        forward_working=TensorSplit(),
-        input_bytes=boundary,
-        output_bytes=boundary,
-        dims=SplitDims(sequence=ends.sequence, hidden=ends.hidden),
-        tensor_degrees=max(memory.activation),
-        tensor_collectives=2,
-        sequence_parallel=model.sequence_parallel,
-        tensor_gathers=1,
-        tensor_scatters=0,
-    )
 
 
 def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import quantiles
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -177,7 +178,7 @@ class Monitor:
         window = window_of(self.step, every, self._names, runs)
         if from_rank_zero(lambda: decider is not None and wants_links(decider.state, window)):
             window = replace(window, links=measure_links(self._probes, device))
-        chosen: Plan | None = from_rank_zero(lambda: None if decider is None else decider.decide(window))
+        chosen: Plan | None = from_rank_zero(lambda: decider and decider.decide(window))
         if chosen is not None:
             self._switch(optimizer, chosen)
 
@@ -276,17 +277,13 @@ def measure_links(
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of a call that all ranks start together."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     dist.barrier()
-    _synchronize(device)
+    wait()
     before = perf_counter()
     call()
-    _synchronize(device)
+    wait()
     return perf_counter() - before
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _ran_out_everywhere(error: BaseException, group: dist.ProcessGroup | None) -> bool:

@@ -11,8 +11,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -116,14 +117,9 @@ class RecordWriter(Finishing):
             self.join(_PATIENCE)
 
     def _hand_on(self) -> None:
-        records: list[Record] = []
-        try:
-            while True:
-                records.append(self._queue.get_nowait())
-        except Empty:
-            pass
+        records = [self._queue.get() for _ in range(self._queue.qsize())]  # this thread alone takes some
         if records:
-            self._sinks = [sink for sink in self._sinks if self._tried(sink, lambda sink=sink: sink.take(records))]  # type: ignore[misc]
+            self._sinks = [sink for sink in self._sinks if self._tried(sink, partial(sink.take, records))]
 
     def _tried(self, sink: Sink, act: Callable[[], None]) -> bool:
         try:

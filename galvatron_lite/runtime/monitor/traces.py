@@ -102,16 +102,14 @@ class Tracer:
         part.replace(path)
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        open_ranges: list[Any] = []
-
-        def start(*_: Any) -> None:
-            open_ranges.append(_begin(LAYER + name))
+        ranges: list[Any] = []
 
         def stop(*_: Any) -> None:
-            if open_ranges:
-                _end(open_ranges.pop())
+            if ranges:
+                _end(ranges.pop())
 
-        self._handles.append(module.register_forward_pre_hook(start, prepend=True))
+        start = module.register_forward_pre_hook(lambda *_: ranges.append(_begin(LAYER + name)), prepend=True)
+        self._handles.append(start)
         # first: after the last layer of a stage a hook leaves the model, and later hooks are not called
         self._handles.append(module.register_forward_hook(stop, prepend=True, always_call=True))
 
