@@ -91,6 +91,7 @@ def test_one_strategy_by_flags() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        ({"pp_deg": 0}, "pp_deg"),
         ({"tp_sizes_enc": "2,x"}, "tp_sizes_enc"),
         ({"use_sp": "1"}, "use_sp"),
         ({"tp_sizes_enc": "3,1"}, "layer 0"),

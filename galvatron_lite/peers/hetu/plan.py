@@ -68,33 +68,45 @@ class HetuPlan:
 
 
 def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch: int = 0) -> HetuPlan:
-    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags)."""
-    if "tp_sizes_enc" not in data:
-        return _global_plan(data, field, devices, batch)
-    stages = _integer(data, "pp_deg", field)
-    tensor = _list(data, "tp_sizes_enc", field)
-    count = len(tensor)
-    world = _integer(data, "world_size", field, devices or stages * max(tensor))
-    types, ulysses, checkpoint = (_list(data, key, field, count) for key in ("dp_types_enc", "use_sp", "checkpoint"))
-    if any(size != 1 for size in _list(data, "cp_sizes_enc", field, count, 1)):
-        raise InputError(f"{field}, cp_sizes_enc", data["cp_sizes_enc"], "Context parallelism is not modelled by it.")
-    default = _default(data, field)
-    layers = tuple(
-        _strategy(world // stages, *figures, default, f"{field}, layer {place}")
-        for place, figures in enumerate(zip(tensor, ulysses, types, checkpoint, strict=True))
-    )
-    size, shared, sharded = (
-        _integer(data, key, field, other) for key, other in (("vtp", 1), ("vsp", 0), ("embed_sdp", 0))
-    )
-    sharded = _integer(data, "vocab_sdp", field, sharded)
-    edges = _strategy(world // stages, size, shared, sharded, 0, default, f"{field}, vtp")
-    division = tuple(_list(data, "pp_division", field, stages, count // stages))
+    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags).
+
+    Args:
+        data: the JSON object.
+        field: what to name in an error.
+        devices, batch: GPUs and samples a step, where the file does not say.
+    """
+    searched = "tp_sizes_enc" in data
+    stages, default = _integer(data, "pp_deg", field, None if searched else 1), _default(data, field)
+    if searched:
+        tensor = _list(data, "tp_sizes_enc", field)
+        count = len(tensor)
+        world = _integer(data, "world_size", field, devices or stages * max(tensor))
+        shapes = [tensor, *(_list(data, key, field, count) for key in ("use_sp", "dp_types_enc", "checkpoint"))]
+        context = _list(data, "cp_sizes_enc", field, count, 1)
+        division = tuple(_list(data, "pp_division", field, stages, count // stages))
+    else:
+        count, world = _integer(data, "num_layers", field), _integer(data, "world_size", field, devices or None)
+        flags = (("global_tp_deg", 1), ("use_ulysses", 0), ("sdp", 0), ("global_checkpoint", 0))
+        shapes = [[_integer(data, key, field, other, other)] * count for key, other in flags]
+        context = [_integer(data, "global_cp_deg", field, 1)]
+        division = (*([count // stages] * (stages - 1)), count - count // stages * (stages - 1))
+    if any(size != 1 for size in context):
+        key = "cp_sizes_enc" if searched else "global_cp_deg"
+        raise InputError(f"{field}, {key}", data[key], "Context parallelism is not modelled by it.")
     if sum(division) != count or len(division) != stages:
         raise InputError(f"{field}, pp_division", data.get("pp_division"), f"It must share {count} layers on {stages}.")
-    return HetuPlan(
-        world, stages, _integer(data, "global_bsz", field, batch or None), _integer(data, "chunks", field, 1), division,
-        layers, edges, _schedule(data, field), default,
-    )  # fmt: skip
+    layers = tuple(
+        _strategy(world // stages, *shape, default, f"{field}, {f'layer {place}' if searched else 'global_tp_deg'}")
+        for place, shape in enumerate(zip(*shapes, strict=True))
+    )
+    names = ("vtp", "vsp", "embed_sdp") if searched else ("vocab_tp", "vocab_sp", "vocab_sdp")
+    size = _integer(data, names[0], field, 1)
+    shared, sharded = (_integer(data, key, field, 0, 0) for key in names[1:])
+    sharded = _integer(data, "vocab_sdp", field, sharded, 0)
+    edges = _strategy(world // stages, size, shared, sharded, 0, default, f"{field}, {names[0]}")
+    samples = _integer(data, "global_bsz" if searched else "global_train_batch_size", field, batch or None)
+    chunks = _integer(data, "chunks", field, 1)
+    return HetuPlan(world, stages, samples, chunks, division, layers, edges, _schedule(data, field), default)
 
 
 def write_hetu_plan(plan: HetuPlan) -> dict[str, Any]:
@@ -126,30 +138,6 @@ def _joined(figures: Any) -> str:
     return ",".join(str(figure) for figure in figures)
 
 
-def _global_plan(data: Mapping[str, Any], field: str, devices: int, batch: int) -> HetuPlan:
-    """GLOBAL mode: one strategy for all layers, by its training flags."""
-    world = _integer(data, "world_size", field, devices or None)
-    stages, count = _integer(data, "pp_deg", field, 1), _integer(data, "num_layers", field)
-    if _integer(data, "global_cp_deg", field, 1) != 1:
-        raise InputError(f"{field}, global_cp_deg", data["global_cp_deg"], "Context parallelism is not modelled by it.")
-    default = _default(data, field)
-    size, shared, sharded, again = (
-        _integer(data, key, field, other)
-        for key, other in (("global_tp_deg", 1), ("use_ulysses", 0), ("sdp", 0), ("global_checkpoint", 0))
-    )
-    layer = _strategy(world // stages, size, shared, sharded, again, default, f"{field}, global_tp_deg")
-    vocab, vocab_shared, vocab_sharded = (
-        _integer(data, key, field, other) for key, other in (("vocab_tp", 1), ("vocab_sp", 0), ("vocab_sdp", 0))
-    )
-    edges = _strategy(world // stages, vocab, vocab_shared, vocab_sharded, 0, default, f"{field}, vocab_tp")
-    each = count // stages
-    division = (*(each for _ in range(stages - 1)), count - each * (stages - 1))
-    return HetuPlan(
-        world, stages, _integer(data, "global_train_batch_size", field, batch or None),
-        _integer(data, "chunks", field, 1), division, (layer,) * count, edges, _schedule(data, field), default,
-    )  # fmt: skip
-
-
 def _strategy(
     devices: int, size: int, shared: int, sharded: int, again: int, default: DataType, field: str
 ) -> HetuStrategy:
@@ -174,10 +162,11 @@ def _schedule(data: Mapping[str, Any], field: str) -> str:
     return str(word)
 
 
-def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None) -> int:
+def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None, least: int = 1) -> int:
+    """A whole number; ``other`` where there is none."""
     value = data.get(key, other)
-    if type(value) is not int or value < 0:
-        raise InputError(f"{field}, {key}", value, "It must be a whole number.")
+    if type(value) is not int or value < least:
+        raise InputError(f"{field}, {key}", value, f"It must be a whole number, at least {least}.")
     return value
 
 
