@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from galvatron_lite.diagnose.diagnosis import CollectiveRow, Diagnosis
     from galvatron_lite.diagnose.findings import Finding
     from galvatron_lite.runtime.checkpoint.manifest import Manifest
-    from galvatron_lite.runtime.monitor.log import Replayed
+    from galvatron_lite.runtime.monitor.decide import Replayed
 
 _Checkpoints = Annotated[Path, typer.Argument(help="Folder of one or several checkpoints.")]
 
@@ -181,7 +181,7 @@ def replay_command(
 ) -> None:
     """Repeat all decisions of a log. Exit status 1 if one differs."""
     from galvatron_lite.files import to_data
-    from galvatron_lite.runtime.monitor.log import read_log, replay
+    from galvatron_lite.runtime.monitor.decide import read_log, replay
 
     replayed = replay(read_log(log))
     for one in replayed:

@@ -20,10 +20,9 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import device_memory
-from galvatron_lite.diagnose.events import read_trace
 from galvatron_lite.diagnose.expected import GroupExpected, RankTimes, Where, expect, times_logged
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, findings, runs_measured
-from galvatron_lite.diagnose.traced import times_of
+from galvatron_lite.diagnose.traces import read_trace, times_of
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan

@@ -33,8 +33,7 @@ from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, pre
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import link_probes
-from galvatron_lite.runtime.monitor.decide import AS_PROFILED, State, begin, decide, wants_links
-from galvatron_lite.runtime.monitor.log import write_record
+from galvatron_lite.runtime.monitor.decide import AS_PROFILED, State, begin, decide, wants_links, write_record
 from galvatron_lite.runtime.monitor.notes import EXHAUSTED
 from galvatron_lite.runtime.monitor.planning import PlanningProcess, answer, plain
 from galvatron_lite.runtime.monitor.schema import (

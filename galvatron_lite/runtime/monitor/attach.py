@@ -38,9 +38,9 @@ from galvatron_lite.runs.schema import (
 )
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.adaptive import Monitor
-from galvatron_lite.runtime.monitor.clock import StepClock
+from galvatron_lite.runtime.monitor.clock import StepClock, Tracer
 from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
-from galvatron_lite.runtime.monitor.log import read_log
+from galvatron_lite.runtime.monitor.decide import read_log
 from galvatron_lite.runtime.monitor.observer import StepObserver, plan_digest, resident_bytes
 from galvatron_lite.runtime.monitor.schema import Adapt, Corrections, Decided, Exhausted
 from galvatron_lite.runtime.monitor.sinks import (
@@ -52,7 +52,6 @@ from galvatron_lite.runtime.monitor.sinks import (
     Sink,
     scalar_writer,
 )
-from galvatron_lite.runtime.monitor.traces import Tracer
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.phases import Phases
 

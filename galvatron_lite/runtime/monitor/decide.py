@@ -1,20 +1,26 @@
-"""Decisions: a pure function from a state and an event to the next state and a decision.
+"""Decisions: a pure function from a state and an event to the next state and a decision; their log, and its replay.
 
 A window of steps that takes longer or shorter than predicted is probed (links are measured). Once ``patience`` windows
 in a row deviate, the profile is corrected, and if that changed it, a new plan is made. It is adopted where it gains
 enough of a step, and what the remaining steps gain pays for the switch. Then no plan is made for ``cool_down`` steps;
 only where steps are slower than before the switch, it is undone, and the plan never tried again.
 
-There is no clock: the same events give the same decisions, so that a log can be replayed.
+There is no clock: the same events give the same decisions, so that a log can be replayed. A log has a JSON line for
+each event and decision, flushed as it is written.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import device_memory
 from galvatron_lite.cost.switching import switch_cost
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import check_regular, parse_record, to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.correct import (
@@ -24,18 +30,20 @@ from galvatron_lite.runtime.monitor.correct import (
     memory_factor,
     predicted_groups,
 )
-from galvatron_lite.runtime.monitor.planning import plan_name, step_seconds
+from galvatron_lite.runtime.monitor.planning import answer, plan_name, step_seconds
 from galvatron_lite.runtime.monitor.schema import (
     LOG_VERSION,
     Adapt,
     AdaptAction,
     Corrections,
+    Decided,
     Decision,
     Done,
     Event,
     Exhausted,
     LinkFactor,
     PlannedRecord,
+    Record,
     Started,
     StepWindow,
     WindowRecord,
@@ -263,3 +271,65 @@ def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decis
     gained = format_seconds(ahead * (now - then))
     reason = f"{compared}: {ahead} steps gain {gained}, the switch costs {format_seconds(cost)}"
     return _change(state, step, AdaptAction.SWITCH, reason, plan)
+
+
+_KINDS: dict[str, type[Record]] = {
+    "started": Started, "seen": WindowRecord, "planned": PlannedRecord, "decided": Decided, "done": Done,
+    "exhausted": Exhausted,
+}  # fmt: skip
+
+
+def write_record(path: str, record: Record) -> None:
+    """Add a line to a log; do nothing where the path is empty."""
+    if not path:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"kind": record.kind, **to_data(record)}, allow_nan=False) + "\n")
+
+
+def read_log(path: Path) -> list[Record]:
+    """Read the records of a log; raises ``FileFormatError`` naming the first line that is no record."""
+    try:
+        lines = check_regular(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError("file", str(path), "There is no such log, or it is no text.") from error
+    records = [
+        parse_record(line, f"{path}, line {number}", _KINDS, "logs", LOG_VERSION)
+        for number, line in enumerate(lines, start=1)
+    ]
+    if not records or not isinstance(records[0], Started):
+        raise FileFormatError(str(path), "its first line", "A log begins with what training started from.")
+    return records
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A decision as it was logged, and as it is taken again."""
+
+    logged: Decision | None  # None where the log has none
+    again: Decision  # from the same events
+
+    @property
+    def same(self) -> bool:
+        """Whether they are equal."""
+        return self.logged == self.again
+
+
+def replay(records: Sequence[Record]) -> list[Replayed]:
+    """Take all decisions of a log again; plans are made again too, from the corrected profile."""
+    logged = iter([record.decision for record in records if isinstance(record, Decided)])
+    return [Replayed(next(logged, None), decision) for decision in _again(records)]
+
+
+def _again(records: Sequence[Record]) -> Iterator[Decision]:
+    first, *events = records
+    assert isinstance(first, Started)
+    state = begin(first)
+    for event in events:
+        if isinstance(event, (Started, Decided)):
+            continue
+        again = answer(state.query(event.step)) if isinstance(event, PlannedRecord) else event
+        state, decision = decide(state, again)
+        if decision is not None:
+            yield decision

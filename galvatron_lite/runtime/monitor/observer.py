@@ -33,8 +33,7 @@ from galvatron_lite.runs.schema import (
     StepRecord,
     tokens_of_sample,
 )
-from galvatron_lite.runtime.monitor.clock import LayerClock, Scalar, StepClock, StepMarks
-from galvatron_lite.runtime.monitor.traces import Tracer
+from galvatron_lite.runtime.monitor.clock import LayerClock, Scalar, StepClock, StepMarks, Tracer
 
 _FIRST, _LONGEST = 0.5, 10.0
 """Seconds between two records of a rank: at first, and at last; they double."""

@@ -26,7 +26,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor import adaptive
 from galvatron_lite.runtime.monitor.adaptive import Monitor
 from galvatron_lite.runtime.monitor.attach import earlier_corrections
-from galvatron_lite.runtime.monitor.log import read_log, replay
+from galvatron_lite.runtime.monitor.decide import read_log, replay
 from galvatron_lite.runtime.monitor.schema import Adapt, AdaptAction, Decision, Exhausted, Planner
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed

@@ -14,8 +14,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.attach import adapt_settings, correct_inputs, earlier_corrections
 from galvatron_lite.runtime.monitor.correct import corrected, link_factors, predicted_groups
-from galvatron_lite.runtime.monitor.decide import State, begin, decide, wants_links
-from galvatron_lite.runtime.monitor.log import read_log, replay, write_record
+from galvatron_lite.runtime.monitor.decide import State, begin, decide, read_log, replay, wants_links, write_record
 from galvatron_lite.runtime.monitor.planning import PlanningProcess, answer, plan_name, step_seconds
 from galvatron_lite.runtime.monitor.schema import (
     Adapt,
