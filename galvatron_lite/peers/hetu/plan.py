@@ -8,7 +8,7 @@ stage 3. Embedding and head have one strategy (``vtp``, ``vsp``, ``embed_sdp``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -96,14 +96,14 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
     if sum(division) != count or len(division) != stages:
         raise InputError(f"{field}, pp_division", data.get("pp_division"), f"It must share {count} layers on {stages}.")
     layers = tuple(
-        _strategy(world // stages, *shape, default, f"{field}, {f'layer {place}' if searched else 'global_tp_deg'}")
+        _strategy(world // stages, shape, default, f"{field}, {f'layer {place}' if searched else 'global_tp_deg'}")
         for place, shape in enumerate(zip(*shapes, strict=True))
     )
     names = ("vtp", "vsp", "embed_sdp") if searched else ("vocab_tp", "vocab_sp", "vocab_sdp")
     size = _integer(data, names[0], field, 1)
     shared, sharded = (_integer(data, key, field, 0, 0) for key in names[1:])
     sharded = _integer(data, "vocab_sdp", field, sharded, 0)
-    edges = _strategy(world // stages, size, shared, sharded, 0, default, f"{field}, {names[0]}")
+    edges = _strategy(world // stages, (size, shared, sharded, 0), default, f"{field}, {names[0]}")
     samples = _integer(data, "global_bsz" if searched else "global_train_batch_size", field, batch or None)
     chunks = _integer(data, "chunks", field, 1)
     return HetuPlan(world, stages, samples, chunks, division, layers, edges, _schedule(data, field), default)
@@ -138,9 +138,8 @@ def _joined(figures: Any) -> str:
     return ",".join(str(figure) for figure in figures)
 
 
-def _strategy(
-    devices: int, size: int, shared: int, sharded: int, again: int, default: DataType, field: str
-) -> HetuStrategy:
+def _strategy(devices: int, shape: Sequence[int], default: DataType, field: str) -> HetuStrategy:
+    size, shared, sharded, again = shape
     if size < 1 or devices % size:
         raise InputError(field, size, f"It must divide the {devices} GPUs of a stage.")
     kind = DataType.ZERO3 if sharded else default

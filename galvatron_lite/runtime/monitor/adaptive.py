@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from statistics import quantiles
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -276,13 +275,17 @@ def measure_links(
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of a call that all ranks start together."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     dist.barrier()
-    wait()
+    _synchronize(device)
     before = perf_counter()
     call()
-    wait()
+    _synchronize(device)
     return perf_counter() - before
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _ran_out_everywhere(error: BaseException, group: dist.ProcessGroup | None) -> bool:
