@@ -1,4 +1,4 @@
-"""The commands that start a job, the checks before, and a job on two hosts."""
+"""The commands that start a job, the checks before, a job on two hosts, and what its ranks say last."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
-from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError, PeerError
 from galvatron_lite.files import to_data
 from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, Through, chosen, read_hostfile
+from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words, listen
 from galvatron_lite.launch.jobs import (
     MARK,
     NodeReport,
@@ -260,3 +261,50 @@ def test_the_job_ends_with_the_first_that_fails() -> None:
     ]:  # fmt: skip
         with pytest.raises(LaunchError, match=said):
             output_of([command], {}, 0.1 if command[0] == "sleep" else 60)
+
+
+PEER = PeerError("Rank 0 waited in vain.", ranks=(1,), operation="forward")
+WRONG = InputError("mem", "lots", "Give 40GB.")
+
+
+def end(rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank ends by an error that nothing catches."""
+    monkeypatch.setenv("RANK", str(rank))
+    sys.excepthook(type(error), error, None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ({}, ""),
+        ({0: ValueError("the user's")}, ""),
+        ({0: PEER, 1: WRONG}, f"Rank 1: InputError: {WRONG}"),
+        ({0: PEER}, f"Rank 0: PeerError: {PEER}"),
+        (dict.fromkeys(range(3), WRONG), f"Rank 0, 1, 2: InputError: {WRONG}"),
+        (dict.fromkeys(range(12), WRONG), f"Rank 0, 1, 2, 3 and 8 others: InputError: {WRONG}"),
+    ],
+)
+def test_each_thing_is_said_once_and_waiting_only_where_nothing_else_is(
+    ends: dict[int, Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    listen()
+    listen()
+    for rank, error in ends.items():
+        end(rank, error, monkeypatch)
+    assert shown == list(ends.values())
+    assert last_words(tmp_path) == said
+
+
+def test_nothing_is_kept_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.excepthook
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    listen()
+    assert sys.excepthook is before
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "of another machine"))
+    listen()
+    end(0, GalvatronError("x"), monkeypatch)
+    assert list(tmp_path.iterdir()) == []

@@ -52,25 +52,17 @@ def infer_perception(trunk: Strategy) -> Any:
     return [made(pictures), made(pictures=pictures), made({"pictures": pictures}), made((pictures,))]
 
 
-def infer(case: Case) -> Tensor:
-    """The loss that a model returns, from ``outputs``."""
-    loss: Tensor = make_branched(case).eval().outputs(**make_batch(case))
-    return loss
-
-
-def evaluate(case: Case) -> float:
-    """The loss in evaluation mode, without gradients, through the model's call."""
-    parallel = make_branched(case).eval()
-    with torch.no_grad():
-        return float(parallel(**make_batch(case)))
-
-
-def call_and_clip(case: Case) -> tuple[float, float]:
-    """A loss and the norm of its gradient, in the style of a usual loop."""
-    parallel = make_branched(case)
-    loss = parallel(**make_batch(case))
+def used(case: Case) -> tuple[float, ...]:
+    """A loss and the norm of its gradient, as in a usual loop; the loss of the model's call in evaluation mode without
+    gradients, and from ``outputs``.
+    """
+    parallel, batch = make_branched(case), make_batch(case)
+    loss = parallel(**batch)
     loss.backward()
-    return float(loss), float(parallel.clip_grad_norm(1.0))
+    norm = parallel.clip_grad_norm(1.0)
+    parallel.eval()
+    with torch.no_grad():
+        return float(loss), float(norm), float(parallel(**batch)), float(parallel.outputs(**batch))
 
 
 def one_rank_is_late(case: Case, patience: float) -> str:
