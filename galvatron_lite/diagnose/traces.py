@@ -216,7 +216,11 @@ def rank_of(trace: Trace) -> int:
 def times_of(trace: Trace) -> RankTimes:
     """The times of the steps of a trace, on its rank."""
     reading = _Reading(trace, _steps(trace))
-    return reading.on_device() if reading.kernels else reading.on_host()
+    if reading.kernels:
+        reading.on_device()
+    else:
+        reading.on_host()
+    return reading.times()
 
 
 def _steps(trace: Trace) -> list[TimedEvent]:
@@ -275,32 +279,35 @@ class _Reading:
             staged = bool(self._of(StepPart.WAITING))
             self._messages = [message for message in messages if not staged or kind_of(message.name) != "send_recv"]
         self._starts = [part.start for part in self._parts]
+        # seconds of all steps: by layer, by place and kind, and of the parts
+        self._forward, self._backward = defaultdict[str, float](float), defaultdict[str, float](float)
+        self._communication = defaultdict[tuple[Where, str], float](float)
+        self._optimizer = self._waiting = 0.0
 
-    def on_host(self) -> RankTimes:
+    def on_host(self) -> None:
+        """Add up what the main thread did."""
         messages = Cover((message.start, message.end) for message in self._messages)
         computes = Cover(
             (operation.start, operation.end) for operation in self._operations if operation.name.startswith("aten::")
         )
         exposed = messages.minus(computes)
-        forward, backward = _seconds_of(), _seconds_of()
         for layer in self._outermost(self._layers):
             if self._part_at(layer.start) is not StepPart.BACKWARD:
-                forward[layer.name.removeprefix(LAYER)] += exposed.rest(layer.start, layer.end)
+                self._forward[layer.name.removeprefix(LAYER)] += exposed.rest(layer.start, layer.end)
         for name, start, end in self._backward_stretches():
-            backward[name] += exposed.rest(start, end)
-        communication = self._communication(exposed)
+            self._backward[name] += exposed.rest(start, end)
+        self._communicate(exposed)
         for part in (StepPart.GRADIENTS, StepPart.CHECK):
-            self._take_all(communication, part, computes)
-        optimizer = sum(exposed.rest(update.start, update.end) for update in self._of(StepPart.OPTIMIZER))
-        waiting = sum(one.end - one.start for one in self._of(StepPart.WAITING))
-        return self._record(forward, backward, communication, optimizer, waiting)
+            self._take_all(part, computes)
+        self._optimizer = sum(exposed.rest(update.start, update.end) for update in self._of(StepPart.OPTIMIZER))
+        self._waiting = sum(one.end - one.start for one in self._of(StepPart.WAITING))
 
-    def on_device(self) -> RankTimes:
+    def on_device(self) -> None:
+        """Add up what kernels did."""
         quiet = Cover((kernel.start, kernel.end) for kernel in self.kernels if "nccl" not in kernel.name.lower())
         exposed = Cover((message.start, message.end) for message in self._messages).minus(quiet)
         launched = {operation.external: operation for operation in self._operations if operation.external >= 0}
         layers, nodes, layer_of = _Ranges(self._layers), _Ranges(self._nodes()), self._layer_of_nodes()
-        forward, backward, optimizer = _seconds_of(), _seconds_of(), 0.0
         for kernel in self.kernels:
             if "nccl" in kernel.name.lower():
                 continue
@@ -308,44 +315,35 @@ class _Reading:
             part = StepPart.OTHER if operation is None else self._part_at(operation.start)
             seconds = kernel.end - kernel.start
             if part is StepPart.OPTIMIZER:
-                optimizer += seconds
+                self._optimizer += seconds
                 continue
             node = None if operation is None else nodes.around(operation)
             layer = None if operation is None else layers.around(operation)
             if node is not None and node.sequence in layer_of:
-                backward[layer_of[node.sequence]] += seconds
+                self._backward[layer_of[node.sequence]] += seconds
             elif layer is not None:
-                forward[layer.name.removeprefix(LAYER)] += seconds
-        communication = self._communication(exposed, launched)
-        waiting = communication.pop((Where.LAYERS, "send_recv"), 0.0)
-        return self._record(forward, backward, communication, optimizer, waiting)
+                self._forward[layer.name.removeprefix(LAYER)] += seconds
+        self._communicate(exposed, launched)
+        self._waiting = self._communication.pop((Where.LAYERS, "send_recv"), 0.0)
 
-    def _record(
-        self,
-        forward: Mapping[str, float],
-        backward: Mapping[str, float],
-        communication: Mapping[tuple[Where, str], float],
-        optimizer: float,
-        waiting: float,
-    ) -> RankTimes:
+    def times(self) -> RankTimes:
         """Of a mean step; what is left is other."""
-        count = len(self._steps)
-        total = sum(step.end - step.start for step in self._steps)
-        means = [{name: seconds / count for name, seconds in one.items()} for one in (forward, backward)]
+        count, total = len(self._steps), sum(step.end - step.start for step in self._steps)
+        forward, backward = (
+            {name: seconds / count for name, seconds in one.items()} for one in (self._forward, self._backward)
+        )
+        communication = {key: seconds / count for key, seconds in self._communication.items()}
+        optimizer, waiting = self._optimizer / count, self._waiting / count
         explained = sum(sum(one.values()) for one in (forward, backward, communication)) + optimizer + waiting
         return RankTimes(
-            rank_of(self._trace), total / count, count, means[0], means[1],
-            {key: seconds / count for key, seconds in communication.items()}, optimizer / count, waiting / count,
-            max(total - explained, 0.0) / count, traced=True,
+            rank_of(self._trace), total / count, count, forward, backward, communication, optimizer, waiting,
+            max(total / count - explained, 0.0), traced=True,
             groups={kind_of(message.name): message.group for message in self._messages if message.group},
             layered=bool(self._layers), parted=bool(self._parts),
         )  # fmt: skip
 
-    def _communication(
-        self, exposed: Cover, launched: Mapping[int, TimedEvent] | None = None
-    ) -> dict[tuple[Where, str], float]:
-        """Communication that nothing hides; where several kinds run at once the earliest counts."""
-        communication = defaultdict[tuple[Where, str], float](float)
+    def _communicate(self, exposed: Cover, launched: Mapping[int, TimedEvent] | None = None) -> None:
+        """Add up communication that nothing hides; where several kinds run at once the earliest counts."""
         counted = 0.0
         for message in sorted(self._messages, key=lambda event: event.start):
             start = max(message.start, counted)
@@ -355,17 +353,16 @@ class _Reading:
             cause = message if launched is None else launched.get(message.external, message)
             for part, begin, end in self._cut(start, message.end, None if launched is None else cause.start):
                 if part is not StepPart.WAITING and (seconds := exposed.inside(begin, end)):
-                    communication[_PLACES.get(part, Where.LAYERS), kind_of(message.name)] += seconds
-        return communication
+                    self._communication[_PLACES.get(part, Where.LAYERS), kind_of(message.name)] += seconds
 
-    def _take_all(self, table: dict[tuple[Where, str], float], part: StepPart, computes: Cover) -> None:
+    def _take_all(self, part: StepPart, computes: Cover) -> None:
         """In a part that only communicates, all time without operations is waiting, with or without events."""
         where = _PLACES[part]
         seconds = sum(computes.rest(one.start, one.end) for one in self._of(part))
-        kinds = {kind: own for (place, kind), own in table.items() if place is where}
+        kinds = {kind: own for (place, kind), own in self._communication.items() if place is where}
         longest = max(kinds, key=lambda kind: kinds[kind], default="")
         if seconds:
-            table[where, longest] = kinds.get(longest, 0.0) + max(seconds - sum(kinds.values()), 0.0)
+            self._communication[where, longest] += max(seconds - sum(kinds.values()), 0.0)
 
     def _cut(self, start: float, end: float, cause: float | None) -> Iterable[tuple[StepPart, float, float]]:
         """A stretch by the parts of the step that it lies in; of a kernel, that in which it was launched."""
@@ -431,8 +428,3 @@ class _Reading:
 def _part(event: TimedEvent) -> StepPart:
     name = event.name.removeprefix(PART)
     return StepPart(name) if name in StepPart._value2member_map_ else StepPart.OTHER
-
-
-def _seconds_of() -> dict[str, float]:
-    """Seconds by name."""
-    return defaultdict(float)
