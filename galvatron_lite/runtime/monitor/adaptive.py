@@ -78,7 +78,6 @@ class Monitor:
 
     Args:
         parallel: split for a plan with a prediction by the profile.
-        step: steps that were trained before; the attribute counts on.
         corrections: of the profile, from an earlier run.
     """
 
@@ -87,10 +86,9 @@ class Monitor:
         parallel: ParallelModel,
         profile: Profile,
         settings: Adapt,
-        step: int = 0,
         corrections: Corrections = AS_PROFILED,
     ) -> None:
-        self.step = step
+        self.step = 0
         self.scheduler: Any = None
         self._parallel, self._profile, self._settings = parallel, profile, settings
         self._names = [layer.name for layer in profile.graph.layers]
@@ -99,9 +97,9 @@ class Monitor:
             for group, points in link_probes(profile)
             for point in points
         ]
-        self._clock, self._seconds, self._started = LayerClock(parallel), list[float](), step
+        self._clock, self._seconds, self._ignored = LayerClock(parallel), list[float](), settings.warm_up
         self._group = None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
-        first = Started(LOG_VERSION, settings, profile, parallel.plan, step, corrections)
+        first = Started(LOG_VERSION, settings, profile, parallel.plan, corrections=corrections)
         self._decider = _Decider(first) if dist.get_rank() == 0 else None
 
     @property
@@ -121,7 +119,8 @@ class Monitor:
         loss = self._step(batch, optimizer, max_grad_norm)
         self._seconds.append(perf_counter() - before)
         self.step += 1
-        if self.step <= self._started + settings.warm_up:
+        if self._ignored > 0:
+            self._ignored -= 1
             self._seconds.clear()
         if len(self._seconds) >= settings.window:
             self._end_window(optimizer)
@@ -190,7 +189,7 @@ class Monitor:
         if self._decider is not None:
             self._decider.feed(Done(self.step, seconds, error))
         self._clock.close()
-        self._clock, self._started = LayerClock(self._parallel), self.step
+        self._clock, self._ignored = LayerClock(self._parallel), self._settings.warm_up
         return error
 
 
