@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,14 +39,18 @@ from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_lin
 from galvatron_lite.model import zoo
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import OriginKind, Profile
-from galvatron_lite.runs.schema import CollectiveRecord, RecordedRun, RunHeader, StepRecord, read_run
+from galvatron_lite.runs.schema import TRACES, CollectiveRecord, RecordedRun, RunHeader, StepRecord, read_run
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.attach import ObserverOptions, observe
-from tests.diagnose.jobs import BLOCKS, MORE, known_profile, plan_of, plant_all, plant_in_a_stage
 from tests.equivalence.plans import write_plan
+from tests.known_time import KnownClock, retimed
 from tests.pool import WorkerPool
+from tests.runtime.monitor import machines
+from tests.runtime.monitor.machines import BLOCKS, Link, Workers, pair, profile_of, worked_batch
+from tests.runtime.plans import make_plan
 
 
 def _from_traces(folder: Path) -> Diagnosis:
@@ -223,7 +228,7 @@ def model_and_batch() -> tuple[Any, Any]:
 
 
 @cache
-def profile_of(devices: int = 2) -> Profile:
+def small_profile(devices: int = 2) -> Profile:
     graph = trace(*model_and_batch())
     return estimate_profile(graph, load_cluster("a100-80gb", devices), precision="fp32", name="gpt-tiny")
 
@@ -246,10 +251,10 @@ def run(folder: str, how: str, profile: Profile) -> None:
 
 @pytest.mark.parametrize("how", STRATEGIES)
 def test_bytes_and_the_last_rank_of_a_run(pool: WorkerPool, tmp_path: Path, how: str) -> None:
-    pool.run(2, run, folder=str(tmp_path), how=how, profile=profile_of())
+    pool.run(2, run, folder=str(tmp_path), how=how, profile=small_profile())
     source = open_source(tmp_path)
     rows = {row.collective: row for row in diagnose(source, find_profile(source)).collectives}
-    parameters = 4 * profile_of().graph.parameters
+    parameters = 4 * small_profile().graph.parameters
     if how == "data":
         assert rows[Collective.ALL_REDUCE].bytes == pytest.approx(parameters, rel=0.01)
     else:  # the tied table is kept whole or padded; twice gathered, once scattered
@@ -265,9 +270,121 @@ def test_bytes_and_the_last_rank_of_a_run(pool: WorkerPool, tmp_path: Path, how:
 def test_figures_of_a_row() -> None:
     taken = {0: 0.5, 1: 0.1, 2: 0.6}  # in two steps
     records = [CollectiveRecord(rank, 4, 2, "all_reduce", (0, 1, 2), 4, 3000, own) for rank, own in taken.items()]
-    (row,) = collective_rows(records, profile_of(4))
+    (row,) = collective_rows(records, small_profile(4))
     assert (row.slowest, row.calls, row.bytes) == (1, 2, 1500)
     assert row.seconds == pytest.approx(0.05)
     assert row.waited == pytest.approx(0.225)
     assert row.bandwidth == pytest.approx(2 * 2 / 3 * 1500 / 0.05)
     assert row.predicted > 0
+
+
+BATCH = 8
+FORWARD, BACKWARD = 0.01, 0.02
+"""Seconds of a block's pass of a micro-batch."""
+BANDWIDTH, LATENCY = 2e8, 1e-3
+MORE = 0.1
+"""Seconds that are planted, in forward; twice that in backward."""
+SLOWER = 0.5
+"""Seconds that the gradients' messages take longer, all together."""
+
+
+class Plants:
+    """What is planted now."""
+
+    blocks: dict[int, float] = {}  # noqa: RUF012 - changed by the jobs of one process
+    optimizer = 0.0
+
+
+def pace(number: int, _samples: int) -> tuple[float, float]:
+    more = Plants.blocks.get(number, 0.0)
+    return FORWARD + more, BACKWARD + 2 * more
+
+
+def known_profile() -> Profile:
+    return profile_of(pace, BATCH, pair(BANDWIDTH, LATENCY))
+
+
+def plan_of(profile: Profile, stages: int = 1, microbatches: int = 1) -> Plan:
+    """Two replicas; or two stages."""
+    names = [layer.name for layer in profile.graph.layers]
+    halves = [names] if stages == 1 else [names[: len(names) // 2], names[len(names) // 2 :]]
+    strategies = [[Strategy(data=2 // stages)] * len(half) for half in halves]
+    return evaluate(profile, make_plan(halves, strategies, BATCH, microbatches))
+
+
+class Trained:
+    """A model that trains on this rank, and what is planted into it.
+
+    Args:
+        folder: of the test.
+        stages, microbatches: of the plan.
+    """
+
+    def __init__(self, folder: Path, stages: int = 1, microbatches: int = 1) -> None:
+        self.folder, self.profile = folder, known_profile()
+        self.plan = plan_of(self.profile, stages, microbatches)
+        model, batch = Workers(pace), worked_batch(BATCH, 1)
+        self.parallel = ParallelModel(model, self.plan, discover_layers(model, batch), batch, device="cpu")
+        self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.01)
+        self.optimizer.register_step_pre_hook(lambda *_: Link.clock.work(Plants.optimizer))
+
+    def run(self, name: str) -> float:
+        """Train some steps into a folder of their own, the last two of them traced; seconds of the second."""
+        first = self.parallel.step
+        traced = range(first + 2, first + 4)
+        recorder = observe(self.parallel, ObserverOptions(self.folder / name, False, traced), self.profile)
+        seconds = []
+        for _ in range(4):
+            dist.barrier()
+            before = Link.clock.now()
+            self.parallel.train_step(worked_batch(BATCH, 1), self.optimizer)
+            seconds.append(Link.clock.now() - before)
+        recorder.finish()
+        (trace,) = (self.folder / name / TRACES).glob(f"rank-{dist.get_rank():05d}-*")
+        retimed(trace)
+        return seconds[1]
+
+
+@contextmanager
+def planted(blocks: dict[int, float], optimizer: float = 0.0) -> Iterator[None]:
+    Plants.blocks, Plants.optimizer = blocks, optimizer
+    yield
+    Plants.blocks, Plants.optimizer = {}, 0.0
+
+
+def plant_all(folder: str) -> dict[str, float]:
+    """Every cause in a run of its own; seconds of a step of each, on this rank."""
+    clock = KnownClock()
+    machines.join(Path(folder), BANDWIDTH, clock)
+    with clock.told():
+        return _plant_all(folder)
+
+
+def _plant_all(folder: str) -> dict[str, float]:
+    trained = Trained(Path(folder))
+    every, own = dict.fromkeys(range(BLOCKS), MORE / 2), dist.get_rank() == 1
+    runs: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: planted({}),
+        "layers": lambda: planted({1: MORE}),
+        "rank": lambda: planted(every if own else {}),
+        "layers of a rank": lambda: planted({2: MORE} if own else {}),
+        "optimizer": lambda: planted({}, 3 * MORE),
+    }
+    found = {}
+    for name, plant in runs.items():
+        with plant():
+            found[name] = trained.run(name)
+    size = sum(parameter.nbytes for parameter in Workers(pace).parameters())
+    Link.per_byte += SLOWER / size
+    found["collective"] = trained.run("collective")
+    return found
+
+
+def plant_in_a_stage(folder: str) -> float:
+    """A block of the second of two stages takes longer."""
+    clock = KnownClock()
+    machines.join(Path(folder), BANDWIDTH, clock)
+    with clock.told():
+        trained = Trained(Path(folder), stages=2, microbatches=4)
+        with planted({3: MORE}):
+            return trained.run("stage")

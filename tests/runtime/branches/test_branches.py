@@ -21,8 +21,7 @@ from tests.branchy import plain_profile
 from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.branches import jobs
-from tests.runtime.branches.jobs import train_alone, train_each
-from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model
+from tests.runtime.branches.jobs import ONE, Case, layers_of, make_batch, make_model, train_alone, train_each
 from tests.runtime.plans import make_plan as plain_plan
 from tests.runtime.training import Trained, assert_same
 

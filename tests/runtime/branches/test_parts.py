@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.branches.parts import StandIn, entrances, place_parts, replace_module, skeleton
 from galvatron_lite.runtime.branches.pending import DeferredFunction, PendingTensor, pending
-from tests.runtime.branches.networks import ONE, Case, layers_of, make_model, make_plan
+from tests.runtime.branches.jobs import ONE, Case, layers_of, make_model, make_plan
 
 CASE = Case("Coders", {"a": (("coders.0",), 0, 1, ONE), "b": (("coders.1",), 1, 1, ONE)}, ONE, 2)
 LAYERS = layers_of(CASE, make_model(CASE))

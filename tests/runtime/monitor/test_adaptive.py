@@ -32,9 +32,8 @@ from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
 from tests.known_time import KnownClock
 from tests.pool import WorkerPool
-from tests.runtime.monitor import slow_link
-from tests.runtime.monitor.slow_link import Link
-from tests.runtime.monitor.workers import Workers, pair, profile_of, worked_batch
+from tests.runtime.monitor import machines
+from tests.runtime.monitor.machines import Link, Workers, pair, profile_of, worked_batch
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
 BATCH = 16
@@ -88,7 +87,7 @@ def known_profile() -> Profile:
 
 def train_over_slow_link(folder: str, quick: int, slow: int) -> SlowLinkRun:
     """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both."""
-    slow_link.join(Path(folder), BANDWIDTH, clock := KnownClock())
+    machines.join(Path(folder), BANDWIDTH, clock := KnownClock())
     seconds, losses = list[float](), list[float]()
     with clock.told():
         profile, model, example = known_profile(), Workers(pace), worked_batch(BATCH, 0)

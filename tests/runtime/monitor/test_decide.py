@@ -31,7 +31,7 @@ from galvatron_lite.runtime.monitor.schema import (
     Started,
     WindowRecord,
 )
-from tests.runtime.monitor.workers import fastest, started, wide_profile, window_on
+from tests.runtime.monitor.machines import fastest, started, wide_profile, window_on
 
 SETTINGS = Adapt(window=10, warm_up=0, patience=2, cool_down=40, steps=100000)
 SLOW = Corrections((LinkFactor("node", 60.0),))
