@@ -36,9 +36,9 @@ def test_every_layer_has_one_home() -> None:
     ("changed", "named"),
     [
         (lambda: with_second(roots=("towers.1",)), r"branch b: 'towers\.1' .* no layers there; make the plan anew"),
-        (lambda: with_second(first=2), "devices of b: '2 to 2'"),
-        (lambda: with_second(devices=2), "strategies of b"),
-        (lambda: replace(PLAN, stages=PLAN.stages * 2), "plan: '2 stages'"),
+        (lambda: with_second(first=2), r"branches\.1: 'first 2, devices 1' .* 2 devices"),
+        (lambda: with_second(devices=2), r"branches\.1"),
+        (lambda: replace(PLAN, stages=PLAN.stages * 2), "plan, stages: 2 .* one stage"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(changed: Callable[[], Plan], named: str) -> None:
