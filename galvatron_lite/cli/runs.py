@@ -36,13 +36,15 @@ def diagnose_command(
     as_json: options.Json = False,
 ) -> None:
     """Find where a training run differs from its prediction."""
-    from galvatron_lite.diagnose.diagnosis import diagnose, find_profile, open_source, updated
+    from galvatron_lite.api_profile import profile_of
+    from galvatron_lite.diagnose.diagnosis import diagnose, open_source, profile_beside, updated
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import read_profile, write_profile
 
     check_folder("--update", update)
     source = open_source(run, None if plan is None else read_plan(plan))
-    priced_with = find_profile(source) if profile is None else read_profile(profile)
+    priced_with = read_profile(profile) if profile is not None else profile_beside(source)
+    priced_with = priced_with or profile_of(source.plan, named=False)
     diagnosis = diagnose(source, priced_with)
     changed: tuple[str, ...] = ()
     if update is not None:

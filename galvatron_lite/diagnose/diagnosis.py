@@ -8,7 +8,6 @@ communication equals the measured one (``runtime.monitor.correct`` does both). T
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod, sqrt
@@ -27,7 +26,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Origin, OriginKind, Profile
-from galvatron_lite.profiler.store import profile_hash, read_profile
+from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.runs.schema import PROFILE, CollectiveRecord, RecordedRun, is_run, read_run
 from galvatron_lite.runtime.monitor.correct import corrected
 from galvatron_lite.runtime.monitor.schema import Corrections, LinkFactor
@@ -162,18 +161,10 @@ def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ..
     )
 
 
-def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Profile:
-    """What the plan of a run was made from: beside the run, else of those that were made here."""
-    if source.run is not None and (source.run.folder / PROFILE).is_file():
-        return read_profile(source.run.folder / PROFILE)
-    made_from, wanted = source.plan.provenance, "a plan written by hand"
-    if made_from is not None:
-        wanted = f"profile {made_from.profile} ({made_from.profile_hash})"
-        for path in sorted(folder.glob("*/*.yaml")):
-            with suppress(FileFormatError):
-                if profile_hash(profile := read_profile(path)) == made_from.profile_hash:
-                    return profile
-    raise InputError("--profile", "none", f"The run is of {wanted}, which is not here: give --profile FILE.")
+def profile_beside(source: DiagnosisInput) -> Profile | None:
+    """What the plan of a run was made from, as far as it lies beside the run."""
+    path = None if source.run is None else source.run.folder / PROFILE
+    return read_profile(path) if path is not None and path.is_file() else None
 
 
 def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:

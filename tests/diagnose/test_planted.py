@@ -30,8 +30,8 @@ from galvatron_lite.diagnose.diagnosis import (
     _untraced,
     collective_rows,
     diagnose,
-    find_profile,
     open_source,
+    profile_beside,
     updated,
 )
 from galvatron_lite.diagnose.expected import RankTimes, Where, expect
@@ -55,12 +55,12 @@ from tests.runtime.plans import make_plan
 
 def _from_traces(folder: Path) -> Diagnosis:
     source = open_source(folder)
-    return diagnose(source, find_profile(source))
+    return diagnose(source, profile_beside(source))
 
 
 def _from_log(folder: Path) -> Diagnosis:
     source = _of_run(replace(read_run(folder), traces=()))
-    return diagnose(source, find_profile(source))
+    return diagnose(source, profile_beside(source))
 
 
 Diagnose = Callable[[Path], Diagnosis]
@@ -140,7 +140,7 @@ def test_slow_messages_are_named(runs: Runs, read: Diagnose) -> None:
 def test_the_profile_is_corrected_by_what_was_seen(runs: Runs) -> None:
     for name in ("layers", "collective"):
         source = open_source(runs[0] / name)
-        known = find_profile(source)
+        known = profile_beside(source)
         made, said = updated(known, source)
         found = diagnose(source, made)
         assert said
@@ -253,7 +253,7 @@ def run(folder: str, how: str, profile: Profile) -> None:
 def test_bytes_and_the_last_rank_of_a_run(pool: WorkerPool, tmp_path: Path, how: str) -> None:
     pool.run(2, run, folder=str(tmp_path), how=how, profile=small_profile())
     source = open_source(tmp_path)
-    rows = {row.collective: row for row in diagnose(source, find_profile(source)).collectives}
+    rows = {row.collective: row for row in diagnose(source, profile_beside(source)).collectives}
     parameters = 4 * small_profile().graph.parameters
     if how == "data":
         assert rows[Collective.ALL_REDUCE].bytes == pytest.approx(parameters, rel=0.01)
