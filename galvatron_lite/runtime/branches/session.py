@@ -172,7 +172,7 @@ class DeferredCall:
         self.exit: BranchTransfer | None = None
         self.local: Any = None
         self._value: Any = None
-        self._has_value = self._ran = False
+        self._has_value = False
         inputs = self._args, self._kwargs
         self.template: Template = branch.foreseen[stand_in.path](*inputs, run.rows, self._like, stand_in.training)
         for node in nodes_of(inputs):
@@ -314,9 +314,8 @@ class DeferredCall:
     def run_here(self) -> None:
         """Run it, on the branch's ranks, and start sending what it returned."""
         runtime = self.branch.runtime
-        if self._ran or runtime is None:
+        if runtime is None:
             return
-        self._ran = True
         runtime.traffic.begin(self.run.rows)
         with self.branch.stream.active(), self._around():
             entered = self._entered(runtime)

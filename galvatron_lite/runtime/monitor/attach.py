@@ -39,7 +39,7 @@ from galvatron_lite.runs.schema import (
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.adaptive import Monitor
 from galvatron_lite.runtime.monitor.clock import StepClock, Tracer
-from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
+from galvatron_lite.runtime.monitor.correct import corrected
 from galvatron_lite.runtime.monitor.decide import read_log
 from galvatron_lite.runtime.monitor.observer import StepObserver, plan_digest, resident_bytes
 from galvatron_lite.runtime.monitor.schema import Adapt, Corrections, Decided, Exhausted
@@ -252,7 +252,7 @@ def correct_inputs(profile: Profile, corrections: Corrections, mem: str | int) -
     """The profile and the budget that a first plan is made with."""
     if corrections == Corrections():
         return profile, mem
-    budget = corrected_budget(budget_on(profile.cluster, mem or DEFAULT_BUDGET), corrections.memory)
+    budget = budget_on(profile.cluster, mem or DEFAULT_BUDGET).scaled(1.0 / corrections.memory)
     return corrected(profile, corrections), mem if corrections.memory == 1.0 else bytes_on(budget, "")
 
 

@@ -14,7 +14,6 @@ from itertools import groupby
 from math import prod
 from statistics import median
 
-from galvatron_lite.cluster.budget import Budget, as_budget
 from galvatron_lite.cluster.cluster import Collective, DeviceGroup, RankGroup
 from galvatron_lite.cluster.collectives import hops_of
 from galvatron_lite.cost.communication import Links
@@ -99,11 +98,6 @@ def corrected(profile: Profile, corrections: Corrections) -> Profile:
     """The profile with corrected links and devices."""
     slower = _with_devices(profile, corrections.devices)
     return _with_links(slower, corrections.links) if corrections.links else slower
-
-
-def corrected_budget(budget: int | Budget, factor: float) -> Budget:
-    """The predicted bytes that plans may take, where devices take ``factor`` times as much."""
-    return as_budget(budget).scaled(1.0 / factor)
 
 
 def _with_links(profile: Profile, links: Sequence[LinkFactor]) -> Profile:

@@ -19,7 +19,7 @@ from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
+from galvatron_lite.runtime.monitor.correct import corrected
 from galvatron_lite.runtime.monitor.schema import Corrections, PlannedRecord, Started
 from galvatron_lite.search.pins import read_pins
 from galvatron_lite.search.planner import find_plan
@@ -38,7 +38,7 @@ def answer(query: Started) -> PlannedRecord:
             profile,
             devices=plan.devices,
             global_batch=plan.global_batch,
-            budget=corrected_budget(budget, query.corrections.memory),
+            budget=budget.scaled(1.0 / query.corrections.memory),
             fixed=pins.at(plan.devices, plan.global_batch),
             runners_up=0,
             stoppable=False,
