@@ -145,9 +145,7 @@ class BranchInput:
     """A tensor that travels into a branch."""
 
     tensor: Tensor  # as the trunk has it
-    part: Tensor  # this rank's
-    shape: tuple[int, ...]  # of the full tensor; one without samples is there once a share of the trunk
-    source: AxisSplit  # how it lies in the trunk
+    piece: RankPiece  # this rank's; of a tensor without samples, which is there once a share of the trunk
     target: AxisSplit  # how it lies in the branch
     sampled: bool  # whether it holds samples
 
@@ -224,29 +222,20 @@ class DeferredCall:
         like = template_of(tensor)
         return with_rows(like, rows) if self.run.setting.runtime.traffic.piece(tensor) is not None else like
 
-    def _reals(self) -> Iterator[Tensor]:
-        seen = set[int]()
-        nests = [(self._args, self._kwargs)]
-        nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, DeferredFunction)]
-        for tensor in tensors_of(nests):
-            if not isinstance(tensor, PendingTensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
-
     def _sort_inputs(self) -> None:
         run, part, traffic = self.run, self.branch.part, self.run.setting.runtime.traffic
-        trunk = run.setting.trunk.layout
-        for tensor in self._reals():
+        trunk, nests = run.setting.trunk.layout, [(self._args, self._kwargs)]
+        nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, DeferredFunction)]
+        for tensor in {id(one): one for one in tensors_of(nests) if not isinstance(one, PendingTensor)}.values():
             piece = traffic.piece(tensor)
             if id(tensor) in run.origins:
                 self._replicated.append((tensor, run.origins[id(tensor)][1]))
             elif piece is not None:
-                target = part.entering(piece.shape)
-                self._moved.append(BranchInput(tensor, piece.tensor, piece.shape, piece.split, target, sampled=True))
+                self._moved.append(BranchInput(tensor, piece, part.entering(piece.shape), sampled=True))
             elif tensor.requires_grad:
                 loose, shape = traffic.loose(tensor, trunk).unsqueeze(0), (self._shares(), *tensor.shape)
-                source, target = trunk.samples(shape), part.layout.samples(shape)
-                self._moved.append(BranchInput(tensor, loose, shape, source, target, sampled=False))
+                piece = RankPiece(loose, trunk.samples(shape), shape)
+                self._moved.append(BranchInput(tensor, piece, part.layout.samples(shape), sampled=False))
 
     def _shares(self) -> int:
         """The trunk's shares of the samples; a tensor without samples is given, and returned, once a share."""
@@ -259,12 +248,12 @@ class DeferredCall:
     def _enter(self) -> None:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
         grad, moves = torch.is_grad_enabled(), list[TensorMove]()
-        for one in self._moved:
-            before, after = setting.trunk.boxes(one.source, one.shape, world), part.boxes(one.target, one.shape, world)
-            differentiable = grad and one.part.requires_grad
-            moves.append(TensorMove.of(one.part.dtype, before, after, differentiable, setting.channel.rank))
+        for piece, target in ((one.piece, one.target) for one in self._moved):
+            before = setting.trunk.boxes(piece.split, piece.shape, world)
+            after, differentiable = part.boxes(target, piece.shape, world), grad and piece.tensor.requires_grad
+            moves.append(TensorMove.of(piece.tensor.dtype, before, after, differentiable, setting.channel.rank))
         self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", moves)
-        self._tokens = [self.run.depart(self._entry, [one.part for one in self._moved])]
+        self._tokens = [self.run.depart(self._entry, [one.piece.tensor for one in self._moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
 
@@ -279,7 +268,7 @@ class DeferredCall:
             entered[id(tensor)] = traffic.hand(RankPiece(part, split, shape))
         arrived = self._entry.arrive(self._tokens) if self._entry is not None else []
         for one, part in zip(self._moved, arrived, strict=True):
-            piece = RankPiece(part, one.target, one.shape)
+            piece = RankPiece(part, one.target, one.piece.shape)
             entered[id(one.tensor)] = traffic.hand(piece) if one.sampled else part[0]
         return entered
 
