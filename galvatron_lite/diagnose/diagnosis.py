@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from math import prod, sqrt
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from galvatron_lite.analysis.step_time import explained_in_parts
 from galvatron_lite.cluster.cluster import Collective, RankGroup
@@ -25,7 +26,7 @@ from galvatron_lite.diagnose.traces import read_trace, times_of
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Origin, OriginKind, Profile
+from galvatron_lite.profiler.schema import DeviceFigures, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.runs.schema import PROFILE, CollectiveRecord, RecordedRun, is_run, read_run
 from galvatron_lite.runtime.monitor.correct import corrected
@@ -240,8 +241,7 @@ def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[st
     usual = [time_ for time_ in source.times if time_.rank not in slow] or list(source.times)
     pairs = [(one, expected.group_of(one.rank)) for one in usual]
     changes: list[str] = []
-    new = _with_layers(profile, pairs, changes)
-    new = _with_optimizer(new, pairs, changes)
+    new = _with_compute(profile, pairs, changes)
     new = _with_links(new, source.plan, usual, changes)
     if slow and profile.cluster.alike and profile.cluster.devices == source.plan.devices:
         factors = tuple(
@@ -259,12 +259,13 @@ def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[st
     return replace(new, origin=origin), tuple(changes)
 
 
+Figures = TypeVar("Figures", Profile, DeviceFigures)
 Pairs = Sequence[tuple[RankTimes, GroupExpected]]
 """Ranks, and what is expected of each."""
 
 
-def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
-    """Scale the points of the kinds that were measured by measured over predicted times.
+def _with_compute(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
+    """Scale the points of the kinds that were measured, and the optimizer, by measured over predicted times.
 
     A log has communication in the forward of layers, which cannot be separated: its kinds are only corrected where no
     communication is predicted in them; its backward is one factor on all kinds.
@@ -284,42 +285,33 @@ def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
     ahead, back = _factors(ratios["forward"]), _factors(ratios["backward"])
     for kind in dict.fromkeys((*ahead, *back)):
         changes.append(f"{kind}: forward x {ahead.get(kind, 1.0):g}, backward x {back.get(kind, 1.0):g}")
+    updates = [
+        one.optimizer / group.optimizer for one, group in pairs if one.parted and one.optimizer and group.optimizer
+    ]
+    update = _factors({"optimizer": updates}).get("optimizer", 1.0)
+    changes += [f"optimizer: x {update:g}"] if update != 1.0 else []
 
-    def scaled(points: Sequence[LayerPoint]) -> tuple[LayerPoint, ...]:
-        return tuple(
+    def scaled(figures: Figures) -> Figures:
+        layers = tuple(
             replace(
                 point, forward=point.forward * ahead.get(point.kind, 1.0),
                 backward=point.backward * back.get(point.kind, 1.0),
             )
-            for point in points
+            for point in figures.layers
         )  # fmt: skip
+        cost = figures.optimizer
+        each, tensor = cost.seconds_per_item * update, cost.seconds_per_tensor * update
+        return replace(
+            figures, layers=layers, optimizer=replace(cost, seconds_per_item=each, seconds_per_tensor=tensor)
+        )
 
-    types = tuple(replace(type_, layers=scaled(type_.layers)) for type_ in profile.types)
-    return replace(profile, layers=scaled(profile.layers), types=types)
+    return replace(scaled(profile), types=tuple(scaled(figures) for figures in profile.types))
 
 
 def _factors(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each, where it differs from 1."""
     factors = {kind: round(median(ratio), 4) for kind, ratio in ratios.items() if ratio}
     return {kind: factor for kind, factor in factors.items() if abs(factor - 1.0) > _NEAR}
-
-
-def _with_optimizer(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
-    ratios = [
-        one.optimizer / group.optimizer for one, group in pairs if one.parted and one.optimizer and group.optimizer
-    ]
-    factor = _factors({"optimizer": ratios}).get("optimizer")
-    if factor is None:
-        return profile
-    changes.append(f"optimizer: x {factor:g}")
-
-    def scaled(cost: OptimizerCost) -> OptimizerCost:
-        return replace(
-            cost, seconds_per_item=cost.seconds_per_item * factor, seconds_per_tensor=cost.seconds_per_tensor * factor
-        )
-
-    types = tuple(replace(type_, optimizer=scaled(type_.optimizer)) for type_ in profile.types)
-    return replace(profile, optimizer=scaled(profile.optimizer), types=types)
 
 
 def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], changes: list[str]) -> Profile:
