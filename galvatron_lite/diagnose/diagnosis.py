@@ -300,10 +300,9 @@ def _with_compute(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile
             for point in figures.layers
         )  # fmt: skip
         cost = figures.optimizer
-        each, tensor = cost.seconds_per_item * update, cost.seconds_per_tensor * update
-        return replace(
-            figures, layers=layers, optimizer=replace(cost, seconds_per_item=each, seconds_per_tensor=tensor)
-        )
+        item, tensor = cost.seconds_per_item * update, cost.seconds_per_tensor * update
+        optimizer = replace(cost, seconds_per_item=item, seconds_per_tensor=tensor)
+        return replace(figures, layers=layers, optimizer=optimizer)
 
     return replace(scaled(profile), types=tuple(scaled(figures) for figures in profile.types))
 
