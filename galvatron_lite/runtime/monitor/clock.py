@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 
@@ -302,14 +301,6 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
 }  # fmt: skip
 """Functions that are timed, and the kinds of their collectives."""
-Key = tuple[str, tuple[int, ...]]
-
-
-@dataclass(slots=True)
-class _Sum:
-    calls: int = 0
-    bytes: int = 0
-    spans: list[Callable[[], float]] = field(default_factory=list)
 
 
 class CollectiveTimer:
@@ -317,7 +308,8 @@ class CollectiveTimer:
 
     def __init__(self) -> None:
         self._plain: dict[str, Any] = {}
-        self._sums: dict[Key, _Sum] = {}
+        # of each kind on each ranks: bytes of each call, and what gives its seconds
+        self._calls: dict[tuple[str, tuple[int, ...]], list[tuple[int, Callable[[], float]]]] = {}
         self._inside = False
 
     def start(self) -> None:
@@ -336,16 +328,16 @@ class CollectiveTimer:
 
     def take(self, rank: int, step: int, steps: int) -> Iterable[CollectiveRecord]:
         """Records of so many steps up to this one; the device has to have done all of it."""
-        sums, self._sums = self._sums, {}
-        for (kind, ranks), sum_ in sums.items():
-            seconds = sum(max(span(), 0.0) for span in sum_.spans)
-            yield CollectiveRecord(rank, step, steps, kind, ranks, sum_.calls, sum_.bytes, round(seconds, 7))
+        groups, self._calls = self._calls, {}
+        for (kind, ranks), calls in groups.items():
+            size, seconds = sum(size for size, _ in calls), sum(max(span(), 0.0) for _, span in calls)
+            yield CollectiveRecord(rank, step, steps, kind, ranks, len(calls), size, round(seconds, 7))
 
     def _timed(self, plain: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         if self._inside:  # one calls another
             return plain(*args, **kwargs)
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        sized = [tensor.nbytes for tensor in tensors]
+        size = max(tensor.nbytes for tensor in tensors)  # of the tensor that all ranks have together
         group = kwargs.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         begin = moment(tensors[0].device)
@@ -356,10 +348,7 @@ class CollectiveTimer:
             self._inside = False
         span = _span(work, begin, tensors[0].device) if len(ranks) > 1 else None
         if span is not None:
-            one = self._sums.setdefault((kind, ranks), _Sum())
-            one.calls += 1
-            one.bytes += max(sized)  # the tensor that all ranks have together
-            one.spans.append(span)
+            self._calls.setdefault((kind, ranks), []).append((size, span))
         return work
 
 
