@@ -52,6 +52,15 @@ from tests.runtime.monitor import machines
 from tests.runtime.monitor.machines import BLOCKS, Link, Workers, pair, profile_of, worked_batch
 from tests.runtime.plans import make_plan
 
+BATCH = 8
+FORWARD, BACKWARD = 0.01, 0.02
+"""Seconds of a block's pass of a micro-batch."""
+BANDWIDTH, LATENCY = 2e8, 1e-3
+MORE = 0.1
+"""Seconds that are planted, in forward; twice that in backward."""
+SLOWER = 0.5
+"""Seconds that the gradients' messages take longer, all together."""
+
 
 def _from_traces(folder: Path) -> Diagnosis:
     source = open_source(folder)
@@ -88,14 +97,6 @@ def test_nothing_planted_is_nothing_large(runs: Runs, read: Diagnose) -> None:
     assert found.seconds == pytest.approx(found.predicted, abs=MORE)
 
 
-def test_slow_layers_are_named_and_so_is_their_size(runs: Runs) -> None:
-    worst = _worst(_from_traces(runs[0] / "layers"))
-    assert worst.cause is Cause.LAYERS
-    assert worst.where.startswith("blocks.1 ")
-    assert worst.ranks == ()
-    assert worst.seconds == pytest.approx(3 * MORE, rel=0.2)
-
-
 def test_a_log_tells_slow_layers_by_their_forward_passes(runs: Runs) -> None:
     found = _from_log(runs[0] / "layers").findings
     layers = [one for one in found if one.cause is Cause.LAYERS]
@@ -105,26 +106,27 @@ def test_a_log_tells_slow_layers_by_their_forward_passes(runs: Runs) -> None:
     assert back.seconds == pytest.approx(2 * MORE, rel=0.2)
 
 
-@HOW
-def test_a_slow_rank_is_named(runs: Runs, read: Diagnose) -> None:
-    worst = _worst(read(runs[0] / "rank"))
-    assert (worst.cause, worst.ranks) == (Cause.RANK, (1,))
-    assert worst.seconds == pytest.approx(BLOCKS * 1.5 * MORE, rel=0.2)
+CAUSES = [
+    ("rank", Cause.RANK, (1,), "rank 1", BLOCKS * 1.5 * MORE),
+    ("layers of a rank", Cause.LAYERS, (1,), "blocks.2", 3 * MORE),
+    ("optimizer", Cause.OPTIMIZER, (), "the update", 3 * MORE),
+]
 
 
-@HOW
-def test_slow_layers_of_one_rank_are_told_from_a_slow_rank(runs: Runs, read: Diagnose) -> None:
-    worst = _worst(read(runs[0] / "layers of a rank"))
-    assert (worst.cause, worst.ranks) == (Cause.LAYERS, (1,))
-    assert "blocks.2" in worst.where
-    assert worst.seconds == pytest.approx(3 * MORE, rel=0.2)
-
-
-@HOW
-def test_a_slow_optimizer_is_named(runs: Runs, read: Diagnose) -> None:
-    worst = _worst(read(runs[0] / "optimizer"))
-    assert worst.cause is Cause.OPTIMIZER
-    assert worst.seconds == pytest.approx(3 * MORE, rel=0.2)
+@pytest.mark.parametrize(
+    ("read", "name", "cause", "ranks", "where", "seconds"),
+    [
+        *((read, *case) for case in CAUSES for read in (_from_traces, _from_log)),
+        (_from_traces, "layers", Cause.LAYERS, (), "blocks.1 ", 3 * MORE),
+    ],
+)
+def test_a_cause_is_named_and_so_is_its_size(
+    runs: Runs, read: Diagnose, name: str, cause: Cause, ranks: tuple[int, ...], where: str, seconds: float
+) -> None:
+    worst = _worst(read(runs[0] / name))
+    assert (worst.cause, worst.ranks) == (cause, ranks)
+    assert worst.where.startswith(where)
+    assert worst.seconds == pytest.approx(seconds, rel=0.2)
 
 
 @HOW
@@ -276,16 +278,6 @@ def test_figures_of_a_row() -> None:
     assert row.waited == pytest.approx(0.225)
     assert row.bandwidth == pytest.approx(2 * 2 / 3 * 1500 / 0.05)
     assert row.predicted > 0
-
-
-BATCH = 8
-FORWARD, BACKWARD = 0.01, 0.02
-"""Seconds of a block's pass of a micro-batch."""
-BANDWIDTH, LATENCY = 2e8, 1e-3
-MORE = 0.1
-"""Seconds that are planted, in forward; twice that in backward."""
-SLOWER = 0.5
-"""Seconds that the gradients' messages take longer, all together."""
 
 
 class Plants:

@@ -93,15 +93,12 @@ def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -
         chosen(tuple(Host(f"h{at}", each) for at, each in enumerate(slots)), devices)
 
 
-def test_here(plan: Path) -> None:
+def test_here(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(("train.py", "--lr", "1"), plan=Path("plan.yaml"))
     assert job.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
     assert job.environment == {THREADS: "3", PLAN_VARIABLE: str(plan)}
-
-
-def test_threads_are_torchruns_choice_where_nothing_is_said(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(THREADS)
-    assert job_of(("train.py",), plan=plan).environment[THREADS] == "1"
+    assert job_of(("train.py",), plan=plan).environment[THREADS] == "1", "torchrun's choice where nothing is said"
 
 
 def test_on_hosts(plan: Path) -> None:
