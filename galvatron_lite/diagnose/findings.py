@@ -79,10 +79,8 @@ def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL
             results += _layers(members, group, stage)
             results += _collectives(members, group, stage, backend)
             if all(member.parted for member in members):
-                update, other = (
-                    median_low(member.optimizer for member in members),
-                    median_low(member.other for member in members),
-                )
+                update = median_low(member.optimizer for member in members)
+                other = median_low(member.other for member in members)
                 results.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
                 results.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
     results += _bubble(times, expected)

@@ -224,11 +224,9 @@ def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
 def tokens_of_sample(plan: Plan) -> float:
     """Tokens of a sample that a plan was made for; 1 where the model has none, or nothing was predicted."""
     prediction = plan.prediction
-    return (
-        1.0
-        if prediction is None or not prediction.samples_per_second
-        else prediction.tokens_per_second / prediction.samples_per_second
-    )
+    if prediction is None or not prediction.samples_per_second:
+        return 1.0
+    return prediction.tokens_per_second / prediction.samples_per_second
 
 
 STEP = "galvatron.step "
