@@ -25,6 +25,7 @@ from tests.parallelism.cyclic.models import split
 T = TypeVar("T")
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
+PLAIN = CyclicOptions(CPU)
 
 
 @dataclass
@@ -104,6 +105,7 @@ def train(
     drains: Collection[int] = (),
     flushes: Collection[int] = (),
     example: Any = None,
+    options: CyclicOptions = PLAIN,
 ) -> tuple[list[Result], Post]:
     """Train on these global batches and flush; by process. Before the steps in ``drains`` (``flushes``) it drains.
     ``example``: a batch, for a model that is no chain.
@@ -123,19 +125,24 @@ def train(
         executor.flush(len(batches))
         return result_of(runtime)
 
-    results, post = run_fleet(model, plan, layers, example, work)
+    results, post = run_fleet(model, plan, layers, example, work, options)
     assert all(lane.empty() for lane in post.lanes.values()), "messages nobody took"
     return results, post
 
 
 def run_fleet(
-    model: nn.Module, plan: Plan, layers: Sequence[Layer], example: Any, work: Callable[[CyclicRuntime], T]
+    model: nn.Module,
+    plan: Plan,
+    layers: Sequence[Layer],
+    example: Any,
+    work: Callable[[CyclicRuntime], T],
+    options: CyclicOptions = PLAIN,
 ) -> tuple[list[T], Post]:
     """What each process makes of its runtime, and what was sent."""
     post, count = Post(), programme_of(plan).processes
     # one after the other: initial values are drawn from a generator that threads share
     fleet = [
-        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), CyclicOptions(CPU))
+        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), options)
         for process in range(count)
     ]
     with ThreadPoolExecutor(count) as threads:
