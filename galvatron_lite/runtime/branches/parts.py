@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -183,21 +183,21 @@ def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, 
 
 
 def _called(model: nn.Module, roots: Sequence[str], batch: Any) -> set[str]:
-    twin, depth, called = meta_copy(model), [0], set[str]()
+    twin, running, called = meta_copy(model), list[str](), set[str]()
     twin.train(model.training)
 
-    def enter(path: str) -> None:
-        if not depth[0]:
+    def enter(path: str, *_: Any) -> None:
+        if not running:
             called.add(path)
-        depth[0] += 1
+        running.append(path)
 
-    def leave() -> None:
-        depth[0] -= 1
+    def leave(*_: Any) -> None:
+        running.pop()
 
     for root in roots:
         for path, module in twin.get_submodule(root).named_modules(prefix=root):
-            module.register_forward_pre_hook(lambda *_, path=path: enter(path))
-            module.register_forward_hook(lambda *_: leave())
+            module.register_forward_pre_hook(partial(enter, path))
+            module.register_forward_hook(leave)
     # code that looks at values ends the run; after that, modules that have a forward of their own are taken as called
     with suppress(Exception), torch.no_grad(), torch.device("meta"):
         call_model(twin, resize_batch(batch, batch_size(batch)))
@@ -210,9 +210,7 @@ def _covering(model: nn.Module, path: str, called: set[str] | None) -> list[str]
     inside = any(one.startswith(f"{path}.") for one in called or ())
     if (called is not None and path in called) or not (is_container or inside):
         return [path]
-    return [
-        path_found for name, _ in module.named_children() for path_found in _covering(model, f"{path}.{name}", called)
-    ]
+    return [inner for name, _ in module.named_children() for inner in _covering(model, f"{path}.{name}", called)]
 
 
 def skeleton(model: nn.Module, paths: Sequence[str]) -> nn.Module:
