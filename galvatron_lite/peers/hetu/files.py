@@ -188,7 +188,7 @@ def _layer_type(
     forward = _time_line(layer_times, sequence, time_path, f"layertype_{place}")
     name = f"layertype_{place}{ends}"
     by_length = _get(memory, name, memory_path)
-    held, scale = _at_length(by_length, sequence, memory_path)
+    held, scale = _at_length(by_length, str(sequence), memory_path, scales=len(by_length) > 1)
     first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 else held
     activation = _get(held, "tp_activation_per_bsz_dict", memory_path)
     checkpoint = _number(_get(activation, "checkpoint", memory_path), memory_path, f"{name}.checkpoint")
@@ -201,12 +201,12 @@ def _layer_type(
     return LayerType(size.layers, size.hidden, sequence, parameters, degrees, scale * checkpoint, forward)
 
 
-def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path) -> tuple[Any, float]:
+def _at_length(by_length: Mapping[str, Any], key: str, path: Path, scales: bool) -> tuple[Any, float]:
     """Figures at a sequence length: what was profiled, or the longest in proportion (its ``sequence`` mode)."""
-    if len(by_length) == 1:
-        return _get(by_length, str(sequence), path), 1.0
+    if not scales:
+        return _get(by_length, key, path), 1.0
     longest = max(by_length, key=int)
-    return _get(by_length, longest, path), sequence / int(longest)
+    return _get(by_length, longest, path), int(key) / int(longest)
 
 
 def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path, name: str) -> LinearTime:
@@ -243,19 +243,11 @@ def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, p
 def _edge_memory(memory: Mapping[str, Any], name: str, key: str, path: Path, fixed: float) -> EdgeMemory:
     """Memory of embedding and head; ``fixed``: the share of activations that does not grow with the sequence."""
     by_length = _get(memory, name, path)
-    figures, scale = (
-        (by_length[key], 1.0) if key in by_length and len(by_length) == 1 else _longest(by_length, key, path)
-    )
+    scales = key.isdigit() and (len(by_length) > 1 or key not in by_length)
+    figures, scale = _at_length(by_length, key, path, scales)
     parts = [_get(figures, part, path) for part in ("model_states", "activation")]
     states, activation = (
         {int(degree): _number(value, path, f"{name}.{degree}") for degree, value in part.items()} for part in parts
     )
     share = fixed + (1.0 - fixed) * scale
     return EdgeMemory(states, {degree: share * value for degree, value in activation.items()})
-
-
-def _longest(by_length: Mapping[str, Any], key: str, path: Path) -> tuple[Any, float]:
-    if not key.isdigit():
-        return _get(by_length, key, path), 1.0
-    longest = max(by_length, key=int)
-    return _get(by_length, longest, path), int(key) / int(longest)
