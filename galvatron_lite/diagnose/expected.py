@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -70,27 +70,25 @@ def times_logged(run: RecordedRun) -> list[RankTimes]:
 def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
     with_steps = [record for record in records if record.steps]
 
-    def mean(figure: Callable[[RankRecord], float]) -> float:
-        """Median over records: a slow moment of the machine is not the run."""
-        return median(figure(record) for record in with_steps) if with_steps else 0.0
+    def middle(figures: Iterable[float]) -> float:
+        """The median of records: a slow moment of the machine is not the run."""
+        values = list(figures)
+        return median(values) if values else 0.0
 
-    seconds = {part: mean(lambda record, part=part: record.parts.get(part, 0.0)) for part in StepPart}  # type: ignore[misc]
+    seconds = {part: middle(record.parts.get(part, 0.0) for record in with_steps) for part in StepPart}
     names = dict.fromkeys(name for record in with_steps for name in record.layers)
     layers = {
         name: passes * median(record.layers[name] for record in with_steps if name in record.layers) for name in names
     }  # fmt: skip
-    blocks = sum(layers.values())
-    forward = (
-        {**layers, "": max(seconds[StepPart.FORWARD] - blocks, 0.0)} if layers else {"": seconds[StepPart.FORWARD]}
-    )
+    forward = {**layers, "": max(seconds[StepPart.FORWARD] - sum(layers.values()), 0.0)}
     communication = {(Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS], (Where.CHECK, ""): seconds[StepPart.CHECK]}
-    total = mean(lambda record: record.seconds)
+    total, between = (middle(getattr(one, name) for one in with_steps) for name in ("seconds", "between"))
     parted = any(record.parts.keys() - {StepPart.OTHER} for record in with_steps)
     backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}
     return RankTimes(
         records[0].rank, total, sum(record.steps for record in with_steps), forward, backward,
         {key: own for key, own in communication.items() if own}, seconds[StepPart.OPTIMIZER], seconds[StepPart.WAITING],
-        seconds[StepPart.OTHER], mean(lambda record: record.between), layered=bool(layers), parted=parted,
+        seconds[StepPart.OTHER], between, layered=bool(layers), parted=parted,
     )  # fmt: skip
 
 
