@@ -134,7 +134,8 @@ def open_source(place: Path, plan: Plan | None = None) -> DiagnosisInput:
 def _of_run(run: RecordedRun) -> DiagnosisInput:
     """A run's traces where there are some, else its log."""
     notes = [f"{name}: its last line was cut off, and is left out." for name in run.torn]
-    logged, traces = times_logged(run), list[Path]()
+    logged = [times_logged(records, run.plan.microbatches) for records in run.ranks if records]
+    traces = list[Path]()
     for path in run.traces:  # those of ours that were made under the plan that was last in force; others as they are
         number = path.name.partition("-step-")[2].partition(".")[0]
         traces += [path] if not number.isdigit() or int(number) >= run.since else []

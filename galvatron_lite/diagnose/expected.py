@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runs.schema import RankRecord, RecordedRun, StepPart
+from galvatron_lite.runs.schema import RankRecord, StepPart
 
 
 class Where(StrEnum):
@@ -59,15 +59,11 @@ class RankTimes:
         return dict(sorted(seconds_of.items(), key=lambda item: -item[1]))
 
 
-def times_logged(run: RecordedRun) -> list[RankTimes]:
-    """What a run's log tells of each rank, under the plan that was last in force.
+def times_logged(records: Sequence[RankRecord], passes: int) -> RankTimes:
+    """What the log of a rank tells, under a plan of so many micro-batches.
 
     Forward passes of blocks are told apart, each of them with its communication; backward is one figure.
     """
-    return [_of_rank(records, run.plan.microbatches) for records in run.ranks if records]
-
-
-def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
     with_steps = [record for record in records if record.steps]
 
     def middle(figures: Iterable[float]) -> float:
