@@ -259,9 +259,13 @@ _SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens a sample that are tried where a plan's model by name was planned at a length of its own."""
 
 
-def profile_of(plan: Plan | None) -> Profile:
+def profile_of(plan: Plan | None, *, named: bool = True) -> Profile:
     """The profile that a plan says it was made from: the last one made here, one in ``profiles/``, or the estimate of
     its model by name on its cluster by name; taken only where its digest is the plan's.
+
+    Args:
+        plan: None: there is none.
+        named: whether the user may give the model and the cluster by name instead.
 
     Raises:
         InputError: the plan names none, or none that is here is the one.
@@ -270,14 +274,15 @@ def profile_of(plan: Plan | None) -> Profile:
 
     made_from = None if plan is None else plan.provenance
     if plan is None or made_from is None:
-        remedy = "The plan names no profile: give --profile FILE, or --model and --cluster."
+        remedy = f"The plan names no profile: give --profile FILE{', or --model and --cluster' if named else ''}."
         raise InputError("--profile", None, remedy)
     for candidate in _candidates(plan, made_from):
         if profile_hash(candidate) == made_from.profile_hash:
             return candidate
+    also = ", or --model and --cluster (--trainable, --freeze) as for the plan" if named else ""
     remedy = (
         f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
-        "give --profile FILE, or --model and --cluster (--trainable, --freeze) as for the plan."
+        f"give --profile FILE{also}."
     )
     raise InputError("--profile", None, remedy)
 

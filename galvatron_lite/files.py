@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import index
 from pathlib import Path
@@ -118,6 +118,21 @@ def parse_line(line: str | bytes, field: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise FileFormatError(field, line[:40], f"It is not JSON ({error}): take the line out.") from error
     return check_plain(data, field, finite=False)
+
+
+def parse_record(line: str | bytes, field: str, kinds: Mapping[str, type[T]], log: str, version: int) -> T:
+    """The record in a line of a log (``runs`` of a version): a value of the kind that the line names.
+
+    Raises:
+        FileFormatError: it is none, or one of another version.
+    """
+    data = parse_line(line, field)
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(kinds)}.")
+    if data.get("version", version) != version:
+        raise FileFormatError(f"{field}, version", data["version"], f"This release reads {log} of version {version}.")
+    return from_data(kinds[kind], data, field)
 
 
 def without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from time import process_time
 import pytest
 
 from galvatron_lite.cluster.cluster import Device
-from galvatron_lite.diagnose.events import read_trace
+from galvatron_lite.diagnose.traces import read_trace
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import from_data, read_data, read_value, to_data, write_data, write_text, write_value
 from galvatron_lite.runtime.checkpoint.shards import TensorFile
-from galvatron_lite.runtime.monitor.log import read_log
+from galvatron_lite.runtime.monitor.decide import read_log
 from galvatron_lite.validate.rows import read_lines
 
 DEVICE = Device("toy", 2**30, 1e9, {"fp32": 1e12}, units=4, source="https://example.org")

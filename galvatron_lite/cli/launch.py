@@ -46,22 +46,21 @@ def launch_command(
 
     First checks that all nodes have the same plan, the same package versions and enough memory.
     """
-    from galvatron_lite.launch.commands import shown
-    from galvatron_lite.launch.jobs import LaunchRequest, Through, launch_of
+    from galvatron_lite.launch.commands import Through, shown
+    from galvatron_lite.launch.jobs import check_job, job_of, start_job
 
     choices = [one.value for one in Through]
     if through not in (None, *choices):
         raise unknown("--through", through, choices)
     chosen = None if through is None else Through(through)
-    request = LaunchRequest(tuple(program), plan, gpus, per_node, hostfile, chosen, tuple(srun or ()), port, restarts)
-    launch = launch_of(request)
-    for command in launch.commands():
-        typer.echo(shown(command, launch.job.environment), err=not dry_run)
+    job = job_of(program, plan, gpus, per_node, hostfile, chosen, srun or (), port, restarts)
+    for command in job.commands():
+        typer.echo(shown(command, job.environment), err=not dry_run)
     if dry_run:
         return
     if check:
-        launch.check(timeout)
-    status, words = launch.start()
+        check_job(job, timeout)
+    status, words = start_job(job)
     if status:
         why = words or "The rank that failed first tells why, above; a process that was killed tells nothing."
         typer.echo(f"galvatron: the job ended with status {status}. {why}", err=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from galvatron_lite.diagnose.diagnosis import CollectiveRow, Diagnosis
     from galvatron_lite.diagnose.findings import Finding
     from galvatron_lite.runtime.checkpoint.manifest import Manifest
-    from galvatron_lite.runtime.monitor.log import Replayed
+    from galvatron_lite.runtime.monitor.decide import Replayed
 
 _Checkpoints = Annotated[Path, typer.Argument(help="Folder of one or several checkpoints.")]
 
@@ -36,13 +36,15 @@ def diagnose_command(
     as_json: options.Json = False,
 ) -> None:
     """Find where a training run differs from its prediction."""
-    from galvatron_lite.diagnose.diagnosis import diagnose, find_profile, open_source, updated
+    from galvatron_lite.api_profile import profile_of
+    from galvatron_lite.diagnose.diagnosis import diagnose, open_source, profile_beside, updated
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import read_profile, write_profile
 
     check_folder("--update", update)
     source = open_source(run, None if plan is None else read_plan(plan))
-    priced_with = find_profile(source) if profile is None else read_profile(profile)
+    priced_with = read_profile(profile) if profile is not None else profile_beside(source)
+    priced_with = priced_with or profile_of(source.plan, named=False)
     diagnosis = diagnose(source, priced_with)
     changed: tuple[str, ...] = ()
     if update is not None:
@@ -181,7 +183,7 @@ def replay_command(
 ) -> None:
     """Repeat all decisions of a log. Exit status 1 if one differs."""
     from galvatron_lite.files import to_data
-    from galvatron_lite.runtime.monitor.log import read_log, replay
+    from galvatron_lite.runtime.monitor.decide import read_log, replay
 
     replayed = replay(read_log(log))
     for one in replayed:

@@ -36,6 +36,7 @@ class Hop:
     lane: float  # bytes per second that a single rank can send over it
     ramp: float = 0.0  # bytes that a message's ramp is worth (``Level.half_size``)
     start: float = 0.0  # seconds that a collective takes to get going
+    level: str = ""  # name of the level
 
     @property
     def alpha(self) -> float:
@@ -83,7 +84,7 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
     driven = min(inside, level.rings or inside)
     bandwidth = reached * min(1.0, groups * driven / lanes) / groups
     lane = min(bandwidth, reached / lanes)
-    return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size, level.start)
+    return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size, level.start, level.name)
 
 
 def _path_latency(hops: Sequence[Hop]) -> float:

@@ -8,27 +8,26 @@ communication equals the measured one (``runtime.monitor.correct`` does both). T
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod, sqrt
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from galvatron_lite.analysis.step_time import explained_in_parts
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import device_memory
-from galvatron_lite.diagnose.events import read_trace
 from galvatron_lite.diagnose.expected import GroupExpected, RankTimes, Where, expect, times_logged
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, findings, runs_measured
-from galvatron_lite.diagnose.traced import times_of
+from galvatron_lite.diagnose.traces import read_trace, times_of
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Origin, OriginKind, Profile
-from galvatron_lite.profiler.store import profile_hash, read_profile
+from galvatron_lite.profiler.schema import DeviceFigures, Origin, OriginKind, Profile
+from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.runs.schema import PROFILE, CollectiveRecord, RecordedRun, is_run, read_run
 from galvatron_lite.runtime.monitor.correct import corrected
 from galvatron_lite.runtime.monitor.schema import Corrections, LinkFactor
@@ -135,8 +134,11 @@ def open_source(place: Path, plan: Plan | None = None) -> DiagnosisInput:
 def _of_run(run: RecordedRun) -> DiagnosisInput:
     """A run's traces where there are some, else its log."""
     notes = [f"{name}: its last line was cut off, and is left out." for name in run.torn]
-    logged = times_logged(run)
-    traces = [path for path in run.traces if _is_of(path, run.since)]
+    logged = [times_logged(records, run.plan.microbatches) for records in run.ranks if records]
+    traces = list[Path]()
+    for path in run.traces:  # those of ours that were made under the plan that was last in force; others as they are
+        number = path.name.partition("-step-")[2].partition(".")[0]
+        traces += [path] if not number.isdigit() or int(number) >= run.since else []
     if traces:
         times, more = _traced(traces)
         between = {one.rank: one.between for one in logged}
@@ -149,39 +151,22 @@ def _of_run(run: RecordedRun) -> DiagnosisInput:
     return DiagnosisInput(str(run.folder), run, run.plan, tuple(logged), tuple(notes))
 
 
-def _is_of(path: Path, since: int) -> bool:
-    """Whether a trace of ours was made under the plan that was last in force; others are taken as they are."""
-    number = path.name.partition("-step-")[2].partition(".")[0]
-    return not number.isdigit() or int(number) >= since
-
-
 def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ...]]:
     """Times of the traces, the last one of each rank, and what they lack."""
     by_rank = {one.rank: one for one in (times_of(read_trace(path)) for path in paths)}
     times = tuple(by_rank[rank] for rank in sorted(by_rank))
-    notes = []
-    if not all(time_.layered and time_.parted for time_ in times):
-        notes.append(
-            "A trace without galvatron's ranges: layers and parts of a step are not told apart. Have it made by "
-            "auto_parallelize(..., log=FOLDER, profile_steps=range(10, 13))."
-        )
-    return times, tuple(notes)
-
-
-def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Profile:
-    """What the plan of a run was made from: beside the run, else of those that were made here."""
-    if source.run is not None and (source.run.folder / PROFILE).is_file():
-        return read_profile(source.run.folder / PROFILE)
-    made_from = source.plan.provenance
-    for path in () if made_from is None else sorted(folder.glob("*/*.yaml")):
-        with suppress(FileFormatError):
-            profile = read_profile(path)
-            if made_from is not None and profile_hash(profile) == made_from.profile_hash:
-                return profile
-    wanted = (
-        "a plan written by hand" if made_from is None else f"profile {made_from.profile} ({made_from.profile_hash})"
+    if all(time_.layered and time_.parted for time_ in times):
+        return times, ()
+    return times, (
+        "A trace without galvatron's ranges: layers and parts of a step are not told apart. Have it made by "
+        "auto_parallelize(..., log=FOLDER, profile_steps=range(10, 13)).",
     )
-    raise InputError("--profile", "none", f"The run is of {wanted}, which is not here: give --profile FILE.")
+
+
+def profile_beside(source: DiagnosisInput) -> Profile | None:
+    """What the plan of a run was made from, as far as it lies beside the run."""
+    path = None if source.run is None else source.run.folder / PROFILE
+    return read_profile(path) if path is not None and path.is_file() else None
 
 
 def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
@@ -257,8 +242,7 @@ def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[st
     usual = [time_ for time_ in source.times if time_.rank not in slow] or list(source.times)
     pairs = [(one, expected.group_of(one.rank)) for one in usual]
     changes: list[str] = []
-    new = _with_layers(profile, pairs, changes)
-    new = _with_optimizer(new, pairs, changes)
+    new = _with_compute(profile, pairs, changes)
     new = _with_links(new, source.plan, usual, changes)
     if slow and profile.cluster.alike and profile.cluster.devices == source.plan.devices:
         factors = tuple(
@@ -276,12 +260,13 @@ def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[st
     return replace(new, origin=origin), tuple(changes)
 
 
+Figures = TypeVar("Figures", Profile, DeviceFigures)
 Pairs = Sequence[tuple[RankTimes, GroupExpected]]
 """Ranks, and what is expected of each."""
 
 
-def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
-    """Scale the points of the kinds that were measured by measured over predicted times.
+def _with_compute(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
+    """Scale the points of the kinds that were measured, and the optimizer, by measured over predicted times.
 
     A log has communication in the forward of layers, which cannot be separated: its kinds are only corrected where no
     communication is predicted in them; its backward is one factor on all kinds.
@@ -291,7 +276,7 @@ def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
     for one, group in pairs:
         for run, direction, now, then in runs_measured(one, group):
             if then > 0 and now > 0 and (one.traced or not run.forward_communication):
-                for kind in set(run.kinds):
+                for kind in {layer.kind for layer in run.layers}:
                     ratios[direction].setdefault(kind, []).append(now / then)
         predicted = sum(run.backward + run.backward_communication for run in group.layers)
         if not one.traced and one.parted and predicted and not group.inside:
@@ -301,42 +286,32 @@ def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
     ahead, back = _factors(ratios["forward"]), _factors(ratios["backward"])
     for kind in dict.fromkeys((*ahead, *back)):
         changes.append(f"{kind}: forward x {ahead.get(kind, 1.0):g}, backward x {back.get(kind, 1.0):g}")
+    updates = [
+        one.optimizer / group.optimizer for one, group in pairs if one.parted and one.optimizer and group.optimizer
+    ]
+    update = _factors({"optimizer": updates}).get("optimizer", 1.0)
+    changes += [f"optimizer: x {update:g}"] if update != 1.0 else []
 
-    def scaled(points: Sequence[LayerPoint]) -> tuple[LayerPoint, ...]:
-        return tuple(
+    def scaled(figures: Figures) -> Figures:
+        layers = tuple(
             replace(
                 point, forward=point.forward * ahead.get(point.kind, 1.0),
                 backward=point.backward * back.get(point.kind, 1.0),
             )
-            for point in points
+            for point in figures.layers
         )  # fmt: skip
+        cost = figures.optimizer
+        item, tensor = cost.seconds_per_item * update, cost.seconds_per_tensor * update
+        optimizer = replace(cost, seconds_per_item=item, seconds_per_tensor=tensor)
+        return replace(figures, layers=layers, optimizer=optimizer)
 
-    types = tuple(replace(type_, layers=scaled(type_.layers)) for type_ in profile.types)
-    return replace(profile, layers=scaled(profile.layers), types=types)
+    return replace(scaled(profile), types=tuple(scaled(figures) for figures in profile.types))
 
 
 def _factors(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each, where it differs from 1."""
     factors = {kind: round(median(ratio), 4) for kind, ratio in ratios.items() if ratio}
     return {kind: factor for kind, factor in factors.items() if abs(factor - 1.0) > _NEAR}
-
-
-def _with_optimizer(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
-    ratios = [
-        one.optimizer / group.optimizer for one, group in pairs if one.parted and one.optimizer and group.optimizer
-    ]
-    factor = _factors({"optimizer": ratios}).get("optimizer")
-    if factor is None:
-        return profile
-    changes.append(f"optimizer: x {factor:g}")
-
-    def scaled(cost: OptimizerCost) -> OptimizerCost:
-        return replace(
-            cost, seconds_per_item=cost.seconds_per_item * factor, seconds_per_tensor=cost.seconds_per_tensor * factor
-        )
-
-    types = tuple(replace(type_, optimizer=scaled(type_.optimizer)) for type_ in profile.types)
-    return replace(profile, optimizer=scaled(profile.optimizer), types=types)
 
 
 def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], changes: list[str]) -> Profile:

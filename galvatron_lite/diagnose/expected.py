@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -11,9 +11,10 @@ from galvatron_lite.analysis.step_time import PricedStages, explained_in_parts, 
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runs.schema import RankRecord, RecordedRun, StepPart
+from galvatron_lite.runs.schema import RankRecord, StepPart
 
 
 class Where(StrEnum):
@@ -58,38 +59,32 @@ class RankTimes:
         return dict(sorted(seconds_of.items(), key=lambda item: -item[1]))
 
 
-def times_logged(run: RecordedRun) -> list[RankTimes]:
-    """What a run's log tells of each rank, under the plan that was last in force.
+def times_logged(records: Sequence[RankRecord], passes: int) -> RankTimes:
+    """What the log of a rank tells, under a plan of so many micro-batches.
 
     Forward passes of blocks are told apart, each of them with its communication; backward is one figure.
     """
-    return [_of_rank(records, run.plan.microbatches) for records in run.ranks if records]
-
-
-def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
     with_steps = [record for record in records if record.steps]
 
-    def mean(figure: Callable[[RankRecord], float]) -> float:
-        """Median over records: a slow moment of the machine is not the run."""
-        return median(figure(record) for record in with_steps) if with_steps else 0.0
+    def middle(figures: Iterable[float]) -> float:
+        """The median of records: a slow moment of the machine is not the run."""
+        values = list(figures)
+        return median(values) if values else 0.0
 
-    seconds = {part: mean(lambda record, part=part: record.parts.get(part, 0.0)) for part in StepPart}  # type: ignore[misc]
+    seconds = {part: middle(record.parts.get(part, 0.0) for record in with_steps) for part in StepPart}
     names = dict.fromkeys(name for record in with_steps for name in record.layers)
     layers = {
         name: passes * median(record.layers[name] for record in with_steps if name in record.layers) for name in names
     }  # fmt: skip
-    blocks = sum(layers.values())
-    forward = (
-        {**layers, "": max(seconds[StepPart.FORWARD] - blocks, 0.0)} if layers else {"": seconds[StepPart.FORWARD]}
-    )
+    forward = {**layers, "": max(seconds[StepPart.FORWARD] - sum(layers.values()), 0.0)}
     communication = {(Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS], (Where.CHECK, ""): seconds[StepPart.CHECK]}
-    total = mean(lambda record: record.seconds)
+    total, between = (middle(getattr(one, name) for one in with_steps) for name in ("seconds", "between"))
     parted = any(record.parts.keys() - {StepPart.OTHER} for record in with_steps)
     backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}
     return RankTimes(
         records[0].rank, total, sum(record.steps for record in with_steps), forward, backward,
         {key: own for key, own in communication.items() if own}, seconds[StepPart.OPTIMIZER], seconds[StepPart.WAITING],
-        seconds[StepPart.OTHER], mean(lambda record: record.between), layered=bool(layers), parted=parted,
+        seconds[StepPart.OTHER], between, layered=bool(layers), parted=parted,
     )  # fmt: skip
 
 
@@ -99,8 +94,7 @@ class LayersExpected:
 
     run: LayerRun  # of the plan
     stage: int  # it is of
-    names: tuple[str, ...]  # of its layers
-    kinds: tuple[str, ...]  # of its layers, in the same order
+    layers: tuple[Layer, ...]  # of the run
     forward: float  # forward, backward: compute; ``backward`` with what is computed again
     backward: float
     forward_communication: float  # forward_communication, backward_communication: that compute does not hide
@@ -174,5 +168,4 @@ def _layers(priced: PricedStages, stage: int) -> Iterator[LayersExpected]:
             sum(one.forward for one in own), sum(one.backward + one.recompute for one in own),
             sum(one.forward_exposed for one in own), sum(one.backward_exposed for one in own),
         )  # fmt: skip
-        names, kinds = tuple(layer.name for layer in layers), tuple(layer.kind for layer in layers)
-        yield LayersExpected(run, stage, names, kinds, *(priced.plan.microbatches * sum_ for sum_ in sums))
+        yield LayersExpected(run, stage, layers, *(priced.plan.microbatches * sum_ for sum_ in sums))

@@ -79,10 +79,8 @@ def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL
             results += _layers(members, group, stage)
             results += _collectives(members, group, stage, backend)
             if all(member.parted for member in members):
-                update, other = (
-                    median_low(member.optimizer for member in members),
-                    median_low(member.other for member in members),
-                )
+                update = median_low(member.optimizer for member in members)
+                other = median_low(member.other for member in members)
                 results.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
                 results.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
     results += _bubble(times, expected)
@@ -105,11 +103,12 @@ def runs_measured(times: RankTimes, group: GroupExpected) -> Iterator[tuple[Laye
     Times of a log include the communication inside layers; so does then the prediction.
     """
     for run in group.layers:
-        if times.forward.keys() >= set(run.names):
+        names = [layer.name for layer in run.layers]
+        if times.forward.keys() >= set(names):
             more = 0.0 if times.traced else run.forward_communication
-            yield run, "forward", sum(times.forward[name] for name in run.names), run.forward + more
-        if times.backward.keys() >= set(run.names):
-            yield run, "backward", sum(times.backward[name] for name in run.names), run.backward
+            yield run, "forward", sum(times.forward[name] for name in names), run.forward + more
+        if times.backward.keys() >= set(names):
+            yield run, "backward", sum(times.backward[name] for name in names), run.backward
 
 
 def _finding(cause: Cause, where: str, measured: float, predicted: float, stage: int = -1, advice: str = "") -> Finding:
@@ -152,43 +151,31 @@ def _slow_rank(rank: int, base: float, more: Mapping[tuple[str, str], float], gr
     return Finding(Cause.RANK, f"rank {rank}", lost, base + lost, base, _ADVICE[Cause.RANK], (rank,))
 
 
-def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> list[Finding]:
-    """Runs of layers that differ from their prediction on all ranks."""
-    rows: dict[tuple[LayersExpected, str], list[float]] = {}
-    predicted: dict[tuple[LayersExpected, str], float] = {}
+def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> Iterator[Finding]:
+    """Runs of layers that differ from their prediction on all ranks.
+
+    Forward and backward of a run are one cause where both are slower, or both quicker.
+    """
+    rows: dict[LayersExpected, dict[str, tuple[list[float], float]]] = {}
     for time_ in times:
         for run, direction, now, then in runs_measured(time_, group):
-            rows.setdefault((run, direction), []).append(now)
-            predicted[run, direction] = then
-    results = []
-    for (run, direction), seconds in rows.items():
+            rows.setdefault(run, {}).setdefault(direction, ([], then))[0].append(now)
+    for run, directions in rows.items():
+        figures = {direction: (median_low(seconds), then) for direction, (seconds, then) in directions.items()}
+        more = {direction: now - then for direction, (now, then) in figures.items()}
         number = run.stage if stage >= 0 else -1
-        where = f"{direction} of {_words(run)}"
-        results.append(_finding(Cause.LAYERS, where, median_low(seconds), predicted[run, direction], number))
+        if len(more) == 2 and len({seconds > 0 for seconds in more.values()}) == 1:
+            most = max(more, key=lambda direction: abs(more[direction]))
+            share = more[most] / (sum(more.values()) or 1.0)
+            now, then = (sum(values) for values in zip(*figures.values(), strict=True))
+            yield _finding(Cause.LAYERS, f"{_words(run)} ({share:.0%} of it in {most})", now, then, number)
+        else:
+            for direction, (now, then) in figures.items():
+                yield _finding(Cause.LAYERS, f"{direction} of {_words(run)}", now, then, number)
     if any(not time_.traced for time_ in times):
         now = median_low(sum(time_.backward.values()) for time_ in times)
         then = sum(run.backward + run.backward_communication for run in group.layers)
-        results.append(_finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE))
-    return _joined(results)
-
-
-def _joined(causes: Sequence[Finding]) -> list[Finding]:
-    """Forward and backward of a run of layers as one cause where both are slower, or both quicker."""
-    left = list(causes)
-    for cause in causes:
-        if not cause.where.startswith("forward of "):
-            continue
-        name = cause.where.removeprefix("forward of ")
-        other = next((two for two in causes if two.where == f"backward of {name}" and two.stage == cause.stage), None)
-        if other is None or (cause.seconds > 0) != (other.seconds > 0):
-            continue
-        left = [two for two in left if two is not cause and two is not other]
-        most = "forward" if abs(cause.seconds) > abs(other.seconds) else "backward"
-        share = max(cause.seconds / (cause.seconds + other.seconds), other.seconds / (cause.seconds + other.seconds))
-        where = f"{name} ({share:.0%} of it in {most})"
-        measured, predicted = cause.measured + other.measured, cause.predicted + other.predicted
-        left.append(_finding(Cause.LAYERS, where, measured, predicted, cause.stage))
-    return left
+        yield _finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE)
 
 
 def _collectives(times: Sequence[RankTimes], group: GroupExpected, stage: int, backend: str) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from galvatron_lite.errors import InputError, LaunchError
@@ -79,9 +80,18 @@ PORT = 29500
 _HEAD = 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
+class Through(StrEnum):
+    """What starts the processes of other nodes."""
+
+    LOCAL = "local"
+    SSH = "ssh"
+    SLURM = "slurm"
+    RAY = "ray"
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to start."""
+    """What to start, and how."""
 
     program: tuple[str, ...]  # the script and its arguments; ``-m MODULE`` and arguments for a module
     devices: int  # processes in all
@@ -89,6 +99,11 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that every process is given
     port: int = PORT  # of the first node, where processes meet
     restarts: int = 0  # how often a job whose process died starts again
+    through: Through = Through.LOCAL
+    hosts: tuple[Host, ...] = ()  # of ``ssh``
+    options: tuple[str, ...] = ()  # for srun: ``--partition=gpu``
+    plan: Path | None = None  # the plan file, absolute; None without one
+    needed: int = 0  # bytes a device of the plan takes; 0: not known
     python: str = sys.executable  # the interpreter
     folder: str = field(default_factory=lambda: str(Path.cwd()))  # where the program runs
 
@@ -97,70 +112,53 @@ class Job:
         """Processes of a node."""
         return self.devices // self.nodes
 
+    def commands(self) -> list[list[str]]:
+        """The commands that start it from here, side by side."""
+        if self.through is Through.LOCAL:
+            return [[*self._torchrun(), "--standalone", *self.program]]
+        if self.through is Through.RAY:
+            shape = ["--workers", str(self.devices), "--each", str(self.each)]
+            return [[self.python, "-m", "galvatron_lite.launch.ray_job", *shape, "--", *self.program]]
+        if self.through is Through.SLURM:
+            meeting = ["--nnodes", str(self.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "$SLURM_JOB_ID"]
+            command = shlex.join([*self._torchrun(), *meeting]).replace("'$SLURM_JOB_ID'", '"$SLURM_JOB_ID"')
+            line = f'{_HEAD}; exec {command} --rdzv-endpoint "$HEAD:{self.port}" {shlex.join(self.program)}'
+            return self.on_each_node(["bash", "-c", line])
+        return [self._over_ssh(self._on_host(number), host.name) for number, host in enumerate(self.hosts)]
 
-def on_this_node(job: Job) -> list[str]:
-    """torchrun for all processes here."""
-    return [*_torchrun(job), "--standalone", *job.program]
+    def on_each_node(self, command: Sequence[str]) -> list[list[str]]:
+        """The commands that run one once on each node, with the job's folder and environment."""
+        if self.through is Through.SSH:
+            return [self._over_ssh(command, host.name) for host in self.hosts]
+        if self.through is not Through.SLURM:
+            return [list(command)]
+        settings = ",".join(["ALL", *(f"{name}={value}" for name, value in self.environment.items())])
+        shape = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1", f"--export={settings}"]
+        return [["srun", *shape, f"--chdir={self.folder}", *self.options, *command]]
 
+    def _on_host(self, number: int) -> list[str]:
+        """torchrun for one of several nodes."""
+        first = self.hosts[0].name
+        if self.restarts:
+            # nodes that come back after a failure find each other at the first one's port
+            place = ["--rdzv-backend", "c10d", "--rdzv-id", "galvatron", "--rdzv-endpoint", f"{first}:{self.port}"]
+        else:
+            place = ["--node-rank", str(number), "--master-addr", first, "--master-port", str(self.port)]
+        return [*self._torchrun(), "--nnodes", str(self.nodes), *place, *self.program]
 
-def on_host(job: Job, number: int, first: str) -> list[str]:
-    """torchrun for one of several nodes.
+    def _over_ssh(self, command: Sequence[str], host: str) -> list[str]:
+        settings = [f"{name}={value}" for name, value in self.environment.items()]
+        words = ["env", *settings, *command] if settings else list(command)
+        line = f"cd {shlex.quote(self.folder)} && exec {shlex.join(words)}"
+        # with a terminal of its own the remote process ends when ssh does
+        return ["ssh", "-tt", "-o", "BatchMode=yes", host, line]
 
-    Args:
-        job: what to start.
-        number: of the node.
-        first: name of the first node.
-    """
-    nodes = ["--nnodes", str(job.nodes)]
-    if job.restarts:
-        # nodes that come back after a failure find each other at the first one's port
-        place = ["--rdzv-backend", "c10d", "--rdzv-id", "galvatron", "--rdzv-endpoint", f"{first}:{job.port}"]
-    else:
-        place = ["--node-rank", str(number), "--master-addr", first, "--master-port", str(job.port)]
-    return [*_torchrun(job), *nodes, *place, *job.program]
-
-
-def over_ssh(job: Job, command: Sequence[str], host: str) -> list[str]:
-    """A command of one node, through ssh, with the job's folder and environment."""
-    settings = [f"{name}={value}" for name, value in job.environment.items()]
-    words = ["env", *settings, *command] if settings else list(command)
-    line = f"cd {shlex.quote(job.folder)} && exec {shlex.join(words)}"
-    # with a terminal of its own the remote process ends when ssh does
-    return ["ssh", "-tt", "-o", "BatchMode=yes", host, line]
-
-
-def under_slurm(job: Job, options: Sequence[str] = ()) -> list[str]:
-    """srun with one torchrun a node, inside an allocation or making one.
-
-    Args:
-        job: what to start.
-        options: for srun: ``--partition=gpu``.
-    """
-    meeting = ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "$SLURM_JOB_ID"]
-    command = shlex.join([*_torchrun(job), *meeting]).replace("'$SLURM_JOB_ID'", '"$SLURM_JOB_ID"')
-    line = f'{_HEAD}; exec {command} --rdzv-endpoint "$HEAD:{job.port}" {shlex.join(job.program)}'
-    return [*slurm_tasks(job, options), "bash", "-c", line]
-
-
-def slurm_tasks(job: Job, options: Sequence[str] = ()) -> list[str]:
-    """srun for one task on each of the job's nodes."""
-    settings = ",".join(["ALL", *(f"{name}={value}" for name, value in job.environment.items())])
-    shape = [f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1", f"--export={settings}"]
-    return ["srun", *shape, f"--chdir={job.folder}", *options]
-
-
-def on_ray(job: Job) -> list[str]:
-    """A Ray Train job of as many workers, on the cluster that Ray's address names."""
-    shape = ["--workers", str(job.devices), "--each", str(job.each)]
-    return [job.python, "-m", "galvatron_lite.launch.ray_job", *shape, "--", *job.program]
+    def _torchrun(self) -> list[str]:
+        restarts = ["--max-restarts", str(self.restarts)] if self.restarts else []
+        return [self.python, "-m", "torch.distributed.run", "--nproc-per-node", str(self.each), *restarts]
 
 
 def shown(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """A command as it can be pasted into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     return " ".join([*settings, shlex.join(command)])
-
-
-def _torchrun(job: Job) -> list[str]:
-    restarts = ["--max-restarts", str(job.restarts)] if job.restarts else []
-    return [job.python, "-m", "torch.distributed.run", "--nproc-per-node", str(job.each), *restarts]

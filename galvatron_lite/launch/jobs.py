@@ -13,15 +13,23 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.files import from_data, parse_line, read_data, to_data
-from galvatron_lite.launch import commands
-from galvatron_lite.launch.commands import PLAN_VARIABLE, Host, Job, chosen, read_hostfile
+from galvatron_lite.launch.commands import (
+    NEW_STORE,
+    PLAN_VARIABLE,
+    PORT,
+    THREADS,
+    Host,
+    Job,
+    Through,
+    chosen,
+    read_hostfile,
+)
 from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words
 from galvatron_lite.limits import DEVICES, Name, Size, check_range
 from galvatron_lite.plans.io import read_plan
@@ -161,7 +169,6 @@ def check_nodes(reports: Sequence[NodeReport], nodes: int, each: int, plan_hash:
     """Refuse nodes that do not go together.
 
     Args:
-        reports: one a node.
         nodes: how many there should be.
         each: processes of a node.
         plan_hash: of the plan file where the job is launched; empty: without a plan.
@@ -191,137 +198,94 @@ def _problems(one: NodeReport, first: NodeReport, each: int, plan_hash: str, nee
         yield f"{free} of memory are free, {each} processes of the plan take {wanted}: plan with a smaller --mem."
 
 
-if __name__ == "__main__":
-    print(MARK + json.dumps(to_data(report(Path(sys.argv[1]) if len(sys.argv) > 1 else None))), flush=True)
-    # CUDA's and gloo's threads have nothing to say
-    os._exit(0)
+def check_job(job: Job, timeout: float) -> None:
+    """See that all nodes have what a job needs; Ray starts workers where it likes, and is not asked.
+
+    Raises:
+        LaunchError: a node is not ready, or does not answer in so many seconds.
+    """
+    if job.through is Through.RAY:
+        return
+    ask = [job.python, "-m", "galvatron_lite.launch.jobs", *([] if job.plan is None else [str(job.plan)])]
+    reports = read_reports(output_of(job.on_each_node(ask), job.environment, timeout))
+    check_nodes(reports, job.nodes, job.each, plan_digest(job.plan), job.needed)
 
 
-class Through(StrEnum):
-    """What starts the processes of other nodes."""
-
-    LOCAL = "local"
-    SSH = "ssh"
-    SLURM = "slurm"
-    RAY = "ray"
+def start_job(job: Job) -> tuple[int, str]:
+    """Run a job to its end; its exit status, and the last words of ranks of this machine that failed."""
+    with TemporaryDirectory(prefix="galvatron-") as folder:
+        status = run_all(job.commands(), {**job.environment, FOLDER_VARIABLE: folder})
+        return status, last_words(Path(folder))
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A job and the way it is started."""
+def job_of(
+    program: Sequence[str],
+    plan: Path | None = None,
+    gpus: int | None = None,
+    per_node: int | None = None,
+    hostfile: Path | None = None,
+    through: Through | None = None,
+    options: Sequence[str] = (),
+    port: int = PORT,
+    restarts: int = 0,
+) -> Job:
+    """What to start for what the user typed; see ``galvatron launch --help`` for the arguments.
 
-    job: Job  # what to start
-    through: Through
-    hosts: tuple[Host, ...] = ()  # of ``ssh``
-    options: tuple[str, ...] = ()  # for srun
-    plan: Path | None = None  # the plan file, absolute; None without one
-    needed: int = 0  # bytes a device of the plan takes; 0: not known
-
-    def commands(self) -> list[list[str]]:
-        """What is run from here, side by side."""
-        if self.through is Through.SLURM:
-            return [commands.under_slurm(self.job, self.options)]
-        if self.through is Through.RAY:
-            return [commands.on_ray(self.job)]
-        if self.through is Through.LOCAL:
-            return [commands.on_this_node(self.job)]
-        first = self.hosts[0].name
-        each = enumerate(self.hosts)
-        return [commands.over_ssh(self.job, commands.on_host(self.job, at, first), host.name) for at, host in each]
-
-    def check(self, timeout: float) -> None:
-        """See that all nodes have what the job needs; Ray starts workers where it likes, and is not asked."""
-        if self.through is Through.RAY:
-            return
-        digest = plan_digest(self.plan)
-        reports = read_reports(output_of(self._asking(), self.job.environment, timeout))
-        check_nodes(reports, self.job.nodes, self.job.each, digest, self.needed)
-
-    def _asking(self) -> list[list[str]]:
-        plan = [] if self.plan is None else [str(self.plan)]
-        ask = [self.job.python, "-m", "galvatron_lite.launch.jobs", *plan]
-        if self.through is Through.SLURM:
-            return [[*commands.slurm_tasks(self.job, self.options), *ask]]
-        if self.through is Through.SSH:
-            return [commands.over_ssh(self.job, ask, host.name) for host in self.hosts]
-        return [ask]
-
-    def start(self) -> tuple[int, str]:
-        """Run the job to its end; its exit status, and the last words of ranks of this machine that failed."""
-        with TemporaryDirectory(prefix="galvatron-") as folder:
-            status = run_all(self.commands(), {**self.job.environment, FOLDER_VARIABLE: folder})
-            return status, last_words(Path(folder))
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchRequest:
-    """What the user said; see ``galvatron launch --help``."""
-
-    program: tuple[str, ...]
-    plan: Path | None = None
-    gpus: int | None = None
-    per_node: int | None = None
-    hostfile: Path | None = None
-    through: Through | None = None
-    options: tuple[str, ...] = ()
-    port: int = commands.PORT
-    restarts: int = 0
-
-
-def launch_of(request: LaunchRequest) -> Launch:
-    """What to start for a request."""
-    devices, needed = _size(request)
-    check_range("--port", request.port, 2**16 - 1)
-    through, hosts = _through(request), tuple[Host, ...]()
-    if request.hostfile is not None:
-        hosts = read_hostfile(request.hostfile)
-        if request.per_node is not None:
-            slots = check_range("--per-node", request.per_node, DEVICES)
+    Raises:
+        InputError: they do not go together, or name no file.
+        LaunchError: the hosts do not have the slots.
+    """
+    devices, needed = _size(plan, gpus)
+    check_range("--port", port, 2**16 - 1)
+    through, hosts = _through(through, hostfile), tuple[Host, ...]()
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile)
+        if per_node is not None:
+            slots = check_range("--per-node", per_node, DEVICES)
             hosts = tuple(replace(host, slots=slots) for host in hosts)
         hosts = chosen(hosts, devices)
-    plan = None if request.plan is None else request.plan.resolve()
+    plan = None if plan is None else plan.resolve()
     # one thread a process where nothing is said: torchrun's own choice, which it warns of
-    environment = {commands.THREADS: os.environ.get(commands.THREADS, "1")}
+    environment = {THREADS: os.environ.get(THREADS, "1")}
     environment |= {} if plan is None else {PLAN_VARIABLE: str(plan)}
-    environment |= commands.NEW_STORE if request.restarts else {}
-    program = request.program
-    if program[0] == "profile" and not Path("profile").exists():
-        program = ("-m", "galvatron_lite", *program)
-    elif program[0] != "-m" and not Path(program[0]).is_file():
-        raise InputError("script", program[0], "There is no such file. Give a script, -m MODULE, or profile MODEL.")
-    nodes = len(hosts) if hosts else _nodes(request, through, devices)
-    job = Job(program, devices, nodes, environment, request.port, request.restarts)
-    return Launch(job, through, hosts, request.options, plan, needed)
+    environment |= NEW_STORE if restarts else {}
+    words = tuple(program)
+    if words[0] == "profile" and not Path("profile").exists():
+        words = ("-m", "galvatron_lite", *words)
+    elif words[0] != "-m" and not Path(words[0]).is_file():
+        raise InputError("script", words[0], "There is no such file. Give a script, -m MODULE, or profile MODEL.")
+    nodes = len(hosts) or _nodes(per_node, through, devices)
+    return Job(words, devices, nodes, environment, port, restarts, through, hosts, tuple(options), plan, needed)
 
 
-def _size(request: LaunchRequest) -> tuple[int, int]:
-    if request.plan is None:
-        if request.gpus is None:
+def _size(plan: Path | None, gpus: int | None) -> tuple[int, int]:
+    """Processes, and the bytes that a device takes."""
+    if plan is None:
+        if gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")
-        return check_range("--gpus", request.gpus, DEVICES), 0
-    phased = is_phased(read_data(request.plan))
-    phases = read_phased_plan(request.plan).phases if phased else ()
-    plans = [phase.plan for phase in phases] or [read_plan(request.plan)]
+        return check_range("--gpus", gpus, DEVICES), 0
+    phased = is_phased(read_data(plan))
+    plans = [phase.plan for phase in read_phased_plan(plan).phases] if phased else [read_plan(plan)]
     devices = plans[0].devices
-    if request.gpus not in (None, devices):
-        raise InputError("--gpus", request.gpus, f"The plan is for {devices}: leave it out, or make another plan.")
-    return devices, max((plan.prediction.peak_memory for plan in plans if plan.prediction is not None), default=0)
+    if gpus not in (None, devices):
+        raise InputError("--gpus", gpus, f"The plan is for {devices}: leave it out, or make another plan.")
+    return devices, max((one.prediction.peak_memory for one in plans if one.prediction is not None), default=0)
 
 
-def _through(request: LaunchRequest) -> Through:
-    if request.hostfile is not None:
-        if request.through not in (None, Through.SSH):
-            raise InputError("--hostfile", str(request.hostfile), f"Hosts are reached by ssh, not {request.through}.")
+def _through(through: Through | None, hostfile: Path | None) -> Through:
+    if hostfile is not None:
+        if through not in (None, Through.SSH):
+            raise InputError("--hostfile", str(hostfile), f"Hosts are reached by ssh, not {through}.")
         return Through.SSH
-    if request.through is Through.SSH:
+    if through is Through.SSH:
         raise InputError("--hostfile", None, "It says which hosts ssh goes to: a line `NAME slots=N` for each.")
-    return request.through or (Through.SLURM if "SLURM_JOB_ID" in os.environ else Through.LOCAL)
+    return through or (Through.SLURM if "SLURM_JOB_ID" in os.environ else Through.LOCAL)
 
 
-def _nodes(request: LaunchRequest, through: Through, devices: int) -> int:
+def _nodes(per_node: int | None, through: Through, devices: int) -> int:
     if through is Through.LOCAL:
         return 1
-    each = _slurm_each() or devices if request.per_node is None else request.per_node
+    each = _slurm_each() or devices if per_node is None else per_node
     check_range("--per-node", each, DEVICES)
     if devices % each:
         raise InputError("--per-node", each, f"{devices} processes are not a multiple of it.")
@@ -338,3 +302,9 @@ def _slurm_each() -> int | None:
         if number is not None:
             return int(number[2])
     return None
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(to_data(report(Path(sys.argv[1]) if len(sys.argv) > 1 else None))), flush=True)
+    # CUDA's and gloo's threads have nothing to say
+    os._exit(0)

@@ -11,6 +11,7 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.backends import DEEPSPEED_FILE, target_named
+from galvatron_lite.peers.hetu.plan import UNNAMED, read_hetu_plan, to_plan
 from galvatron_lite.plans.describe import plan_notes
 from galvatron_lite.plans.export.tools import read_settings
 from galvatron_lite.plans.schema import Plan, Proof
@@ -18,15 +19,10 @@ from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.result import provenance
 
-UNNAMED = "hetu"
-"""Model of a plan of Hetu-Galvatron's that was read without a profile: its files do not name one."""
-
 
 def any_plan(data: object, path: Path, profile: Profile, batch: int | None = None) -> Plan:
     """A plan from what a file holds: ours, one written by hand (``plans.written``), or Hetu-Galvatron's."""
     if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
-        from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
-
         return to_plan(read_hetu_plan(dict(data), str(path), profile.cluster.devices, batch or 0), profile)
     try:
         return plan_from(data, profile.graph, str(path))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 from annotated_types import Ge
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import STRICT, check_regular, from_data, parse_line
+from galvatron_lite.files import STRICT, check_regular, parse_record
 from galvatron_lite.plans.schema import Plan
 
 if TYPE_CHECKING:
@@ -224,11 +224,9 @@ def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
 def tokens_of_sample(plan: Plan) -> float:
     """Tokens of a sample that a plan was made for; 1 where the model has none, or nothing was predicted."""
     prediction = plan.prediction
-    return (
-        1.0
-        if prediction is None or not prediction.samples_per_second
-        else prediction.tokens_per_second / prediction.samples_per_second
-    )
+    if prediction is None or not prediction.samples_per_second:
+        return 1.0
+    return prediction.tokens_per_second / prediction.samples_per_second
 
 
 STEP = "galvatron.step "
@@ -340,16 +338,4 @@ def _records(path: Path, torn: list[str]) -> Iterator[Record]:
                     raise FileFormatError(f"{path}, line {number}", f"{_LONGEST} bytes", "No record is that long.")
                 torn.append(path.name)
                 return
-            yield _record(line, f"{path}, line {number}")
-
-
-def _record(line: bytes, field: str) -> Record:
-    data = parse_line(line, field)
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(KINDS)}.")
-    version = data.get("version", RUN_VERSION)
-    if version != RUN_VERSION:
-        raise FileFormatError(f"{field}, version", version, f"This release reads runs of version {RUN_VERSION}.")
-    record: Record = from_data(KINDS[kind], data, field)
-    return record
+            yield parse_record(line, f"{path}, line {number}", KINDS, "runs", RUN_VERSION)

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.diagnose import events
-from galvatron_lite.diagnose.events import Cover, read_trace
+from galvatron_lite.diagnose import traces
 from galvatron_lite.diagnose.expected import Where
-from galvatron_lite.diagnose.traced import kind_of, rank_of, times_of
+from galvatron_lite.diagnose.traces import Cover, kind_of, rank_of, read_trace, times_of
 from galvatron_lite.errors import FileFormatError
 
 SEQUENCE, EXTERNAL = "Sequence number", "External id"
@@ -105,7 +104,7 @@ def test_packed_files_and_plain_lists_of_events_are_read_too(tmp_path: Path) -> 
 
 def test_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _write(tmp_path, _a_step(), note="x" * 300)
-    monkeypatch.setattr(events, "MOST_BYTES", 1000)
+    monkeypatch.setattr(traces, "MOST_BYTES", 1000)
     with pytest.raises(FileFormatError, match="fewer steps"):
         read_trace(path)
 

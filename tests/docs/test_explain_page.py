@@ -19,7 +19,7 @@ from galvatron_lite.diagnose.findings import Cause
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.profiler.store import read_profile, write_profile
 from galvatron_lite.runs.schema import RankRecord, RunHeader, StepPart
-from tests.diagnose.jobs import known_profile, plan_of
+from tests.diagnose.test_planted import known_profile, plan_of
 from tests.docs.pages import ROOT, commands, text_of
 from tests.runs.lines import a_rank_header, write
 

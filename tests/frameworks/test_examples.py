@@ -17,28 +17,21 @@ import pytest
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import Plan
 from tests.docs.pages import blocks, text_of
 from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 NAMES = sorted(path.stem for path in (EXAMPLES / "one").glob("*.py"))
 
 
-def layers() -> list[str]:
-    return ["before", "model.layers.0", "model.layers.1", "after"]
-
-
 def plans() -> dict[str, Plan]:
     """Shards and shares in micro-batches, and a pipeline."""
-    first, second = Strategy(zero=2, zero_stage=3), Strategy(tensor=2)
-    mixed = [first, second, first, first]
-    one = Stage(tuple(LayerRun(name, name, 1, each) for name, each in zip(layers(), mixed, strict=True)))
-    two = [Stage(tuple(LayerRun(name, name, 1, Strategy()) for name in half)) for half in (layers()[:2], layers()[2:])]
-    schedule = Schedule.ONE_F_ONE_B
+    names, zero = ["before", "model.layers.0", "model.layers.1", "after"], Strategy(zero=2, zero_stage=3)
     return {
-        "mixed": Plan(PLAN_VERSION, "llama", 2, 8, 2, schedule, "fp32", (one,)),
-        "pipeline": Plan(PLAN_VERSION, "llama", 2, 8, 4, schedule, "fp32", tuple(two)),
+        "mixed": make_plan([names], [[zero, Strategy(tensor=2), zero, zero]], 8, 2),
+        "pipeline": make_plan([names[:2], names[2:]], [[Strategy()] * 2] * 2, 8, 4),
     }
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from galvatron_lite import as_one_process, auto_parallelize
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import Plan
 from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
 
 SAMPLES, TOKENS, WORDS = 8, 12, 40
 SHAPE: dict[str, Any] = {
@@ -40,18 +41,10 @@ def made(family: str) -> transformers.PreTrainedModel:
 def plan_of(family: str) -> Plan:
     """Shares of unlike numbers of labels: of experts' samples, or of a tied head's in micro-batches."""
     block = Strategy(data=2, expert=2) if family == "mixtral" else Strategy(tensor=2)
-    layers = {
-        "before": Strategy(data=2),
-        "model.layers.0": block,
-        "model.layers.1": Strategy(data=2),
-        "after": Strategy(data=2),
-    }
+    names, data = ["before", "model.layers.0", "model.layers.1", "after"], Strategy(data=2)
     if family == "pipeline":
-        layers = dict.fromkeys(layers, Strategy())
-    runs = tuple(LayerRun(name, name, 1, each) for name, each in layers.items())
-    parts = 1 if family == "mixtral" else 2
-    stages = (Stage(runs[:2]), Stage(runs[2:])) if family == "pipeline" else (Stage(runs),)
-    return Plan(PLAN_VERSION, family, 2, SAMPLES, parts, Schedule.ONE_F_ONE_B, "fp32", stages)
+        return make_plan([names[:2], names[2:]], [[Strategy()] * 2] * 2, SAMPLES, 2)
+    return make_plan([names], [[data, block, data, data]], SAMPLES, 1 if family == "mixtral" else 2)
 
 
 def padded_rows() -> list[Mapping[str, Tensor]]:

@@ -44,10 +44,10 @@ _SMALL = {"layers": 2, "depths": [1, 1, 1, 1]}
 
 @cache
 def known_profile() -> Profile:
-    """Of a model small enough that planning takes no time."""
-    return api.profile(
-        load_model("llama2-7b", overrides={"layers": 3}, sequence=128), estimate=True, cluster="b200", gpus=4
-    )
+    """Of a model small enough that planning takes no time; kept in no folder of the project."""
+    small = load_model("llama2-7b", overrides={"layers": 3}, sequence=128)
+    with tempfile.TemporaryDirectory() as folder:
+        return api.profile(small, estimate=True, cluster="b200", gpus=4, folder=folder)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The commands that start a job, the checks before, and a job on two hosts."""
+"""The commands that start a job, the checks before, a job on two hosts, and what its ranks say last."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
-from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError, PeerError
 from galvatron_lite.files import to_data
-from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, chosen, read_hostfile
+from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, Through, chosen, read_hostfile
+from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words, listen
 from galvatron_lite.launch.jobs import (
     MARK,
-    LaunchRequest,
     NodeReport,
-    Through,
     check_nodes,
-    launch_of,
+    job_of,
     output_of,
     read_reports,
     report,
@@ -93,22 +93,17 @@ def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -
         chosen(tuple(Host(f"h{at}", each) for at, each in enumerate(slots)), devices)
 
 
-def test_here(plan: Path) -> None:
-    launch = launch_of(LaunchRequest(("train.py", "--lr", "1"), plan=Path("plan.yaml")))
-    assert launch.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
-    assert launch.job.environment == {THREADS: "3", PLAN_VARIABLE: str(plan)}
-
-
-def test_threads_are_torchruns_choice_where_nothing_is_said(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_here(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(("train.py", "--lr", "1"), plan=Path("plan.yaml"))
+    assert job.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
+    assert job.environment == {THREADS: "3", PLAN_VARIABLE: str(plan)}
     monkeypatch.delenv(THREADS)
-    assert launch_of(LaunchRequest(("train.py",), plan=plan)).job.environment[THREADS] == "1"
+    assert job_of(("train.py",), plan=plan).environment[THREADS] == "1", "torchrun's choice where nothing is said"
 
 
 def test_on_hosts(plan: Path) -> None:
-    launch = launch_of(
-        LaunchRequest(("train.py",), plan=plan, hostfile=hosts(plan.parent, "a slots=2\nb slots=2\nc slots=2"))
-    )
-    both = launch.commands()
+    job = job_of(("train.py",), plan=plan, hostfile=hosts(plan.parent, "a slots=2\nb slots=2\nc slots=2"))
+    both = job.commands()
     assert [words[:5] for words in both] == [["ssh", "-tt", "-o", "BatchMode=yes", host] for host in "ab"]
     for number, words in enumerate(both):
         place = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "a", "--master-port", "29500"]
@@ -118,7 +113,7 @@ def test_on_hosts(plan: Path) -> None:
 
 def test_nodes_that_start_again_meet_at_the_first(plan: Path) -> None:
     names = hosts(plan.parent, "a slots=2\nb slots=2")
-    words = shlex.split(launch_of(LaunchRequest(("train.py",), plan=plan, hostfile=names, restarts=3)).commands()[1][5])
+    words = shlex.split(job_of(("train.py",), plan=plan, hostfile=names, restarts=3).commands()[1][5])
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words, "workers of a new attempt do not meet by the old one's keys"
     assert words[words.index("--max-restarts") + 1] == "3"
     assert words[words.index("--rdzv-endpoint") + 1] == "a:29500"
@@ -128,9 +123,9 @@ def test_nodes_that_start_again_meet_at_the_first(plan: Path) -> None:
 def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
-    launch = launch_of(LaunchRequest(("train.py", "a b"), plan=plan, options=("--partition=gpu",)))
-    ((*srun, shell, flag, line),) = launch.commands()
-    assert (launch.through, launch.job.nodes, shell, flag) == (Through.SLURM, 2, "bash", "-c")
+    job = job_of(("train.py", "a b"), plan=plan, options=("--partition=gpu",))
+    ((*srun, shell, flag, line),) = job.commands()
+    assert (job.through, job.nodes, shell, flag) == (Through.SLURM, 2, "bash", "-c")
     assert srun[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert srun[4:] == [f"--export=ALL,{THREADS}=3,{PLAN_VARIABLE}={plan}", f"--chdir={plan.parent}", "--partition=gpu"]
     # what bash makes of it, with scontrol and torchrun played by functions
@@ -147,23 +142,22 @@ def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_gpus_of_a_node_as_slurm_has_them(plan: Path, monkeypatch: pytest.MonkeyPatch, text: str, nodes: int) -> None:
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", text)
-    request = LaunchRequest(("train.py",), plan=plan, through=Through.SLURM)
     if nodes:
-        assert launch_of(request).job.nodes == nodes
+        assert job_of(("train.py",), plan=plan, through=Through.SLURM).nodes == nodes
         return
     with pytest.raises(InputError, match=r"SLURM_GPUS_ON_NODE.*--per-node"):
-        launch_of(request)
+        job_of(("train.py",), plan=plan, through=Through.SLURM)
 
 
 def test_on_ray(plan: Path) -> None:
-    launch = launch_of(LaunchRequest(("-m", "train", "x"), plan=plan, through=Through.RAY, per_node=2))
+    job = job_of(("-m", "train", "x"), plan=plan, through=Through.RAY, per_node=2)
     module = [sys.executable, "-m", "galvatron_lite.launch.ray_job"]
-    assert launch.commands() == [[*module, "--workers", "4", "--each", "2", "--", "-m", "train", "x"]]
+    assert job.commands() == [[*module, "--workers", "4", "--each", "2", "--", "-m", "train", "x"]]
 
 
 def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
-    launch = launch_of(LaunchRequest(("profile", "train.py:make"), gpus=2))
-    assert launch.commands() == [
+    job = job_of(("profile", "train.py:make"), gpus=2)
+    assert job.commands() == [
         [*RUN, "--nproc-per-node", "2", "--standalone", "-m", "galvatron_lite", "profile", "train.py:make"]
     ]
     assert plan.exists()
@@ -172,22 +166,22 @@ def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (LaunchRequest(("train.py",)), "--plan is missing"),
-        (LaunchRequest(("train.py",), gpus=0), "from 1 to"),
-        (LaunchRequest(("train.py",), gpus=2**63), "--gpus"),
-        (LaunchRequest(("train.py",), gpus=1, port=-1), "--port"),
-        (LaunchRequest(("train.py",), gpus=4, through=Through.RAY, per_node=0), "--per-node"),
-        (LaunchRequest(("train.py",), plan=Path("plan.yaml"), gpus=8), "The plan is for 4"),
-        (LaunchRequest(("none.py",), gpus=1), "no such file"),
-        (LaunchRequest(("train.py",), plan=Path("train.py")), "version"),
-        (LaunchRequest(("train.py",), gpus=4, through=Through.SSH), "--hostfile"),
-        (LaunchRequest(("train.py",), gpus=4, through=Through.SLURM, per_node=3), "not a multiple"),
+        ({}, "--plan is missing"),
+        ({"gpus": 0}, "from 1 to"),
+        ({"gpus": 2**63}, "--gpus"),
+        ({"gpus": 1, "port": -1}, "--port"),
+        ({"gpus": 4, "through": Through.RAY, "per_node": 0}, "--per-node"),
+        ({"plan": Path("plan.yaml"), "gpus": 8}, "The plan is for 4"),
+        ({"program": ("none.py",), "gpus": 1}, "no such file"),
+        ({"plan": Path("train.py")}, "version"),
+        ({"gpus": 4, "through": Through.SSH}, "--hostfile"),
+        ({"gpus": 4, "through": Through.SLURM, "per_node": 3}, "not a multiple"),
     ],
 )
-def test_bad_requests(plan: Path, asked: LaunchRequest, said: str) -> None:
+def test_bad_requests(plan: Path, asked: dict[str, Any], said: str) -> None:
     assert plan.exists()
     with pytest.raises(GalvatronError, match=said):
-        launch_of(asked)
+        job_of(**{"program": ("train.py",), **asked})
 
 
 def test_nodes_that_do_not_go_together() -> None:
@@ -264,3 +258,50 @@ def test_the_job_ends_with_the_first_that_fails() -> None:
     ]:  # fmt: skip
         with pytest.raises(LaunchError, match=said):
             output_of([command], {}, 0.1 if command[0] == "sleep" else 60)
+
+
+PEER = PeerError("Rank 0 waited in vain.", ranks=(1,), operation="forward")
+WRONG = InputError("mem", "lots", "Give 40GB.")
+
+
+def end(rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank ends by an error that nothing catches."""
+    monkeypatch.setenv("RANK", str(rank))
+    sys.excepthook(type(error), error, None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ({}, ""),
+        ({0: ValueError("the user's")}, ""),
+        ({0: PEER, 1: WRONG}, f"Rank 1: InputError: {WRONG}"),
+        ({0: PEER}, f"Rank 0: PeerError: {PEER}"),
+        (dict.fromkeys(range(3), WRONG), f"Rank 0, 1, 2: InputError: {WRONG}"),
+        (dict.fromkeys(range(12), WRONG), f"Rank 0, 1, 2, 3 and 8 others: InputError: {WRONG}"),
+    ],
+)
+def test_each_thing_is_said_once_and_waiting_only_where_nothing_else_is(
+    ends: dict[int, Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    listen()
+    listen()
+    for rank, error in ends.items():
+        end(rank, error, monkeypatch)
+    assert shown == list(ends.values())
+    assert last_words(tmp_path) == said
+
+
+def test_nothing_is_kept_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.excepthook
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    listen()
+    assert sys.excepthook is before
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "of another machine"))
+    listen()
+    end(0, GalvatronError("x"), monkeypatch)
+    assert list(tmp_path.iterdir()) == []

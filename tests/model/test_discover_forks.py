@@ -13,7 +13,7 @@ from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import ModelGraph, Passed, Role
 from galvatron_lite.parallelism.branch.find import find_regions
 from tests.model.forks import MODELS, Pair, loss_of, picture
-from tests.runtime.branches.networks import CHANNELS, SIDE, Captions
+from tests.runtime.branches.jobs import CHANNELS, SIDE, Captions
 
 UNITS = ["first", "pool", "second", "low", "grow", "last", "out"]
 CAMERA = ["0", "1", "2", "3"]

@@ -27,6 +27,7 @@ from galvatron_lite.peers.hetu.plan import (
 from galvatron_lite.peers.hetu.profile import to_profile
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.store import read_profile, write_profile
+from studies.hetu.compare import profile_of
 from studies.hetu.formulas import layer_ms, price
 from studies.hetu.recorded import RecordedSearch
 from tests.studies.hetu.cases import FOLDER, FOUND, found, profiles
@@ -90,6 +91,7 @@ def test_one_strategy_by_flags() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        ({"pp_deg": 0}, "pp_deg"),
         ({"tp_sizes_enc": "2,x"}, "tp_sizes_enc"),
         ({"use_sp": "1"}, "use_sp"),
         ({"tp_sizes_enc": "3,1"}, "layer 0"),
@@ -274,9 +276,7 @@ def test_gradients_hide_behind_backward_as_theirs(tensor: int) -> None:
 def test_whole_plans_cost_about_the_same(place: int) -> None:
     search, (model, hardware) = FOUND[place], profiles(place)
     plan, engine = search.hetu_plan(), search.rules.engine
-    profile = to_profile(
-        model, hardware, engine, async_reduce=search.async_reduce, unbuffered=True, single=plan.pipeline == 1
-    )
+    profile = profile_of(search, model, hardware, single=plan.pipeline == 1)
     ours = evaluate(profile, to_plan(plan, profile, async_reduce=search.async_reduce, engine=engine))
     theirs = price(model, hardware, plan, search.rules)
     assert ours.prediction.step_seconds == pytest.approx(theirs.seconds, rel=_apart(search))

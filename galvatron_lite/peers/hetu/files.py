@@ -26,6 +26,7 @@ LAYER_TIME = re.compile(r"^layertype_(\d+)_bsz(\d+)_seq(\d+)$")
 EDGE_TIME = re.compile(r"^layertype_other(?:_\d+)?_bsz(\d+)_seq(\[[\d,]+\]|\d+)$")
 COLLECTIVE_TIME = re.compile(r"^(allreduce|all2all)_size_(\d+)_(\d+)MB_time$")
 BANDWIDTH = re.compile(r"^allreduce_size_(\d+)_consec_([01])$")
+SEND_BANDWIDTH = re.compile(r"^pp_size_(\d+)$")
 FIXED: dict[Engine, dict[str, float]] = {
     Engine.MAIN: {"off": 0.0, "on_first": 0.0, "on_last": 0.0},
     Engine.V240: {"off": 2 / 3, "on_first": 1.0, "on_last": 0.0},
@@ -44,23 +45,21 @@ class Sizes:
 
 
 def read_model(
-    folder: Path, sizes: Sequence[Sizes], mode: str = "", sequence_parallel: bool = True, engine: Engine = Engine.MAIN
+    folder: Path, sizes: Sequence[Sizes], sequence_parallel: bool = True, engine: Engine = Engine.MAIN
 ) -> HetuModel:
     """A model's profile from a folder with one ``computation_profiling_*`` and one ``memory_profiling_*`` file.
 
     Args:
         folder: where they are.
         sizes: of each layer type, in order.
-        mode: ``static``, ``batch`` or ``sequence``; by what the files hold if empty, as its engine would be told.
         sequence_parallel: which of the memory file's two kinds of entries is wanted, where it holds both.
         engine: whose rule for activations of embedding and head at lengths that were not profiled.
     """
-    time_path, memory_path = (_only(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
+    time_path, memory_path = (only_file(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
     times, memory = _entries(time_path), _entries(memory_path)
     ends = _ending(memory, memory_path, sequence_parallel)
     types = tuple(
-        _layer_type(times, memory, place, size, (time_path, memory_path), mode, ends)
-        for place, size in enumerate(sizes)
+        _layer_type(times, memory, place, size, (time_path, memory_path), ends) for place, size in enumerate(sizes)
     )
     lengths = [kind.sequence for kind in types]
     key = str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
@@ -69,7 +68,7 @@ def read_model(
         for part in ("off", "on_first", "on_last")
     )
     _, precision, name = time_path.stem.removesuffix("_all").replace("_profiling", "").split("_", 2)
-    line = _edge_line(times, types, key, time_path, mode)
+    line = _edge_line(times, types, key, time_path)
     return HetuModel(
         name, types, total, first, last, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}"
     )
@@ -82,16 +81,9 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
     """
     shape = f"{nodes}nodes_{gpus}gpus_per_node.json"
     reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"
-    bandwidths = [(BANDWIDTH.match(key), value) for key, value in _entries(reduce_path).items()]
-    near, far = (
-        {int(match[1]): _number(value, reduce_path, match[0]) for match, value in bandwidths if match and match[2] == c}
-        for c in "10"
-    )
-    send = {
-        int(key.removeprefix("pp_size_")): _number(value, send_path, key)
-        for key, value in _entries(send_path).items()
-        if key.startswith("pp_size_")
-    }
+    bandwidths = _figures(_entries(reduce_path), BANDWIDTH, reduce_path)
+    near, far = ({int(hit[1]): value for hit, value in bandwidths if hit[2] == flag} for flag in "10")
+    send = {int(hit[1]): value for hit, value in _figures(_entries(send_path), SEND_BANDWIDTH, send_path)}
     overlap_path = folder / "overlap_coefficient.json"
     overlap = _number(_get(_entries(overlap_path), "overlap_coe", overlap_path), overlap_path, "overlap_coe")
     paths = [folder / f"sp_time_{shape}"]
@@ -105,11 +97,9 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
 
 def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, CollectiveTable]]:
     tables: dict[str, dict[int, dict[int, float]]] = {"allreduce": {}, "all2all": {}}
-    for key, value in _entries(path).items():
-        match = COLLECTIVE_TIME.match(key)
-        if match:
-            share = 0.5 if match[1] == "allreduce" else 1.0
-            tables[match[1]].setdefault(int(match[2]), {})[int(match[3])] = share * _number(value, path, key)
+    for hit, value in _figures(_entries(path), COLLECTIVE_TIME, path):
+        share = 0.5 if hit[1] == "allreduce" else 1.0
+        tables[hit[1]].setdefault(int(hit[2]), {})[int(hit[3])] = share * value
     gather, exchange = (
         {
             ranks: CollectiveTable(points, _line(points, path, f"{name}_size_{ranks}_*MB_time"))
@@ -127,7 +117,12 @@ def _line(points: Mapping[int, float], path: Path, key: str) -> LinearTime:
     return LinearTime(float(slope), float(start))
 
 
-def _only(folder: Path, pattern: str) -> Path:
+def only_file(folder: Path, pattern: str) -> Path:
+    """The file of a folder that matches a pattern; of all layer types where there are several.
+
+    Raises:
+        InputError: there is none, or several match.
+    """
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise InputError(str(folder), pattern, "There is no such file; give the folder of the model's configs.")
@@ -159,6 +154,12 @@ def _number(value: object, path: Path, key: str) -> float:
     return float(value)
 
 
+def _figures(data: Mapping[str, Any], pattern: re.Pattern[str], path: Path) -> list[tuple[re.Match[str], float]]:
+    """The entries whose keys match a pattern."""
+    hits = ((pattern.match(key), value) for key, value in data.items())
+    return [(hit, _number(value, path, hit[0])) for hit, value in hits if hit]
+
+
 def _ending(memory: Mapping[str, Any], path: Path, sequence_parallel: bool) -> str:
     """Of the memory file's keys: ``_sp`` where tokens were shared in tensor groups."""
     endings = [ending for ending in ("_sp", "") if f"layertype_0{ending}" in memory]
@@ -174,27 +175,22 @@ def _layer_type(
     place: int,
     size: Sizes,
     paths: tuple[Path, Path],
-    mode: str,
     ends: str,
 ) -> LayerType:
     time_path, memory_path = paths
-    matches = [(LAYER_TIME.match(key), value) for key, value in times.items()]
-    layer_times = {
-        (int(hit[2]), int(hit[3])): _number(value, time_path, hit[0])
-        for hit, value in matches
-        if hit and int(hit[1]) == place
-    }
+    figures = _figures(times, LAYER_TIME, time_path)
+    layer_times = {(int(hit[2]), int(hit[3])): value for hit, value in figures if int(hit[1]) == place}
     if not layer_times:
         raise InputError(
             f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers."
         )
     sequence = size.sequence or min(length for _, length in layer_times)
-    forward = _time_line(layer_times, sequence, mode, time_path, f"layertype_{place}")
+    forward = _time_line(layer_times, sequence, time_path, f"layertype_{place}")
     name = f"layertype_{place}{ends}"
     by_length = _get(memory, name, memory_path)
-    figures, scale = _at_length(by_length, sequence, memory_path)
-    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 or mode == "sequence" else figures
-    activation = _get(figures, "tp_activation_per_bsz_dict", memory_path)
+    held, scale = _at_length(by_length, str(sequence), memory_path, scales=len(by_length) > 1)
+    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 else held
+    activation = _get(held, "tp_activation_per_bsz_dict", memory_path)
     checkpoint = _number(_get(activation, "checkpoint", memory_path), memory_path, f"{name}.checkpoint")
     degrees = {
         int(key): scale * _number(value, memory_path, f"{name}.{key}")
@@ -205,23 +201,26 @@ def _layer_type(
     return LayerType(size.layers, size.hidden, sequence, parameters, degrees, scale * checkpoint, forward)
 
 
-def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path) -> tuple[Any, float]:
+def _at_length(by_length: Mapping[str, Any], key: str, path: Path, scales: bool) -> tuple[Any, float]:
     """Figures at a sequence length: what was profiled, or the longest in proportion (its ``sequence`` mode)."""
-    if len(by_length) == 1:
-        return _get(by_length, str(sequence), path), 1.0
+    if not scales:
+        return _get(by_length, key, path), 1.0
     longest = max(by_length, key=int)
-    return _get(by_length, longest, path), sequence / int(longest)
+    return _get(by_length, longest, path), int(key) / int(longest)
 
 
-def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> LinearTime:
-    """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure."""
+def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path, name: str) -> LinearTime:
+    """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure.
+
+    Which of them depends on what the files hold, as its engine would be told.
+    """
     batches = {batch: time * batch for (batch, length), time in times.items() if length == sequence}
     lengths = {length: time for (batch, length), time in times.items() if batch == 1}
-    chosen = mode or ("batch" if len(batches) >= BATCH_POINTS else "sequence" if len(lengths) > 2 else "static")
-    if chosen == "batch":
+    if len(batches) >= BATCH_POINTS:
         return _line(batches, path, f"{name}_bsz*_seq{sequence}")
-    if chosen == "sequence":
-        return LinearTime(_parabola(lengths, sequence, 2 if "other" not in name else 1))
+    if len(lengths) > 2:
+        figures = np.array(list(lengths), dtype=float), np.array(list(lengths.values()))
+        return LinearTime(float(np.polyval(np.polyfit(*figures, 2 if "other" not in name else 1), sequence)))
     if not batches:
         known = ", ".join(str(length) for length in sorted({length for _, length in times}))
         raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, f"Lengths profiled: {known}. Give one as --seq.")
@@ -229,41 +228,26 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str,
     return LinearTime(batches[most] / most)
 
 
-def _parabola(points: Mapping[int, float], x: float, degree: int) -> float:
-    fitted = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), degree)
-    return float(np.polyval(fitted, x))
-
-
-def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> LinearTime:
-    matches = [(EDGE_TIME.match(name), value) for name, value in times.items()]
+def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path) -> LinearTime:
+    figures = _figures(times, EDGE_TIME, path)
     if len(types) > 1:
-        edge_times = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2] == key}
+        edge_times = {(int(hit[1]), 0): value for hit, value in figures if hit[2] == key}
         if edge_times:
-            return _time_line(edge_times, 0, mode, path, "layertype_other")
-    edge_times = {
-        (int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in matches if hit and hit[2].isdigit()
-    }
+            return _time_line(edge_times, 0, path, "layertype_other")
+    edge_times = {(int(hit[1]), int(hit[2])): value for hit, value in figures if hit[2].isdigit()}
     if not edge_times:
         raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
-    return _time_line(edge_times, types[0].sequence, mode, path, "layertype_other")
+    return _time_line(edge_times, types[0].sequence, path, "layertype_other")
 
 
 def _edge_memory(memory: Mapping[str, Any], name: str, key: str, path: Path, fixed: float) -> EdgeMemory:
     """Memory of embedding and head; ``fixed``: the share of activations that does not grow with the sequence."""
     by_length = _get(memory, name, path)
-    figures, scale = (
-        (by_length[key], 1.0) if key in by_length and len(by_length) == 1 else _longest(by_length, key, path)
-    )
+    scales = key.isdigit() and (len(by_length) > 1 or key not in by_length)
+    figures, scale = _at_length(by_length, key, path, scales)
     parts = [_get(figures, part, path) for part in ("model_states", "activation")]
     states, activation = (
         {int(degree): _number(value, path, f"{name}.{degree}") for degree, value in part.items()} for part in parts
     )
     share = fixed + (1.0 - fixed) * scale
     return EdgeMemory(states, {degree: share * value for degree, value in activation.items()})
-
-
-def _longest(by_length: Mapping[str, Any], key: str, path: Path) -> tuple[Any, float]:
-    if not key.isdigit():
-        return _get(by_length, key, path), 1.0
-    longest = max(by_length, key=int)
-    return _get(by_length, longest, path), int(key) / int(longest)

@@ -145,17 +145,25 @@ ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 """Collectives of the boundary tensor in one forward pass of a layer."""
 
 
-def to_graph(model: HetuModel, engine: Engine = Engine.MAIN, *, single: bool = False) -> ModelGraph:
-    """The model: an embedding, every layer, a head; ``single``: with what these two take in one stage."""
-    item = ITEM_BYTES[model.precision]
-    first, last = _edges(model, single)
-    kinds = {"embed": _edge_kind("embed", first, model, item), "head": _edge_kind("head", last, model, item)}
+def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
+    """The model: an embedding, every layer, a head."""
+    first, last, kinds = model.types[0], model.types[-1], dict[str, LayerKind]()
+    for name, memory, ends in (("embed", model.first, first), ("head", model.last, last)):
+        kept = {Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))}
+        degrees, parameters = max(memory.activation), _edge_parameters(memory.states)
+        # its formulas count one collective of the boundary tensor that waits
+        kinds[name] = _kind(name, model, ends, parameters, kept, degrees, gathers=1)
     layers = [Layer("embed", "embed", Role.BEFORE)]
     for place, kind in enumerate(model.types):
-        name = block_name(model, place)
-        kinds[name] = _block_kind(name, kind, model, item, engine)
-        taken = len(layers) - 1
-        layers += [Layer(f"layers.{number}", name, Role.BLOCK) for number in range(taken, taken + kind.layers)]
+        name, degrees = block_name(model, place), max(kind.activation)
+        kept = {
+            Recompute.NONE: TensorSplit(tensor=ceil(kind.activation[1] * MB)),
+            Recompute.FULL: TensorSplit(sequence=ceil(kind.checkpoint * MB)),
+        }
+        parameters = TensorSplit(tensor=round(kind.parameters * MB / ITEM_BYTES["fp32"]))
+        kinds[name] = _kind(name, model, kind, parameters, kept, degrees, scatters=ENDS[engine], heads=degrees)
+        start = len(layers) - 1
+        layers += [Layer(f"layers.{number}", name, Role.BLOCK) for number in range(start, start + kind.layers)]
     layers.append(Layer("head", "head", Role.AFTER))
     notes = ("As its cost model has it, a checkpointed layer is computed again without working memory.",)
     return ModelGraph(
@@ -164,87 +172,40 @@ def to_graph(model: HetuModel, engine: Engine = Engine.MAIN, *, single: bool = F
     )  # fmt: skip
 
 
+def _kind(
+    name: str,
+    model: HetuModel,
+    size: LayerType,
+    parameters: TensorSplit,
+    kept: dict[Recompute, TensorSplit],
+    degrees: int,
+    gathers: int = 0,
+    scatters: int = 0,
+    heads: int = 0,
+) -> LayerKind:
+    boundary = size.sequence * size.hidden * ITEM_BYTES[model.precision]
+    return LayerKind(
+        name, parameters, (), kept, TensorSplit(), TensorSplit(), boundary, boundary,
+        SplitDims(sequence=size.sequence, heads=heads, kv_heads=heads, hidden=size.hidden),
+        tensor_degrees=degrees, tensor_collectives=2 * (gathers + scatters), tensor_gathers=gathers,
+        tensor_scatters=scatters, sequence_parallel=model.sequence_parallel,
+    )  # fmt: skip
+
+
 def block_name(model: HetuModel, place: int) -> str:
     """Key of a layer type's kind."""
     return "block" if len(model.types) == 1 else f"block{place}"
 
 
-def to_points(model: HetuModel, *, single: bool = False) -> tuple[LayerPoint, ...]:
-    """Points of every kind at every tensor degree that was profiled; ``single`` as in ``to_graph``."""
-    half, (first, last) = LinearTime(model.edges.slope / 2, model.edges.start / 2), _edges(model, single)
-    points = [*_edge_points("embed", first, half, model), *_edge_points("head", last, half, model)]
+def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
+    """Points of every kind at every tensor degree that was profiled."""
+    half, points = LinearTime(model.edges.slope / 2, model.edges.start / 2), list[LayerPoint]()
+    for name, memory in (("embed", model.first), ("head", model.last)):
+        for degree, figure in sorted(memory.activation.items()):
+            points += _points(name, degree, Recompute.NONE, half, figure, 0.0, model)
     for place, kind in enumerate(model.types):
         points += _block_points(block_name(model, place), kind, model)
     return tuple(points)
-
-
-def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
-    """Memory of embedding and head: in stages of their own, or what the two take in one, in the same proportion."""
-    if not single:
-        return model.first, model.last
-    pairs = (model.first, model.last)
-    return _share(model.whole, *pairs), _share(model.whole, *reversed(pairs))
-
-
-def _share(memory: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
-    states, activation = (
-        {
-            degree: figure * mine[degree] / (mine[degree] + rest[degree])
-            for degree, figure in total.items()
-            if degree in mine and degree in rest
-        }
-        for total, mine, rest in (
-            (memory.states, part.states, other.states),
-            (memory.activation, part.activation, other.activation),
-        )
-    )
-    return EdgeMemory(states, activation)
-
-
-def _block_kind(name: str, kind: LayerType, model: HetuModel, item: int, engine: Engine) -> LayerKind:
-    degree, boundary = max(kind.activation), kind.sequence * kind.hidden * item
-    kept = {
-        Recompute.NONE: TensorSplit(tensor=ceil(kind.activation[1] * MB)),
-        Recompute.FULL: TensorSplit(sequence=ceil(kind.checkpoint * MB)),
-    }
-    return LayerKind(
-        name=name,
-        parameters=TensorSplit(tensor=round(kind.parameters * MB / ITEM_BYTES["fp32"])),
-        operators=(),
-        kept=kept,
-        working=TensorSplit(),
-        forward_working=TensorSplit(),
-        input_bytes=boundary,
-        output_bytes=boundary,
-        dims=SplitDims(sequence=kind.sequence, heads=degree, kv_heads=degree, hidden=kind.hidden),
-        tensor_degrees=degree,
-        tensor_collectives=2 * ENDS[engine],
-        sequence_parallel=model.sequence_parallel,
-        tensor_gathers=0,
-        tensor_scatters=ENDS[engine],
-    )
-
-
-def _edge_kind(name: str, memory: EdgeMemory, model: HetuModel, item: int) -> LayerKind:
-    """Embedding or head; its formulas count one collective of the boundary tensor that waits."""
-    ends = model.types[0] if name == "embed" else model.types[-1]
-    boundary = ends.sequence * ends.hidden * item
-    return LayerKind(
-        name=name,
-        parameters=_edge_parameters(memory.states),
-        operators=(),
-        kept={Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))},
-        working=TensorSplit(),
-        forward_working=TensorSplit(),
-        input_bytes=boundary,
-        output_bytes=boundary,
-        dims=SplitDims(sequence=ends.sequence, hidden=ends.hidden),
-        tensor_degrees=max(memory.activation),
-        tensor_collectives=2,
-        sequence_parallel=model.sequence_parallel,
-        tensor_gathers=1,
-        tensor_scatters=0,
-    )
 
 
 def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
@@ -267,11 +228,6 @@ def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[Laye
         buffer = kind.sequence * kind.hidden * ITEM_BYTES[model.precision] / MB if shared else 0.0
         for choice, size in kept.items():
             yield from _points(name, degree, choice, kind.forward, size, buffer, model)
-
-
-def _edge_points(name: str, memory: EdgeMemory, line: LinearTime, model: HetuModel) -> Iterator[LayerPoint]:
-    for degree, figure in sorted(memory.activation.items()):
-        yield from _points(name, degree, Recompute.NONE, line, figure, 0.0, model)
 
 
 def _points(

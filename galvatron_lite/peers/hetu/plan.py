@@ -8,7 +8,7 @@ stage 3. Embedding and head have one strategy (``vtp``, ``vsp``, ``embed_sdp``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -68,33 +68,45 @@ class HetuPlan:
 
 
 def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch: int = 0) -> HetuPlan:
-    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags)."""
-    if "tp_sizes_enc" not in data:
-        return _global_plan(data, field, devices, batch)
-    stages = _integer(data, "pp_deg", field)
-    tensor = _list(data, "tp_sizes_enc", field)
-    count = len(tensor)
-    world = _integer(data, "world_size", field, devices or stages * max(tensor))
-    types, ulysses, checkpoint = (_list(data, key, field, count) for key in ("dp_types_enc", "use_sp", "checkpoint"))
-    if any(size != 1 for size in _list(data, "cp_sizes_enc", field, count, 1)):
-        raise InputError(f"{field}, cp_sizes_enc", data["cp_sizes_enc"], "Context parallelism is not modelled by it.")
-    default = _default(data, field)
-    layers = tuple(
-        _strategy(world // stages, *figures, default, f"{field}, layer {place}")
-        for place, figures in enumerate(zip(tensor, ulysses, types, checkpoint, strict=True))
-    )
-    size, shared, sharded = (
-        _integer(data, key, field, other) for key, other in (("vtp", 1), ("vsp", 0), ("embed_sdp", 0))
-    )
-    sharded = _integer(data, "vocab_sdp", field, sharded)
-    edges = _strategy(world // stages, size, shared, sharded, 0, default, f"{field}, vtp")
-    division = tuple(_list(data, "pp_division", field, stages, count // stages))
+    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags).
+
+    Args:
+        data: the JSON object.
+        field: what to name in an error.
+        devices, batch: GPUs and samples a step, where the file does not say.
+    """
+    searched = "tp_sizes_enc" in data
+    stages, default = _integer(data, "pp_deg", field, None if searched else 1), _default(data, field)
+    if searched:
+        tensor = _list(data, "tp_sizes_enc", field)
+        count = len(tensor)
+        world = _integer(data, "world_size", field, devices or stages * max(tensor))
+        shapes = [tensor, *(_list(data, key, field, count) for key in ("use_sp", "dp_types_enc", "checkpoint"))]
+        context = _list(data, "cp_sizes_enc", field, count, 1)
+        division = tuple(_list(data, "pp_division", field, stages, count // stages))
+    else:
+        count, world = _integer(data, "num_layers", field), _integer(data, "world_size", field, devices or None)
+        flags = (("global_tp_deg", 1), ("use_ulysses", 0), ("sdp", 0), ("global_checkpoint", 0))
+        shapes = [[_integer(data, key, field, other, other)] * count for key, other in flags]
+        context = [_integer(data, "global_cp_deg", field, 1)]
+        division = (*([count // stages] * (stages - 1)), count - count // stages * (stages - 1))
+    if any(size != 1 for size in context):
+        key = "cp_sizes_enc" if searched else "global_cp_deg"
+        raise InputError(f"{field}, {key}", data[key], "Context parallelism is not modelled by it.")
     if sum(division) != count or len(division) != stages:
         raise InputError(f"{field}, pp_division", data.get("pp_division"), f"It must share {count} layers on {stages}.")
-    return HetuPlan(
-        world, stages, _integer(data, "global_bsz", field, batch or None), _integer(data, "chunks", field, 1), division,
-        layers, edges, _schedule(data, field), default,
-    )  # fmt: skip
+    layers = tuple(
+        _strategy(world // stages, shape, default, f"{field}, {f'layer {place}' if searched else 'global_tp_deg'}")
+        for place, shape in enumerate(zip(*shapes, strict=True))
+    )
+    names = ("vtp", "vsp", "embed_sdp") if searched else ("vocab_tp", "vocab_sp", "vocab_sdp")
+    size = _integer(data, names[0], field, 1)
+    shared, sharded = (_integer(data, key, field, 0, 0) for key in names[1:])
+    sharded = _integer(data, "vocab_sdp", field, sharded, 0)
+    edges = _strategy(world // stages, (size, shared, sharded, 0), default, f"{field}, {names[0]}")
+    samples = _integer(data, "global_bsz" if searched else "global_train_batch_size", field, batch or None)
+    chunks = _integer(data, "chunks", field, 1)
+    return HetuPlan(world, stages, samples, chunks, division, layers, edges, _schedule(data, field), default)
 
 
 def write_hetu_plan(plan: HetuPlan) -> dict[str, Any]:
@@ -126,33 +138,8 @@ def _joined(figures: Any) -> str:
     return ",".join(str(figure) for figure in figures)
 
 
-def _global_plan(data: Mapping[str, Any], field: str, devices: int, batch: int) -> HetuPlan:
-    """GLOBAL mode: one strategy for all layers, by its training flags."""
-    world = _integer(data, "world_size", field, devices or None)
-    stages, count = _integer(data, "pp_deg", field, 1), _integer(data, "num_layers", field)
-    if _integer(data, "global_cp_deg", field, 1) != 1:
-        raise InputError(f"{field}, global_cp_deg", data["global_cp_deg"], "Context parallelism is not modelled by it.")
-    default = _default(data, field)
-    size, shared, sharded, again = (
-        _integer(data, key, field, other)
-        for key, other in (("global_tp_deg", 1), ("use_ulysses", 0), ("sdp", 0), ("global_checkpoint", 0))
-    )
-    layer = _strategy(world // stages, size, shared, sharded, again, default, f"{field}, global_tp_deg")
-    vocab, vocab_shared, vocab_sharded = (
-        _integer(data, key, field, other) for key, other in (("vocab_tp", 1), ("vocab_sp", 0), ("vocab_sdp", 0))
-    )
-    edges = _strategy(world // stages, vocab, vocab_shared, vocab_sharded, 0, default, f"{field}, vocab_tp")
-    each = count // stages
-    division = (*(each for _ in range(stages - 1)), count - each * (stages - 1))
-    return HetuPlan(
-        world, stages, _integer(data, "global_train_batch_size", field, batch or None),
-        _integer(data, "chunks", field, 1), division, (layer,) * count, edges, _schedule(data, field), default,
-    )  # fmt: skip
-
-
-def _strategy(
-    devices: int, size: int, shared: int, sharded: int, again: int, default: DataType, field: str
-) -> HetuStrategy:
+def _strategy(devices: int, shape: Sequence[int], default: DataType, field: str) -> HetuStrategy:
+    size, shared, sharded, again = shape
     if size < 1 or devices % size:
         raise InputError(field, size, f"It must divide the {devices} GPUs of a stage.")
     kind = DataType.ZERO3 if sharded else default
@@ -174,10 +161,11 @@ def _schedule(data: Mapping[str, Any], field: str) -> str:
     return str(word)
 
 
-def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None) -> int:
+def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None, least: int = 1) -> int:
+    """A whole number; ``other`` where there is none."""
     value = data.get(key, other)
-    if type(value) is not int or value < 0:
-        raise InputError(f"{field}, {key}", value, "It must be a whole number.")
+    if type(value) is not int or value < least:
+        raise InputError(f"{field}, {key}", value, f"It must be a whole number, at least {least}.")
     return value
 
 
@@ -194,6 +182,8 @@ def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, other: 
     return figures
 
 
+UNNAMED = "hetu"
+"""Model of a plan that was read without a profile: its files do not name one."""
 SCHEDULES = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
 
 
@@ -201,9 +191,6 @@ def to_plan(
     plan: HetuPlan,
     profile: Profile | None = None,
     *,
-    name: str = "",
-    precision: str = "bf16",
-    tokens: bool = True,
     async_reduce: bool = True,
     engine: Engine = Engine.MAIN,
 ) -> Plan:
@@ -211,15 +198,13 @@ def to_plan(
 
     Args:
         plan: theirs.
-        profile: of the model, for its name and the names of its layers.
-        name, precision: of the model, where there is no profile.
-        tokens: whether tensor groups share the tokens too (its ``sequence_parallel``).
+        profile: of the model, for its name and the names of its layers. Without one tensor groups share the tokens.
         async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``); after
             each micro-batch else, which is our stage 2.
         engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica too.
     """
     layers = _layers(plan, profile)
-    shared = all(point.sequence_parallel for point in profile.layers if point.tensor > 1) if profile else tokens
+    shared = profile is None or all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
     stage = 1 if async_reduce and (plan.chunks > 1 or (profile is not None and profile.accumulates)) else 2
     edges = our_strategy(plan.edges, shared, stage, alone=engine is Engine.V240)
     strategies = [edges, *(our_strategy(layer, shared, stage) for layer in plan.layers), edges]
@@ -232,8 +217,8 @@ def to_plan(
     graph = profile.graph if profile else None
     return check_plan(
         Plan(
-            PLAN_VERSION, graph.name if graph else name or "hetu", plan.devices, plan.batch, plan.chunks,
-            SCHEDULES[plan.schedule], graph.precision if graph else precision, stages,
+            PLAN_VERSION, graph.name if graph else UNNAMED, plan.devices, plan.batch, plan.chunks,
+            SCHEDULES[plan.schedule], graph.precision if graph else "bf16", stages,
         )
     )  # fmt: skip
 
@@ -265,13 +250,11 @@ def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool
     )
 
 
-def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
+def from_plan(plan: Plan) -> HetuPlan:
     """Their plan of ours.
 
-    Args:
-        plan: ours.
-        edges: ``first`` or ``last``: whose strategy embedding and head both get where they are unlike; refused if
-            empty.
+    Raises:
+        InputError: their files cannot say it.
     """
     schedule = next((name for name, schedule_of_name in SCHEDULES.items() if schedule_of_name is plan.schedule), None)
     if schedule is None or plan.virtual_stages > 1:
@@ -283,13 +266,13 @@ def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
         for _ in range(run.count)
     ]
     first, *blocks, last = [(name, _hetu_strategy(name, strategy)) for name, strategy in named]
-    if first[1] != last[1] and not edges:
+    if first[1] != last[1]:
         raise InputError(f"strategy of {last[0]}", str(named[-1][1]), f"It must be that of {first[0]}: {named[0][1]}.")
     counts = [sum(run.count for run in stage.runs) for stage in plan.stages]
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     if len(counts) == 1:
         counts = [len(blocks)]
-    strategies, edge = [strategy for _, strategy in blocks], (last if edges == "last" else first)[1]
+    strategies, edge = [strategy for _, strategy in blocks], first[1]
     replicated = any(one.kind is DataType.DDP and one.data > 1 for one in (*strategies, edge))
     return HetuPlan(
         plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(strategies), edge,
@@ -298,24 +281,20 @@ def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
 
 
 def _hetu_strategy(name: str, one: Strategy) -> HetuStrategy:
-    reason = next((text for unsaid, text in _unsaid(one) if unsaid), "")
+    unsaid = {
+        "replicas of shards": one.data > 1 and one.zero > 1,
+        "context parallelism by rings": one.context > 1 and not one.ulysses,
+        "Ulysses and tensor parallelism in one layer": one.context > 1 and one.tensor > 1,
+        "experts": one.expert > 1,
+        "offload": one.offload is not Offload.NONE,
+        "selective recomputation": one.recompute is Recompute.SELECTIVE,
+    }
+    reason = next((text for text, holds in unsaid.items() if holds), "")
     if reason:
         raise InputError(f"strategy of {name}", str(one), f"Hetu-Galvatron's files cannot say it: {reason}.")
     kind = {0: DataType.DDP, 1: DataType.ZERO2, 2: DataType.ZERO2, 3: DataType.ZERO3}[one.zero_stage]
     again = one.recompute is Recompute.FULL
     return HetuStrategy(one.tensor, one.context, one.batch_degree, kind, again)
-
-
-def _unsaid(one: Strategy) -> tuple[tuple[bool, str], ...]:
-    """What their files have no words for."""
-    return (
-        (one.data > 1 and one.zero > 1, "replicas of shards"),
-        (one.context > 1 and not one.ulysses, "context parallelism by rings"),
-        (one.context > 1 and one.tensor > 1, "Ulysses and tensor parallelism in one layer"),
-        (one.expert > 1, "experts"),
-        (one.offload is not Offload.NONE, "offload"),
-        (one.recompute is Recompute.SELECTIVE, "selective recomputation"),
-    )
 
 
 def exported(plan: Plan) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGr
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.model.graph import Role
-from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes, read_hardware, read_model
+from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes, only_file, read_hardware, read_model
 from galvatron_lite.peers.hetu.model import (
     BIAS,
     CONTEXT_MB,
@@ -56,13 +56,9 @@ def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
 
 
 def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
-    ranks = 2
-    while ranks <= hardware.devices:
-        stride = 1
-        while ranks * stride <= hardware.devices:
-            yield ranks, stride
-            stride *= 2
-        ranks *= 2
+    """Ranks and strides of groups, powers of two."""
+    powers = [2**power for power in range(hardware.devices.bit_length())]
+    yield from ((ranks, stride) for ranks in powers[1:] for stride in powers if ranks * stride <= hardware.devices)
 
 
 def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, CollectiveTable, float, float]]:
@@ -78,13 +74,12 @@ def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, Co
         yield Collective.ALL_TO_ALL, hardware.exchange[ranks], 1 / ranks, EXCHANGES / 4
 
 
-def _points(
-    hardware: HetuHardware, kind: Collective, ranks: int, table: CollectiveTable, share: float, scale: float
-) -> Iterator[CollectivePoint]:
-    for size, milliseconds in sorted(table.points.items()):
-        yield CollectivePoint(
-            kind, ranks, 1, hardware.devices // ranks, round(size * MB * share), milliseconds / 1000 * scale
-        )
+def _points(hardware: HetuHardware) -> Iterator[CollectivePoint]:
+    for ranks in (ranks for ranks, stride in _groups(hardware) if stride == 1):
+        for kind, table, share, scale in _tables(hardware, ranks):
+            for size, milliseconds in sorted(table.points.items()):
+                seconds, siblings = milliseconds / 1000 * scale, hardware.devices // ranks
+                yield CollectivePoint(kind, ranks, 1, siblings, round(size * MB * share), seconds)
 
 
 def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[CollectiveFit]:
@@ -119,9 +114,6 @@ def to_profile(
     hardware: HetuHardware,
     engine: Engine = Engine.MAIN,
     memory: int = DEVICE_MEMORY,
-    async_reduce: bool = True,
-    unbuffered: bool = False,
-    single: bool = False,
 ) -> Profile:
     """Our profile of what it measured.
 
@@ -129,37 +121,27 @@ def to_profile(
         model, hardware: its profiles.
         engine: whose communication counts are carried over.
         memory: bytes of one device, which its files do not say.
-        async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``).
-        unbuffered: whether what ZeRO gathers and stages send need no memory, as in its formulas.
-        single: whether embedding and head take what was measured of them in one stage, instead of in stages apart.
     """
     compute = ITEM_BYTES[model.precision]
     origin = Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {model.source}")
     return Profile(
         version=PROFILE_VERSION,
         name=f"{model.name}-hetu",
-        graph=to_graph(model, engine, single=single),
+        graph=to_graph(model, engine),
         cluster=to_cluster(hardware, model.precision, memory),
         origin=origin,
         communication_origin=Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {hardware.source}"),
-        layers=to_points(model, single=single),
+        layers=to_points(model),
         optimizer=OptimizerCost("adam", 16 - 2 * compute, 0.0),
-        collectives=tuple(
-            point
-            for ranks, stride in _groups(hardware)
-            if stride == 1
-            for kind, table, share, scale in _tables(hardware, ranks)
-            for point in _points(hardware, kind, ranks, table, share, scale)
-        ),
+        collectives=tuple(_points(hardware)),
         fits=tuple(fit for ranks, stride in _groups(hardware) for fit in _fits(hardware, ranks, stride)),
         overlap=Overlap(hardware.overlap, hardware.overlap),
         hidden=dict(HIDDEN),
         gather_precision=model.precision,
         reduce_precision=model.precision,
         parameter_precision=model.precision,
-        accumulates=async_reduce,
+        accumulates=True,
         shard_share=BIAS,
-        unbuffered=unbuffered,
     )
 
 
@@ -221,22 +203,16 @@ def _layer_types(folder: Path) -> list[tuple[int, int]]:
     """(layers, hidden) of each layer type of the model of ours that is called like the profile."""
     from galvatron_lite.model.shapes import load_model
 
-    name = _times(folder).stem.removeprefix("computation_profiling_").split("_", 1)[-1].removesuffix("_all")
+    path = only_file(folder, "computation_profiling_*.json")
+    name = path.stem.removeprefix("computation_profiling_").split("_", 1)[-1].removesuffix("_all")
     try:
         graph = load_model(name.lower())
     except InputError:
         raise InputError("model", name, f"It is none of the shipped ones. {ASK} {WHERE}") from None
     blocks = [layer.kind for layer in graph.layers if layer.role is Role.BLOCK]
     types = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
-    hits = (LAYER_TIME.match(key) for key in read_data(_times(folder)))
+    hits = (LAYER_TIME.match(key) for key in read_data(path))
     profiled = len({hit[1] for hit in hits if hit})
     if len(types) != profiled:
         raise InputError("model", name, f"The profile has {profiled} layer types, ours {len(types)}. {ASK} {WHERE}")
     return types
-
-
-def _times(folder: Path) -> Path:
-    paths = sorted(folder.glob("computation_profiling_*.json"))
-    if not paths:
-        raise InputError(str(folder), "computation_profiling_*.json", "There is no such file; give the model's folder.")
-    return paths[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,70 +42,6 @@ from galvatron_lite.runtime.preparation import layer_plans, tensor_plans
 from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 
 
-@dataclass(slots=True)
-class Branches:
-    """A model with branches, on this rank."""
-
-    setting: PassSetting  # what its passes share
-    parts: tuple[PlacedPart, ...]  # the trunk, then all branches
-    trees: list[nn.Module]  # modules of this rank's branches, at their paths in the model
-    runtimes: list[StageRuntime]  # of the trunk, then of this rank's branches
-
-
-def set_up_branches(
-    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: SetupOptions, timeout: float
-) -> Branches:
-    """Split the model as the plan says, in place. All ranks call it together."""
-    parts = place_parts(plan, layers)
-    join_world(plan, options.device.type)
-    _check_ties(model, parts, layers)
-    everything = [placed for part in parts for placed in part.stage]
-    tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
-    splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
-    paths = [(), *(entrances(model, part.roots, batch) for part in parts[1:])]
-    groups = [(part.first, part.devices, [placed.strategy for placed in part.stage]) for part in parts]
-    meshes = build_part_meshes(groups, options.device.type)
-    channel = BranchChannel(options.device, timeout)
-    broadcast_values(model, options.device)
-    seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))
-    if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
-        share_random_state(options.device)
-    trees = [model, *(skeleton(model, entered) for entered in paths[1:])]
-    setting: list[PassSetting] = []
-
-    def call(stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
-        return setting[0].call(stand_in, args, kwargs)
-
-    foreseen = {path: Foreseen(path, model.get_submodule(path)) for entered in paths for path in entered}
-    for tree, entered in zip(trees, paths, strict=True):
-        for path in entered:
-            module = tree.get_submodule(path)
-            replace_module(model, module, StandIn(path, module, call))
-    runtimes: list[StageRuntime | None] = []
-    for tree, part, mesh, entered in zip(trees, parts, meshes, paths, strict=True):
-        if mesh is None:  # on other ranks its modules have no parameters
-            drop_parameters(tree)
-            runtimes.append(None)
-            continue
-        roots = [tree.get_submodule(path) for path in entered] or [tree]
-        runtimes.append(split_stage(tree, part.layers, part.stage, mesh, splits, options, roots=roots))
-    branches: dict[str, RankBranch] = {}
-    for part, entered, runtime in zip(parts[1:], paths[1:], runtimes[1:], strict=True):
-        # ranks that have the same samples draw the same
-        alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
-        stream = Stream(seed + (part.first if alike else dist.get_rank()), options.device)
-        branch = RankBranch(part, foreseen, runtime, stream)
-        branches |= dict.fromkeys(entered, branch)
-    trunk = runtimes[0]
-    assert trunk is not None  # every rank runs the trunk
-    here = [(tree, runtime) for tree, runtime in zip(trees, runtimes, strict=True) if runtime is not None]
-    for _, runtime in here:
-        runtime.updates.guarded = True  # other branches are elsewhere
-    setting.append(PassSetting(parts[0], trunk, branches, channel))
-    resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
-    return Branches(setting[0], parts, [tree for tree, _ in here[1:]], [runtime for _, runtime in here])
-
-
 def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
     ties = find_shared(model, layers)
     home = {layer.name: part.name for part in parts for layer in part.layers}
@@ -135,15 +70,51 @@ class BranchedModel(ParallelModel):
         super().__init__(*arguments, timeout=timeout, **options)
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
-        self._branches = set_up_branches(model, self.plan, layers, batch, options, self._timeout)
-        self.trees = nn.ModuleList(self._branches.trees)
         self._origins: dict[int, Origins] = {}
-        return self._branches.setting.runtime
+        parts = self._placed = place_parts(self.plan, layers)
+        join_world(self.plan, options.device.type)
+        _check_ties(model, parts, layers)
+        everything = [placed for part in parts for placed in part.stage]
+        tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+        splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
+        paths = [(), *(entrances(model, part.roots, batch) for part in parts[1:])]
+        groups = [(part.first, part.devices, [placed.strategy for placed in part.stage]) for part in parts]
+        meshes = build_part_meshes(groups, options.device.type)
+        self._setting = setting = PassSetting(BranchChannel(options.device, self._timeout), parts[0])
+        broadcast_values(model, options.device)
+        seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))
+        if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
+            share_random_state(options.device)
+        trees = [model, *(skeleton(model, entered) for entered in paths[1:])]
+        foreseen = {path: Foreseen(path, model.get_submodule(path)) for entered in paths for path in entered}
+        for tree, entered in zip(trees, paths, strict=True):
+            for path in entered:
+                module = tree.get_submodule(path)
+                replace_module(model, module, StandIn(path, module, setting.call))
+        self._runtimes, self.trees = list[StageRuntime](), nn.ModuleList()
+        for tree, part, mesh, entered in zip(trees, parts, meshes, paths, strict=True):
+            runtime = None
+            if mesh is None:  # on other ranks its modules have no parameters
+                drop_parameters(tree)
+            else:
+                roots = [tree.get_submodule(path) for path in entered] or [tree]
+                runtime = split_stage(tree, part.layers, part.stage, mesh, splits, options, roots=roots)
+                runtime.updates.guarded = True  # other branches are elsewhere
+                self._runtimes.append(runtime)
+            if part is not parts[0]:
+                self.trees.extend([] if runtime is None else [tree])
+                # ranks that have the same samples draw the same
+                alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
+                stream = Stream(seed + (part.first if alike else dist.get_rank()), options.device)
+                setting.branches |= dict.fromkeys(entered, RankBranch(part, foreseen, runtime, stream))
+        setting.runtime = self._runtimes[0]  # every rank runs the trunk
+        resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
+        return setting.runtime
 
     @property
     def runtimes(self) -> Sequence[StageRuntime]:
         """Of the trunk and of this rank's branches."""
-        return self._branches.runtimes
+        return self._runtimes
 
     @property
     def structures(self) -> Sequence[nn.Module]:
@@ -153,10 +124,10 @@ class BranchedModel(ParallelModel):
     @property
     def streams(self) -> Sequence[Stream]:
         """The random numbers of the branches."""
-        return list(dict.fromkeys(branch.stream for branch in self._branches.setting.branches.values()))
+        return list(dict.fromkeys(branch.stream for branch in self._setting.branches.values()))
 
     def _check_samples(self, samples: int, count: int) -> None:
-        degrees = [placed.strategy.batch_degree for part in self._branches.parts for placed in part.stage]
+        degrees = [placed.strategy.batch_degree for part in self._placed for placed in part.stage]
         check_divisible(samples, degrees, count)
 
     def _parts(self, batch: Any, count: int) -> list[Any]:
@@ -177,7 +148,7 @@ class BranchedModel(ParallelModel):
 
     @contextmanager
     def _passing(self, part: Any) -> Iterator[BranchSession]:
-        setting = self._branches.setting
+        setting = self._setting
         setting.session = session = BranchSession(setting, self._rows, self._origins.get(id(part), {}))
         try:
             yield session

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
 from galvatron_lite.runtime.activations.layout import ActivationLayout, AxisSplit, Boxes, nothing
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, place_layers
@@ -61,9 +62,12 @@ class PlacedPart:
 
 
 def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
-    """The trunk, then the branches in the plan's order."""
-    if len(plan.stages) != 1:
-        raise InputError("plan", f"{len(plan.stages)} stages", "A plan with branches has one, of the other layers.")
+    """The trunk, then the branches in the plan's order.
+
+    Raises:
+        InputError: the plan does not hold together, or is for another model.
+    """
+    check_plan(plan)
     homes = {layer.name: _home(layer, plan.branches) for layer in layers}
     parts = []
     for branch in plan.branches:
@@ -72,10 +76,6 @@ def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
             remedy = "The model has no layers there; make the plan anew, for this model."
             raise InputError(f"branch {branch.name}", ", ".join(branch.roots), remedy)
         stage = _placed(plan, Stage(branch.runs), members)
-        _check_devices(branch.name, stage, (branch.devices,))
-        first, stop = branch.first, branch.first + branch.devices
-        if not 0 <= first < stop <= plan.devices:
-            raise InputError(f"devices of {branch.name}", f"{first} to {stop - 1}", f"There are {plan.devices}.")
         parts.append(PlacedPart(branch.name, branch.first, branch.devices, stage, branch.roots))
     return _trunk(plan, [layer for layer in layers if not homes[layer.name]]), *parts
 
@@ -98,9 +98,7 @@ def _home(layer: Layer, branches: Sequence[BranchPlacement]) -> str:
 def _trunk(plan: Plan, layers: Sequence[Layer]) -> PlacedPart:
     """The trunk; one without layers still has what no layer holds, and the loss."""
     if layers:
-        stage = _placed(plan, plan.stages[0], layers)
-        _check_devices(TRUNK, stage, (1, plan.devices))
-        return PlacedPart(TRUNK, 0, plan.devices, stage)
+        return PlacedPart(TRUNK, 0, plan.devices, _placed(plan, plan.stages[0], layers))
     degrees = [run.strategy.batch_degree for branch in plan.branches for run in branch.runs]
     shared = plan.microbatch % plan.devices == 0 and all(plan.devices % degree == 0 for degree in degrees)
     strategy = strategy_with(Layout(batch=plan.devices)) if shared else Strategy()
@@ -109,13 +107,6 @@ def _trunk(plan: Plan, layers: Sequence[Layer]) -> PlacedPart:
 
 def _placed(plan: Plan, stage: Stage, layers: Sequence[Layer]) -> tuple[LayerAssignment, ...]:
     return place_layers(replace(plan, stages=(stage,)), layers)[0]
-
-
-def _check_devices(name: str, stage: Sequence[LayerAssignment], allowed: Sequence[int]) -> None:
-    devices = {placed.strategy.devices for placed in stage}
-    if not stage or len(devices) > 1 or not devices <= set(allowed):
-        remedy = f"All its layers take {' or '.join(map(str, sorted(set(allowed))))} device(s)."
-        raise InputError(f"strategies of {name}", f"of {sorted(devices)} devices", remedy)
 
 
 class Stream:
@@ -192,21 +183,21 @@ def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, 
 
 
 def _called(model: nn.Module, roots: Sequence[str], batch: Any) -> set[str]:
-    twin, depth, called = meta_copy(model), [0], set[str]()
+    twin, running, called = meta_copy(model), list[str](), set[str]()
     twin.train(model.training)
 
-    def enter(path: str) -> None:
-        if not depth[0]:
+    def enter(path: str, *_: Any) -> None:
+        if not running:
             called.add(path)
-        depth[0] += 1
+        running.append(path)
 
-    def leave() -> None:
-        depth[0] -= 1
+    def leave(*_: Any) -> None:
+        running.pop()
 
     for root in roots:
         for path, module in twin.get_submodule(root).named_modules(prefix=root):
-            module.register_forward_pre_hook(lambda *_, path=path: enter(path))
-            module.register_forward_hook(lambda *_: leave())
+            module.register_forward_pre_hook(partial(enter, path))
+            module.register_forward_hook(leave)
     # code that looks at values ends the run; after that, modules that have a forward of their own are taken as called
     with suppress(Exception), torch.no_grad(), torch.device("meta"):
         call_model(twin, resize_batch(batch, batch_size(batch)))
@@ -219,9 +210,7 @@ def _covering(model: nn.Module, path: str, called: set[str] | None) -> list[str]
     inside = any(one.startswith(f"{path}.") for one in called or ())
     if (called is not None and path in called) or not (is_container or inside):
         return [path]
-    return [
-        path_found for name, _ in module.named_children() for path_found in _covering(model, f"{path}.{name}", called)
-    ]
+    return [inner for name, _ in module.named_children() for inner in _covering(model, f"{path}.{name}", called)]
 
 
 def skeleton(model: nn.Module, paths: Sequence[str]) -> nn.Module:

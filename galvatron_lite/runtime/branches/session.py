@@ -33,7 +33,7 @@ from galvatron_lite.runtime.branches.pending import (
     template_of,
     with_rows,
 )
-from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, TensorMove, TransferManifest
+from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, TensorMove
 from galvatron_lite.runtime.stages import StageRuntime
 
 Origins = Mapping[int, tuple[Tensor, Tensor]]
@@ -54,14 +54,14 @@ class RankBranch:
 class PassSetting:
     """What all passes of a model share."""
 
-    trunk: PlacedPart  # its layers and ranks
-    runtime: StageRuntime  # trains it
-    branches: Mapping[str, RankBranch]  # by path of their entrances
     channel: BranchChannel
+    trunk: PlacedPart  # its layers and ranks
+    runtime: StageRuntime = field(init=False)  # trains it
+    branches: dict[str, RankBranch] = field(default_factory=dict)  # by path of their entrances
     session: BranchSession | None = None  # the pass under way
     shapes: dict[object, Any] = field(default_factory=dict)  # results of functions of pending tensors' shapes
     # what moves of a call, by identity of its template, which the branch keeps
-    returned: dict[int, TransferManifest] = field(default_factory=dict)
+    returned: dict[int, list[TensorMove]] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an entrance; raises InputError outside of a pass."""
@@ -145,9 +145,7 @@ class BranchInput:
     """A tensor that travels into a branch."""
 
     tensor: Tensor  # as the trunk has it
-    part: Tensor  # this rank's
-    shape: tuple[int, ...]  # of the full tensor; one without samples is there once a share of the trunk
-    source: AxisSplit  # how it lies in the trunk
+    piece: RankPiece  # this rank's; of a tensor without samples, which is there once a share of the trunk
     target: AxisSplit  # how it lies in the branch
     sampled: bool  # whether it holds samples
 
@@ -172,7 +170,7 @@ class DeferredCall:
         self.exit: BranchTransfer | None = None
         self.local: Any = None
         self._value: Any = None
-        self._has_value = self._ran = False
+        self._has_value = False
         inputs = self._args, self._kwargs
         self.template: Template = branch.foreseen[stand_in.path](*inputs, run.rows, self._like, stand_in.training)
         for node in nodes_of(inputs):
@@ -224,29 +222,20 @@ class DeferredCall:
         like = template_of(tensor)
         return with_rows(like, rows) if self.run.setting.runtime.traffic.piece(tensor) is not None else like
 
-    def _reals(self) -> Iterator[Tensor]:
-        seen = set[int]()
-        nests = [(self._args, self._kwargs)]
-        nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, DeferredFunction)]
-        for tensor in tensors_of(nests):
-            if not isinstance(tensor, PendingTensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
-
     def _sort_inputs(self) -> None:
         run, part, traffic = self.run, self.branch.part, self.run.setting.runtime.traffic
-        trunk = run.setting.trunk.layout
-        for tensor in self._reals():
+        trunk, nests = run.setting.trunk.layout, [(self._args, self._kwargs)]
+        nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, DeferredFunction)]
+        for tensor in {id(one): one for one in tensors_of(nests) if not isinstance(one, PendingTensor)}.values():
             piece = traffic.piece(tensor)
             if id(tensor) in run.origins:
                 self._replicated.append((tensor, run.origins[id(tensor)][1]))
             elif piece is not None:
-                target = part.entering(piece.shape)
-                self._moved.append(BranchInput(tensor, piece.tensor, piece.shape, piece.split, target, sampled=True))
+                self._moved.append(BranchInput(tensor, piece, part.entering(piece.shape), sampled=True))
             elif tensor.requires_grad:
                 loose, shape = traffic.loose(tensor, trunk).unsqueeze(0), (self._shares(), *tensor.shape)
-                source, target = trunk.samples(shape), part.layout.samples(shape)
-                self._moved.append(BranchInput(tensor, loose, shape, source, target, sampled=False))
+                piece = RankPiece(loose, trunk.samples(shape), shape)
+                self._moved.append(BranchInput(tensor, piece, part.layout.samples(shape), sampled=False))
 
     def _shares(self) -> int:
         """The trunk's shares of the samples; a tensor without samples is given, and returned, once a share."""
@@ -258,19 +247,13 @@ class DeferredCall:
 
     def _enter(self) -> None:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
-        grad = torch.is_grad_enabled()
-        cargo = [
-            TensorMove(
-                one.part.dtype,
-                setting.trunk.boxes(one.source, one.shape, world),
-                part.boxes(one.target, one.shape, world),
-                grad and one.part.requires_grad,
-            )
-            for one in self._moved
-        ]
-        manifest = TransferManifest.of(cargo, setting.channel.rank)
-        self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", manifest)
-        self._tokens = [self.run.depart(self._entry, [one.part for one in self._moved])]
+        grad, moves = torch.is_grad_enabled(), list[TensorMove]()
+        for piece, target in ((one.piece, one.target) for one in self._moved):
+            before = setting.trunk.boxes(piece.split, piece.shape, world)
+            after, differentiable = part.boxes(target, piece.shape, world), grad and piece.tensor.requires_grad
+            moves.append(TensorMove.of(piece.tensor.dtype, before, after, differentiable, setting.channel.rank))
+        self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", moves)
+        self._tokens = [self.run.depart(self._entry, [one.piece.tensor for one in self._moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
 
@@ -285,7 +268,7 @@ class DeferredCall:
             entered[id(tensor)] = traffic.hand(RankPiece(part, split, shape))
         arrived = self._entry.arrive(self._tokens) if self._entry is not None else []
         for one, part in zip(self._moved, arrived, strict=True):
-            piece = RankPiece(part, one.target, one.shape)
+            piece = RankPiece(part, one.target, one.piece.shape)
             entered[id(one.tensor)] = traffic.hand(piece) if one.sampled else part[0]
         return entered
 
@@ -295,21 +278,21 @@ class DeferredCall:
         """Start receiving what it returns."""
         setting = self.run.setting
         if id(self.template) not in setting.returned:
-            setting.returned[id(self.template)] = self._manifest()
+            setting.returned[id(self.template)] = self._moves()
         what = f"what branch {self.branch.part.name} returns"
         with self._around():  # what asks for a value may do so under no_grad
             self.exit = BranchTransfer(setting.channel, what, setting.returned[id(self.template)])
         self.exit.there.expect()
 
-    def _manifest(self) -> TransferManifest:
+    def _moves(self) -> list[TensorMove]:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
-        cargo = []
+        moves = []
         for place, like in places(self.template.nest):
             shape = tuple(like.shape) if place in self.template.sampled else (self._shares(), *like.shape)
             before = part.boxes(part.layout.samples(shape), shape, world)
             after = setting.trunk.boxes(self._arriving(place, shape), shape, world)
-            cargo.append(TensorMove(like.dtype, before, after, like.requires_grad))
-        return TransferManifest.of(cargo, setting.channel.rank)
+            moves.append(TensorMove.of(like.dtype, before, after, like.requires_grad, setting.channel.rank))
+        return moves
 
     def _arriving(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
         setting = self.run.setting
@@ -320,9 +303,8 @@ class DeferredCall:
     def run_here(self) -> None:
         """Run it, on the branch's ranks, and start sending what it returned."""
         runtime = self.branch.runtime
-        if self._ran or runtime is None:
+        if runtime is None:
             return
-        self._ran = True
         runtime.traffic.begin(self.run.rows)
         with self.branch.stream.active(), self._around():
             entered = self._entered(runtime)

@@ -79,12 +79,11 @@ class Shipment:
         channel: BranchChannel,
         tag: int,
         what: str,
-        routes: Sequence[Route],
-        dtypes: Sequence[torch.dtype],
+        tensors: Sequence[tuple[Route, torch.dtype]],
         backward: bool = False,
     ) -> None:
         self._channel, self._tag, self._what, self._backward = channel, tag, what, backward
-        self._routes, self._dtypes = tuple(routes), tuple(dtypes)
+        self._routes, self._dtypes = [route for route, _ in tensors], [dtype for _, dtype in tensors]
         self._arrived: list[list[tuple[Box, Tensor]]] = [[] for _ in self._routes]
         self._parcels: list[tuple[int, Tensor, dist.Work | None]] | None = None
 
@@ -163,39 +162,36 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """One tensor of a move."""
+    """One tensor of a move, as a rank takes part in it; the same in every pass."""
 
     dtype: torch.dtype
-    before: tuple[Boxes, ...]  # by rank of the world, what it holds; ranks that hold the same have complete gradients
-    after: tuple[Boxes, ...]  # by rank, what it wants
-    differentiable: bool  # whether its gradient comes back
-
-
-@dataclass(frozen=True, slots=True)
-class TransferManifest:
-    """What a rank sends and receives of some tensors; the same in every pass."""
-
-    cargo: tuple[TensorMove, ...]  # the tensors
-    there: tuple[Route, ...]  # this rank's part in the move of each
-    back: tuple[Route, ...]  # the same of the gradients of those that have some
+    there: Route
+    back: Route | None  # of its gradient; None: no gradient comes back
 
     @classmethod
-    def of(cls, cargo: Sequence[TensorMove], rank: int) -> TransferManifest:
-        """That of a rank."""
-        there = tuple(route_boxes(one.before, one.after, rank) for one in cargo)
-        back = tuple(route_boxes(one.after, one.before, rank) for one in cargo if one.differentiable)
-        return cls(tuple(cargo), there, back)
+    def of(
+        cls, dtype: torch.dtype, before: tuple[Boxes, ...], after: tuple[Boxes, ...], differentiable: bool, rank: int
+    ) -> TensorMove:
+        """That of a rank.
+
+        Args:
+            before: by rank of the world, what it holds; ranks that hold the same have complete gradients.
+            after: by rank, what it wants.
+            differentiable: whether its gradient comes back.
+        """
+        back = route_boxes(after, before, rank) if differentiable else None
+        return cls(dtype, route_boxes(before, after, rank), back)
 
 
 class BranchTransfer:
     """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither."""
 
-    def __init__(self, channel: BranchChannel, what: str, manifest: TransferManifest) -> None:
-        self._device, self.cargo, tag = channel.device, manifest.cargo, channel.next_tag()
-        back = [one for one in self.cargo if one.differentiable]
-        self.there = Shipment(channel, tag, what, manifest.there, [one.dtype for one in self.cargo])
-        dtypes = [one.dtype for one in back]
-        self.back = Shipment(channel, tag, f"the gradient of {what}", manifest.back, dtypes, backward=True)
+    def __init__(self, channel: BranchChannel, what: str, moves: Sequence[TensorMove]) -> None:
+        self._device, self.moves, tag = channel.device, moves, channel.next_tag()
+        there = [(one.there, one.dtype) for one in moves]
+        back = [(one.back, one.dtype) for one in moves if one.back is not None]
+        self.there = Shipment(channel, tag, what, there)
+        self.back = Shipment(channel, tag, f"the gradient of {what}", back, backward=True)
         self._anchored = bool(back) and torch.is_grad_enabled()
 
     def depart(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -227,7 +223,7 @@ class _Depart(torch.autograd.Function):
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         transfer: BranchTransfer = ctx.transfer
         gradients = iter(transfer.back.collect())
-        return None, None, *(next(gradients) if one.differentiable else None for one in transfer.cargo)
+        return None, None, *(None if one.back is None else next(gradients) for one in transfer.moves)
 
 
 class _Arrive(torch.autograd.Function):
@@ -237,14 +233,14 @@ class _Arrive(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # the same storage, but no view, which autograd would not let others change; forward, every tensor is there
         arrived = tuple(tensor.data for tensor in transfer.there.collect() if tensor is not None)
-        still = [tensor for tensor, one in zip(arrived, transfer.cargo, strict=True) if not one.differentiable]
+        still = [tensor for tensor, one in zip(arrived, transfer.moves, strict=True) if one.back is None]
         ctx.mark_non_differentiable(*still)
         return arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         transfer: BranchTransfer = ctx.transfer
-        pairs = zip(gradients, transfer.cargo, strict=True)
-        transfer.back.send([gradient for gradient, one in pairs if one.differentiable])
+        pairs = zip(gradients, transfer.moves, strict=True)
+        transfer.back.send([gradient for gradient, one in pairs if one.back is not None])
         nothing: tuple[None, ...] = (None,) * (2 + ctx.tokens)
         return nothing

@@ -50,6 +50,15 @@ STEPPED = (
 )
 
 
+def _refused(name: str, remedy: str) -> Any:
+    """A method of the optimizer that is refused where it is looked up, which is all that a scheduler does."""
+
+    def look_up(_optimizer: CyclicOptimizer) -> NoReturn:
+        raise InputError(f"{name} of the optimizer", "cyclic data parallelism", remedy)
+
+    return property(look_up)
+
+
 class CyclicOptimizer(torch.optim.Optimizer):
     """The optimizers of the stages that a process holds; each steps when its stage's gradient is complete.
 
@@ -67,26 +76,10 @@ class CyclicOptimizer(torch.optim.Optimizer):
         """The groups of all stages, in order: options may be read and set between training steps."""
         return [group for _, one in sorted(self.stages.items()) for group in one.param_groups]
 
-    @property
-    def step(self) -> NoReturn:
-        """Refused where it is looked up, which is what a scheduler does."""
-        raise _refused("step", STEPPED)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Refused."""
-        raise _refused("zero_grad", "train_step(batch, optimizer) of the model begins each stage's gradient anew.")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refused."""
-        raise _refused("state_dict", KEPT)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refused."""
-        raise _refused("load_state_dict", KEPT)
-
-
-def _refused(name: str, remedy: str) -> InputError:
-    return InputError(f"{name} of the optimizer", "cyclic data parallelism", remedy)
+    step = _refused("step", STEPPED)
+    zero_grad = _refused("zero_grad", "train_step(batch, optimizer) of the model begins each stage's gradient anew.")
+    state_dict = _refused("state_dict", KEPT)
+    load_state_dict = _refused("load_state_dict", KEPT)
 
 
 class CyclicModel(Observable, nn.Module):

@@ -100,7 +100,6 @@ def set_up(
 
 
 def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.dtype | None) -> None:
-
     def narrowed(tensor: Tensor) -> Tensor:
         return tensor.to(compute) if tensor.is_floating_point() else tensor
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from statistics import quantiles
 from time import perf_counter
@@ -31,20 +31,10 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.clock import LayerClock
-from galvatron_lite.runtime.monitor.correct import level_groups, probe_points
-from galvatron_lite.runtime.monitor.decide import (
-    AS_PROFILED,
-    State,
-    begin,
-    on_done,
-    on_exhausted,
-    on_planned,
-    on_window,
-    wants_links,
-)
-from galvatron_lite.runtime.monitor.log import write_record
+from galvatron_lite.runtime.monitor.correct import link_probes
+from galvatron_lite.runtime.monitor.decide import AS_PROFILED, State, begin, decide, wants_links, write_record
 from galvatron_lite.runtime.monitor.notes import EXHAUSTED
-from galvatron_lite.runtime.monitor.planning import PlanningProcess, PlanQuery, Replanned, answer, plain
+from galvatron_lite.runtime.monitor.planning import PlanningProcess, answer, plain
 from galvatron_lite.runtime.monitor.schema import (
     LOG_VERSION,
     Adapt,
@@ -53,10 +43,10 @@ from galvatron_lite.runtime.monitor.schema import (
     Decided,
     Decision,
     Done,
+    Event,
     Exhausted,
     LayerGroup,
     LinkPoint,
-    PlannedRecord,
     Planner,
     Started,
     StepWindow,
@@ -79,13 +69,8 @@ PATIENCE = timedelta(seconds=10)
 _LEAST, _OVER = 1.1, 1.02
 
 
-@dataclass(frozen=True, slots=True)
-class RankMeasurement:
-    """Measurements of one rank in a window."""
-
-    steps: tuple[float, ...]  # seconds of each
-    layers: dict[str, float]  # median seconds of a forward pass, by block
-    memory: int  # peak bytes; 0: not known
+RankMeasurement = tuple[tuple[float, ...], dict[str, float], int]
+"""Of a window: seconds of each step; median seconds of a forward pass, by block; peak bytes, 0: not known."""
 
 
 class Monitor:
@@ -93,13 +78,7 @@ class Monitor:
 
     Args:
         parallel: split for a plan with a prediction by the profile.
-        profile: what the plan was made from.
-        settings: of adapting.
-        step: steps that were trained before.
-        corrections: of the profile, known before.
-
-    Attributes:
-        step: steps trained.
+        corrections: of the profile, from an earlier run.
     """
 
     def __init__(
@@ -107,16 +86,20 @@ class Monitor:
         parallel: ParallelModel,
         profile: Profile,
         settings: Adapt,
-        step: int = 0,
         corrections: Corrections = AS_PROFILED,
     ) -> None:
-        self.step = step
+        self.step = 0
         self.scheduler: Any = None
         self._parallel, self._profile, self._settings = parallel, profile, settings
-        self._probes, self._names = link_probes(profile), [layer.name for layer in profile.graph.layers]
-        self._clock, self._seconds, self._started = LayerClock(parallel), list[float](), step
+        self._names = [layer.name for layer in profile.graph.layers]
+        self._probes = [
+            (point, make_group(GroupShape(int(group.size), int(group.stride), int(group.siblings))))
+            for group, points in link_probes(profile)
+            for point in points
+        ]
+        self._clock, self._seconds, self._ignored = LayerClock(parallel), list[float](), settings.warm_up
         self._group = None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
-        first = Started(LOG_VERSION, settings, profile, parallel.plan, step, corrections)
+        first = Started(LOG_VERSION, settings, profile, parallel.plan, corrections=corrections)
         self._decider = _Decider(first) if dist.get_rank() == 0 else None
 
     @property
@@ -136,7 +119,8 @@ class Monitor:
         loss = self._step(batch, optimizer, max_grad_norm)
         self._seconds.append(perf_counter() - before)
         self.step += 1
-        if self.step <= self._started + settings.warm_up:
+        if self._ignored > 0:
+            self._ignored -= 1
             self._seconds.clear()
         if len(self._seconds) >= settings.window:
             self._end_window(optimizer)
@@ -185,13 +169,13 @@ class Monitor:
         if device.type == "cuda":
             memory = torch.cuda.max_memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
-        every = everyone(RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
+        every: list[RankMeasurement] = everyone((tuple(self._seconds), self._clock.take(), memory))
         self._seconds.clear()
         runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
         window = window_of(self.step, every, self._names, runs)
         if from_rank_zero(lambda: decider is not None and wants_links(decider.state, window)):
             window = replace(window, links=measure_links(self._probes, device))
-        chosen: Plan | None = from_rank_zero(lambda: None if decider is None else decider.decide(window))
+        chosen: Plan | None = from_rank_zero(lambda: decider and decider.decide(window))
         if chosen is not None:
             self._switch(optimizer, chosen)
 
@@ -203,9 +187,9 @@ class Monitor:
         except GalvatronError as refusal:
             error = str(refusal)
         if self._decider is not None:
-            self._decider.done(self.step, seconds, plan, error)
+            self._decider.feed(Done(self.step, seconds, error))
         self._clock.close()
-        self._clock, self._started = LayerClock(self._parallel), self.step
+        self._clock, self._ignored = LayerClock(self._parallel), self._settings.warm_up
         return error
 
 
@@ -219,18 +203,26 @@ class _Decider:
         self._log = started.settings.log
         write_record(self._log, started)
 
+    def feed(self, event: Event) -> Decision | None:
+        """Log an event, and the decision that it leads to."""
+        write_record(self._log, event)
+        self.state, decision = decide(self.state, event)
+        if decision is not None:
+            self.decisions.append(decision)
+            write_record(self._log, Decided(decision))
+        return decision
+
     def decide(self, window: StepWindow) -> Plan | None:
         """The plan to change to after a window; None: training continues as it is."""
-        write_record(self._log, WindowRecord(window))
-        decision = self._taken(on_window(self.state, window))
-        if decision.action is AdaptAction.BACK:
-            return self.state.former
+        decision = self.feed(WindowRecord(window))
+        assert decision is not None
         if decision.action is AdaptAction.PLAN and self.state.settings.planner is Planner.PROCESS:
-            self._planning = PlanningProcess(self._query)
-        reply = self._answer()
-        if reply is None:
-            return None
-        return reply.plan if self._planned(window.step, reply).action is AdaptAction.SWITCH else None
+            self._planning = PlanningProcess(self.state.query(window.step))
+        if self.state.planning and (self._planning is None or self._planning.done):
+            reply = answer(self.state.query(window.step)) if self._planning is None else self._planning.answer()
+            self._planning = None
+            self.feed(replace(reply, step=window.step))
+        return self.state.target
 
     def exhausted(self, step: int) -> tuple[Plan | None, str]:
         """A plan that takes less than the one under which memory ran out on all ranks; or why there is none."""
@@ -239,93 +231,44 @@ class _Decider:
             self._planning.stop()
             self._planning = None
         factor = exhaustion_factor(state.profile, state.plan, state.settings.mem, state.corrections.memory)
-        write_record(self._log, Exhausted(step, tuple(range(dist.get_world_size())), factor))
-        self.state = on_exhausted(state, factor)
-        reply = answer(self._query)
-        self._planned(step, reply)
-        return reply.plan, reply.error
-
-    def done(self, step: int, seconds: float, plan: Plan, error: str) -> None:
-        """A switch succeeded, or failed."""
-        write_record(self._log, Done(step, seconds, error))
-        self.state = on_done(self.state, step, seconds, plan, error)
-
-    def _planned(self, step: int, replanned: Replanned) -> Decision:
-        write_record(self._log, PlannedRecord(step, replanned.plan, replanned.error))
-        return self._taken(on_planned(self.state, step, replanned.plan, replanned.error))
-
-    def _taken(self, taken: tuple[State, Decision]) -> Decision:
-        self.state, decision = taken
-        self.decisions.append(decision)
-        write_record(self._log, Decided(decision))
-        return decision
-
-    @property
-    def _query(self) -> PlanQuery:
-        state = self.state
-        return PlanQuery(state.profile, state.corrections, state.plan, state.settings)
-
-    def _answer(self) -> Replanned | None:
-        """The new plan, where one was wanted and is there."""
-        if not self.state.planning:
-            return None
-        if self._planning is None:
-            return answer(self._query)
-        if not self._planning.done:
-            return None
-        reply, self._planning = self._planning.answer(), None
-        return reply
+        self.feed(Exhausted(step, tuple(range(dist.get_world_size())), factor))
+        reply = answer(self.state.query(step))
+        self.feed(reply)
+        return self.state.target, reply.error
 
 
 def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
     """The measurements of all ranks as a window."""
-    slowest = [max(seconds) for seconds in zip(*(rank.steps for rank in every), strict=True)]
+    steps, layers, memory = zip(*every, strict=True)
+    slowest = [max(seconds) for seconds in zip(*steps, strict=True)]
     first, middle, third = quantiles(slowest, n=4) if len(slowest) > 1 else slowest * 3
     groups = []
     for name, count in runs:
-        start = names.index(name)
+        members = names[names.index(name) : names.index(name) + count]
         seconds = {
-            rank: sum(one.layers[layer] for layer in names[start : start + count])
-            for rank, one in enumerate(every)
-            if all(layer in one.layers for layer in names[start : start + count])
+            rank: sum(passes[layer] for layer in members)
+            for rank, passes in enumerate(layers)
+            if passes.keys() >= set(members)
         }
         if seconds:
             groups.append(LayerGroup(name, tuple(seconds), tuple(seconds.values())))
-    memory = tuple(rank.memory for rank in every)
     return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
 
 
-@dataclass(frozen=True, slots=True)
-class LinkProbe:
-    """The groups that cross one level alone."""
-
-    level: str
-    group: dist.ProcessGroup | None  # this rank's; None: the whole world
-    points: tuple[tuple[int, float], ...]  # bytes of the tensor, and predicted seconds
-
-
-def link_probes(profile: Profile) -> tuple[LinkProbe, ...]:
-    """A probe of every level that joins several members; all ranks of the world call it together."""
-    probes = []
-    for (name, shape), (_, points) in zip(level_groups(profile.cluster), probe_points(profile), strict=True):
-        group = make_group(GroupShape(int(shape.size), int(shape.stride), int(shape.siblings)))
-        probes.append(LinkProbe(name, group, points))
-    return tuple(probes)
-
-
-def measure_links(probes: tuple[LinkProbe, ...], device: torch.device) -> tuple[LinkPoint, ...]:
-    """Measure the links; all ranks of the world call it together, between steps, and get the same.
+def measure_links(
+    probes: Sequence[tuple[LinkPoint, dist.ProcessGroup | None]], device: torch.device
+) -> tuple[LinkPoint, ...]:
+    """Measure the links, each on this rank's group of its level; all ranks of the world call it, and get the same.
 
     Collectives inside a step tell little of a link: they wait for whoever is last.
     """
     points = []
-    for probe in probes:
-        for size, predicted in probe.points:
-            call = prepare(Collective.ALL_REDUCE, size, probe.group, device)
-            call()
-            seconds = torch.tensor([_seconds(call, device) for _ in range(_REPETITIONS)], device=device)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            points.append(LinkPoint(probe.level, size, float(seconds.sort().values[1]), predicted))
+    for point, group in probes:
+        call = prepare(Collective.ALL_REDUCE, point.size, group, device)
+        call()
+        seconds = torch.tensor([_seconds(call, device) for _ in range(_REPETITIONS)], device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        points.append(replace(point, seconds=float(seconds.sort().values[1])))
     return tuple(points)
 
 

@@ -38,9 +38,9 @@ from galvatron_lite.runs.schema import (
 )
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.adaptive import Monitor
-from galvatron_lite.runtime.monitor.clock import LayerClock, StepClock
-from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
-from galvatron_lite.runtime.monitor.log import read_log
+from galvatron_lite.runtime.monitor.clock import StepClock, Tracer
+from galvatron_lite.runtime.monitor.correct import corrected
+from galvatron_lite.runtime.monitor.decide import read_log
 from galvatron_lite.runtime.monitor.observer import StepObserver, plan_digest, resident_bytes
 from galvatron_lite.runtime.monitor.schema import Adapt, Corrections, Decided, Exhausted
 from galvatron_lite.runtime.monitor.sinks import (
@@ -52,7 +52,6 @@ from galvatron_lite.runtime.monitor.sinks import (
     Sink,
     scalar_writer,
 )
-from galvatron_lite.runtime.monitor.traces import Tracer
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.phases import Phases
 
@@ -109,14 +108,11 @@ def observe(model: Any, options: ObserverOptions | None, profile: Profile | None
         about = {"version": RUN_VERSION, "digest": head.digest, "stage": stage, "world": world, "rank": rank}
         tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, about, recorder.put)
     is_parallel = isinstance(model, ParallelModel)
-
-    def layer_clock() -> LayerClock | None:
-        return LayerClock(model) if is_parallel and options.log is not None else None
-
-    model.observer = StepObserver(model, rank, recorder.put, clock, layer_clock, tracer, lambda: memory.peak)
+    layers = is_parallel and options.log is not None
+    model.observer = StepObserver(model, recorder.put, clock, tracer, lambda: memory.peak, layers)
     recorder.closing = model.observer.close
     if is_parallel:
-        model.watch.clock = model.observer.phase
+        model.watch.clock = clock.phase
     if rank == 0:
         recorder.put(head)
     return recorder
@@ -256,7 +252,7 @@ def correct_inputs(profile: Profile, corrections: Corrections, mem: str | int) -
     """The profile and the budget that a first plan is made with."""
     if corrections == Corrections():
         return profile, mem
-    budget = corrected_budget(budget_on(profile.cluster, mem or DEFAULT_BUDGET), corrections.memory)
+    budget = budget_on(profile.cluster, mem or DEFAULT_BUDGET).scaled(1.0 / corrections.memory)
     return corrected(profile, corrections), mem if corrections.memory == 1.0 else bytes_on(budget, "")
 
 

@@ -14,8 +14,7 @@ from itertools import groupby
 from math import prod
 from statistics import median
 
-from galvatron_lite.cluster.budget import Budget, as_budget
-from galvatron_lite.cluster.cluster import Cluster, Collective, DeviceGroup, RankGroup
+from galvatron_lite.cluster.cluster import Collective, DeviceGroup, RankGroup
 from galvatron_lite.cluster.collectives import hops_of
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.forward_only import for_mode
@@ -101,71 +100,48 @@ def corrected(profile: Profile, corrections: Corrections) -> Profile:
     return _with_links(slower, corrections.links) if corrections.links else slower
 
 
-def corrected_budget(budget: int | Budget, factor: float) -> Budget:
-    """The predicted bytes that plans may take, where devices take ``factor`` times as much."""
-    return as_budget(budget).scaled(1.0 / factor)
-
-
 def _with_links(profile: Profile, links: Sequence[LinkFactor]) -> Profile:
-    factors = {link.level: link for link in links}
-    cluster = profile.cluster
-    levels = []
+    cluster, factors = profile.cluster, {link.level: link for link in links}
+    levels, more = [], dict[str, float]()  # seconds that a message over a level takes longer
     for level in cluster.levels:
         link = factors.get(level.name, LinkFactor("", 1.0))
-        latency = level.latency + link.latency / _hops(Collective.ALL_REDUCE, level.size)
+        more[level.name] = link.latency / _messages(Collective.ALL_REDUCE, level.size)
+        latency = level.latency + more[level.name]
         levels.append(replace(level, bandwidth=level.bandwidth / link.per_byte, latency=latency))
-    fits = {_key(fit): fit for fit in profile.fits}
-    slower = []
+
+    def slower(shape: CollectiveFit | CollectivePoint) -> tuple[float, float]:
+        """Factor on the time of a byte, and additional seconds, of a collective: its slowest link counts."""
+        group = RankGroup(shape.group, shape.stride, shape.siblings)
+        hops = () if group.reach >= cluster.devices else hops_of(cluster, group)
+        crossed = [hop.level for hop in hops if hop.level in factors]
+        per_byte = max((factors[level].per_byte for level in crossed), default=1.0)
+        return per_byte, _messages(shape.collective, shape.group) * sum(more[level] for level in crossed)
+
+    fits, points = [], []
     for fit in profile.fits:
-        per_byte, more = _factor_on(cluster, fit, factors)
-        slower.append(replace(fit, latency=fit.latency + more, bandwidth=fit.bandwidth / per_byte))
-    points = []
+        per_byte, seconds = slower(fit)
+        fits.append(replace(fit, latency=fit.latency + seconds, bandwidth=fit.bandwidth / per_byte))
+    lines = {_key(fit): fit for fit in profile.fits}
     for point in profile.collectives:
         # the share that grows with the bytes, by the straight line through the curve, takes longer
-        per_byte, more = _factor_on(cluster, point, factors)
-        known, share = fits.get(_key(point)), 1.0
-        if known is not None:
-            share = point.size / known.bandwidth / max(known.latency + point.size / known.bandwidth, 1e-12)
-        points.append(replace(point, seconds=point.seconds * (1.0 + share * (per_byte - 1.0)) + more))
+        per_byte, seconds = slower(point)
+        line, share = lines.get(_key(point)), 1.0
+        if line is not None:
+            share = point.size / line.bandwidth / max(line.latency + point.size / line.bandwidth, 1e-12)
+        points.append(replace(point, seconds=point.seconds * (1.0 + share * (per_byte - 1.0)) + seconds))
     cluster = replace(cluster, levels=tuple(levels))
-    return replace(profile, cluster=cluster, fits=tuple(slower), collectives=tuple(points))
+    return replace(profile, cluster=cluster, fits=tuple(fits), collectives=tuple(points))
 
 
 def _key(shape: CollectiveFit | CollectivePoint) -> tuple[Collective, int, int, int]:
     return shape.collective, shape.group, shape.stride, shape.siblings
 
 
-def _hops(collective: Collective, size: int) -> int:
+def _messages(collective: Collective, size: int) -> int:
     """Messages one after the other in a collective of a ring of so many ranks."""
     if collective in (Collective.SEND_RECV, Collective.BROADCAST):
         return 1
     return max((2 if collective is Collective.ALL_REDUCE else 1) * (size - 1), 1)
-
-
-def _factor_on(
-    cluster: Cluster, shape: CollectiveFit | CollectivePoint, links: Mapping[str, LinkFactor]
-) -> tuple[float, float]:
-    """Factor on the time of a byte, and additional seconds, of a collective: its slowest link counts."""
-    levels = [cluster.levels[place] for place in _crossed(cluster, shape) if cluster.levels[place].name in links]
-    per_byte = max((links[level.name].per_byte for level in levels), default=1.0)
-    hops = _hops(shape.collective, shape.group)
-    return per_byte, sum(
-        links[level.name].latency * hops / _hops(Collective.ALL_REDUCE, level.size) for level in levels
-    )
-
-
-def _crossed(cluster: Cluster, shape: CollectiveFit | CollectivePoint) -> tuple[int, ...]:
-    """Places of the levels that a group of ranks crosses."""
-    group, places, inside, block = RankGroup(shape.group, shape.stride, shape.siblings), [], 1, 1
-    if group.reach >= cluster.devices or not hops_of(cluster, group):
-        return ()
-    for place, level in enumerate(cluster.levels):
-        block *= level.size
-        reached = min(group.size, -(-block // group.stride))
-        if reached > inside:
-            places.append(place)
-        inside = reached
-    return tuple(places)
 
 
 def _with_devices(profile: Profile, factors: Sequence[float]) -> Profile:
@@ -190,30 +166,25 @@ def _scaled(points: Sequence[LayerPoint], factor: float) -> tuple[LayerPoint, ..
     return tuple(replace(point, forward=point.forward * factor, backward=point.backward * factor) for point in points)
 
 
-def level_groups(cluster: Cluster) -> list[tuple[str, RankGroup]]:
-    """The groups that cross one level alone: the name of each level that joins several members, and their shape."""
-    shapes = []
-    for place, level in enumerate(cluster.levels):
-        stride = prod(below.size for below in cluster.levels[:place])
-        if level.size > 1:
-            shapes.append((level.name, RankGroup(level.size, stride, cluster.devices // level.size)))
-    return shapes
+def link_probes(profile: Profile) -> list[tuple[RankGroup, tuple[LinkPoint, LinkPoint]]]:
+    """The all-reduces, a small and a large one, that measure each level that joins several members.
 
-
-def probe_points(profile: Profile, sizes_of: Profile | None = None) -> list[tuple[str, tuple[tuple[int, float], ...]]]:
-    """The all-reduces that measure each level: its name, and bytes and predicted seconds of a small and a large one.
-
-    Args:
-        profile: predicts them.
-        sizes_of: its predictions say how large a message does not take long; the profile itself if not given.
+    They are on the groups that cross the level alone. Their seconds are to be filled in.
     """
-    links, sizing = Links(profile), Links(sizes_of or profile)
+    cluster, links = profile.cluster, Links(profile)
 
-    def predicted(on: Links, shape: RankGroup, size: int) -> float:
-        return on.seconds(Communication(Collective.ALL_REDUCE, size, shape, Moment.STEP, overlaps=False, cause="data"))
+    def predicted(group: RankGroup, size: int) -> float:
+        return links.seconds(
+            Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False, cause="data")
+        )
 
-    points = []
-    for name, shape in level_groups(profile.cluster):
-        large = next((size for size in _SIZES if predicted(sizing, shape, size) <= _LONGEST), _SIZES[-1])
-        points.append((name, tuple((size, predicted(links, shape, size)) for size in (large // _SMALLER, large))))
-    return points
+    probes = []
+    for place, level in enumerate(cluster.levels):
+        if level.size > 1:
+            stride = prod(below.size for below in cluster.levels[:place])
+            group = RankGroup(level.size, stride, cluster.devices // level.size)
+            large = next((size for size in _SIZES if predicted(group, size) <= _LONGEST), _SIZES[-1])
+            small = large // _SMALLER
+            points = tuple(LinkPoint(level.name, size, 0.0, predicted(group, size)) for size in (small, large))
+            probes.append((group, (points[0], points[1])))
+    return probes

@@ -1,20 +1,26 @@
-"""Decisions: pure functions from a state and an event to a decision and the next state.
+"""Decisions: a pure function from a state and an event to the next state and a decision; their log, and its replay.
 
 A window of steps that takes longer or shorter than predicted is probed (links are measured). Once ``patience`` windows
 in a row deviate, the profile is corrected, and if that changed it, a new plan is made. It is adopted where it gains
 enough of a step, and what the remaining steps gain pays for the switch. Then no plan is made for ``cool_down`` steps;
 only where steps are slower than before the switch, it is undone, and the plan never tried again.
 
-There is no clock: the same events give the same decisions, so that a log can be replayed.
+There is no clock: the same events give the same decisions, so that a log can be replayed. A log has a JSON line for
+each event and decision, flushed as it is written.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import device_memory
 from galvatron_lite.cost.switching import switch_cost
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import check_regular, parse_record, to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.correct import (
@@ -24,15 +30,23 @@ from galvatron_lite.runtime.monitor.correct import (
     memory_factor,
     predicted_groups,
 )
-from galvatron_lite.runtime.monitor.planning import plain, plan_name, step_seconds
+from galvatron_lite.runtime.monitor.planning import answer, plan_name, step_seconds
 from galvatron_lite.runtime.monitor.schema import (
+    LOG_VERSION,
     Adapt,
     AdaptAction,
     Corrections,
+    Decided,
     Decision,
+    Done,
+    Event,
+    Exhausted,
     LinkFactor,
+    PlannedRecord,
+    Record,
     Started,
     StepWindow,
+    WindowRecord,
 )
 from galvatron_lite.units import format_seconds
 
@@ -52,6 +66,7 @@ class State:
     cool_until: int = 0  # no plan is made before this step
     deviating: int = 0  # windows in a row that deviated
     planning: bool = False  # whether a plan is being made
+    target: Plan | None = None  # the plan that is to be switched to; None: none is
     former: Plan | None = None  # the plan before the last switch, until that has proved itself
     former_seconds: float = 0.0  # median step under it
     measured: float = 0.0  # median step of the last window
@@ -66,10 +81,26 @@ class State:
         """Seconds of a step, by the corrected profile."""
         return step_seconds(self.profile, self.corrections, self.plan)
 
+    def query(self, step: int) -> Started:
+        """What a new plan is made from."""
+        return Started(LOG_VERSION, self.settings, self.profile, self.plan, step, self.corrections)
+
 
 def begin(started: Started) -> State:
     """The state at the start of a log."""
-    return State(started.settings, started.profile, plain(started.plan), started.corrections)
+    return State(started.settings, started.profile, started.plan, started.corrections)
+
+
+def decide(state: State, event: Event) -> tuple[State, Decision | None]:
+    """The state after an event, and the decision on it; None where there is nothing to decide."""
+    if isinstance(event, WindowRecord):
+        return _on_window(state, event.window)
+    if isinstance(event, PlannedRecord):
+        return _on_planned(state, event)
+    if isinstance(event, Exhausted):  # plans take so many times the predicted bytes
+        corrections = replace(state.corrections, memory=event.factor)
+        return replace(state, corrections=corrections, planning=True, former=None, deviating=0, forced=True), None
+    return _on_done(state, event), None
 
 
 def deviates(state: State, window: StepWindow) -> bool:
@@ -90,7 +121,7 @@ def wants_links(state: State, window: StepWindow) -> bool:
     return deviates(state, window) or due or state.deviating > 0
 
 
-def on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
+def _on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
     """The decision after a window."""
     step, settings = window.step, state.settings
     state = replace(state, measured=window.seconds[1], probed=step if window.links else state.probed)
@@ -112,15 +143,16 @@ def on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
     return _correct(replace(state, deviating=0), window, observed)
 
 
-def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[State, Decision]:
+def _on_planned(state: State, planned: PlannedRecord) -> tuple[State, Decision]:
     """The decision on a new plan."""
+    step, plan = planned.step, planned.plan
     state = replace(state, planning=False, cool_until=step + state.settings.window)
     if plan is None:
-        return _keep(state, step, f"no plan was found: {error}")
+        return _keep(state, step, f"no plan was found: {planned.error}")
     name = plan_name(plan)
     if state.forced:
         reason = f"memory is {state.corrections.memory:g} times what was predicted: the fastest plan that fits"
-        return replace(state, forced=False), Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)
+        return _change(replace(state, forced=False), step, AdaptAction.SWITCH, reason, plan)
     if name == plan_name(state.plan):
         return _keep(state, step, "the plan under way is the fastest by the corrected profile too")
     if name in state.blocked:
@@ -128,28 +160,29 @@ def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[
     return _weigh(state, step, plan, name)
 
 
-def on_done(state: State, step: int, seconds: float, plan: Plan, error: str = "") -> State:
-    """The state after a switch to a plan, or a failed one."""
-    cool = step + state.settings.cool_down
-    if error:
-        return replace(state, cool_until=cool, blocked=state.blocked | {plan_name(plan)}, former=None)
-    going_back = state.former is not None
+def _on_done(state: State, done: Done) -> State:
+    """The state after a switch, or a failed one."""
+    plan, going_back = state.target, state.former is not None
+    if plan is None:
+        return state
+    state = replace(state, target=None, cool_until=done.step + state.settings.cool_down)
+    if done.error:
+        return replace(state, blocked=state.blocked | {plan_name(plan)}, former=None)
     return replace(
-        state, plan=plain(plan), cool_until=cool,
+        state, plan=plan,
         former=None if going_back else state.plan, former_seconds=0.0 if going_back else state.measured,
-        left=state.left | {plan_name(state.plan)}, switch_seconds=max(seconds, state.switch_seconds),
+        left=state.left | {plan_name(state.plan)}, switch_seconds=max(done.seconds, state.switch_seconds),
         blocked=state.blocked | {plan_name(state.plan)} if going_back else state.blocked,
     )  # fmt: skip
 
 
-def on_exhausted(state: State, factor: float) -> State:
-    """The state after memory ran out: plans take ``factor`` times the predicted bytes."""
-    corrections = replace(state.corrections, memory=factor)
-    return replace(state, corrections=corrections, planning=True, former=None, deviating=0, forced=True)
-
-
 def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
     return state, Decision(step, AdaptAction.KEEP, reason, state.corrections)
+
+
+def _change(state: State, step: int, action: AdaptAction, reason: str, plan: Plan) -> tuple[State, Decision]:
+    """Switch to a plan."""
+    return replace(state, target=plan), Decision(step, action, reason, state.corrections, plan_name(plan))
 
 
 def _after_switch(state: State, window: StepWindow, former: Plan, observed: str) -> tuple[State, Decision]:
@@ -157,7 +190,7 @@ def _after_switch(state: State, window: StepWindow, former: Plan, observed: str)
     before = state.former_seconds
     if window.seconds[0] > before * (1.0 + state.settings.least_gain):
         reason = f"{observed}; {format_seconds(before)} before the switch: it is undone"
-        return state, Decision(window.step, AdaptAction.BACK, reason, state.corrections, plan_name(former))
+        return _change(state, window.step, AdaptAction.BACK, reason, former)
     settled = replace(state, former=None, corrections=_with_residual(state, window))
     return _keep(settled, window.step, f"{observed}, {format_seconds(before)} before the switch")
 
@@ -212,16 +245,13 @@ def _agree(first: Corrections, second: Corrections, threshold: float) -> bool:
         *zip(first.devices or (1.0,) * count, second.devices or (1.0,) * count, strict=True),
         (first.memory, second.memory),
     ]
-    for level in {link.level for link in (*first.links, *second.links)}:
-        before, after = _link(first, level), _link(second, level)
+    before_of, after_of = ({link.level: link for link in corrections.links} for corrections in (first, second))
+    for level in before_of.keys() | after_of.keys():
+        before, after = (links.get(level, LinkFactor(level, 1.0)) for links in (before_of, after_of))
         if abs(before.latency - after.latency) >= 1e-3:
             return False
         pairs.append((before.per_byte, after.per_byte))
     return all(abs(after / before - 1.0) <= threshold for before, after in pairs)
-
-
-def _link(corrections: Corrections, level: str) -> LinkFactor:
-    return next((link for link in corrections.links if link.level == level), LinkFactor(level, 1.0))
 
 
 def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decision]:
@@ -240,4 +270,66 @@ def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decis
         return _keep(state, step, reason)
     gained = format_seconds(ahead * (now - then))
     reason = f"{compared}: {ahead} steps gain {gained}, the switch costs {format_seconds(cost)}"
-    return state, Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)
+    return _change(state, step, AdaptAction.SWITCH, reason, plan)
+
+
+_KINDS: dict[str, type[Record]] = {
+    "started": Started, "seen": WindowRecord, "planned": PlannedRecord, "decided": Decided, "done": Done,
+    "exhausted": Exhausted,
+}  # fmt: skip
+
+
+def write_record(path: str, record: Record) -> None:
+    """Add a line to a log; do nothing where the path is empty."""
+    if not path:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"kind": record.kind, **to_data(record)}, allow_nan=False) + "\n")
+
+
+def read_log(path: Path) -> list[Record]:
+    """Read the records of a log; raises ``FileFormatError`` naming the first line that is no record."""
+    try:
+        lines = check_regular(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError("file", str(path), "There is no such log, or it is no text.") from error
+    records = [
+        parse_record(line, f"{path}, line {number}", _KINDS, "logs", LOG_VERSION)
+        for number, line in enumerate(lines, start=1)
+    ]
+    if not records or not isinstance(records[0], Started):
+        raise FileFormatError(str(path), "its first line", "A log begins with what training started from.")
+    return records
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A decision as it was logged, and as it is taken again."""
+
+    logged: Decision | None  # None where the log has none
+    again: Decision  # from the same events
+
+    @property
+    def same(self) -> bool:
+        """Whether they are equal."""
+        return self.logged == self.again
+
+
+def replay(records: Sequence[Record]) -> list[Replayed]:
+    """Take all decisions of a log again; plans are made again too, from the corrected profile."""
+    logged = iter([record.decision for record in records if isinstance(record, Decided)])
+    return [Replayed(next(logged, None), decision) for decision in _again(records)]
+
+
+def _again(records: Sequence[Record]) -> Iterator[Decision]:
+    first, *events = records
+    assert isinstance(first, Started)
+    state = begin(first)
+    for event in events:
+        if isinstance(event, (Started, Decided)):
+            continue
+        again = answer(state.query(event.step)) if isinstance(event, PlannedRecord) else event
+        state, decision = decide(state, again)
+        if decision is not None:
+            yield decision

@@ -7,9 +7,7 @@ import linecache
 import os
 import socket
 import sys
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -68,16 +66,18 @@ class Note:
     memory: int = 0  # peak bytes that its allocator held; 0: not known
 
 
+Notes = Sequence[Note | None]
+
+
 class NoteStore:
     """A store of notes that all ranks reach; all ranks make it together."""
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        opened = _open_store() if self.rank == 0 else None
-        box: list[Any] = [None if opened is None else opened[:3]]
+        self._opened = _open_store() if self.rank == 0 else None  # the store lives as long as this reference
+        box: list[Any] = [None if self._opened is None else self._opened[:3]]
         dist.broadcast_object_list(box)
-        self._address: tuple[str, int, str] = tuple(box[0])
-        self._opened = opened  # the store lives as long as this reference
+        self._address: tuple[str, int, str] = box[0]
         self._store = self._connect()
 
     @property
@@ -94,7 +94,7 @@ class NoteStore:
             return False
         return self._store is not None
 
-    def read(self) -> list[Note | None] | None:
+    def read(self) -> Notes | None:
         """The notes of all ranks; None where the store is gone."""
         store = self._connect()
         try:
@@ -102,7 +102,7 @@ class NoteStore:
         except RuntimeError:
             return None
 
-    def listen(self) -> tuple[list[Note | None], list[Note | None]] | None:
+    def listen(self) -> tuple[Notes, Notes] | None:
         """The notes of all ranks, and again once every live process has written a new one."""
         before = self.read()
         if before is None:
@@ -153,28 +153,6 @@ def line_of(thread: int) -> tuple[str, bool]:
     return f"{Path(code.co_filename).name}:{number} in {code.co_name}", waits
 
 
-def publish(
-    board: NoteStore,
-    owner: weakref.ref[Any],
-    note: Callable[[Any, int], Note],
-    wake: threading.Event,
-    ended: threading.Event,
-) -> None:
-    """Write an owner's notes as long as it lives, when woken and at every heartbeat: the target of a thread."""
-    beat, alive = 0, True
-    while alive and not ended.is_set():
-        wake.wait(HEARTBEAT)
-        wake.clear()
-        target = owner()
-        if target is None:
-            return
-        beat += 1
-        alive = board.write(note(target, beat))
-        del target
-        sleep(board.pause)
-
-
-Notes = Sequence[Note | None]
 _PASSES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.WEIGHT)
 _ORDER = tuple(StepPhase)
 _MEETINGS = (StepPhase.SAVING, StepPhase.SWITCHING)
@@ -219,28 +197,20 @@ def suspects(before: Notes, after: Notes, asking_rank: int) -> list[Suspect]:
     me, notes = after[asking_rank], {rank: note for rank in others if (note := after[rank]) is not None}
     elsewhere = {rank: note for rank, note in notes.items() if _calls_another(note, me)}
     if elsewhere:
-        return [
-            Suspect(
-                rank,
-                operation_of(note),
-                f"Rank {rank} ({note.process}) is in {operation_of(note)}: all ranks save, load and switch after the "
-                "same step, so give them equally many batches.",
-            )
-            for rank, note in elsewhere.items()
-        ]
+        remedy = "all ranks save, load and switch after the same step, so give them equally many batches."
+        return [_suspect(rank, note, f"is in {operation_of(note)}: {remedy}") for rank, note in elsewhere.items()]
     notes = {rank: note for rank, note in notes.items() if not note.victim}
     least = min((_progress(note) for note in (*notes.values(), me) if note is not None), default=None)
     behind = {rank: note for rank, note in notes.items() if _progress(note) == least}
     busy = {rank: note for rank, note in behind.items() if not note.waits}
     return [
-        Suspect(
-            rank,
-            operation_of(note),
-            f"Rank {rank} ({note.process}) runs, but has been in {operation_of(note)} for {note.seconds:.3g} s"
-            f"{_line(note)}.",
-        )
+        _suspect(rank, note, f"runs, but has been in {operation_of(note)} for {note.seconds:.3g} s{_line(note)}.")
         for rank, note in (busy or behind).items()
     ]
+
+
+def _suspect(rank: int, note: Note, words: str) -> Suspect:
+    return Suspect(rank, operation_of(note), f"Rank {rank} ({note.process}) {words}")
 
 
 def _failed(rank: int, before: Note | None, after: Note | None) -> Suspect | None:
@@ -249,11 +219,9 @@ def _failed(rank: int, before: Note | None, after: Note | None) -> Suspect | Non
         return Suspect(rank, "start", f"Rank {rank} has not come to its first step.")
     where = operation_of(after)
     if after.error:
-        message = f"Rank {rank} ({after.process}) failed in {where}: {after.error}."
-        return None if after.victim else Suspect(rank, where, message)
+        return None if after.victim else _suspect(rank, after, f"failed in {where}: {after.error}.")
     if before is not None and before.beat == after.beat:
-        message = f"Rank {rank} ({after.process}) is gone; it was last seen in {where}{_line(after)}."
-        return Suspect(rank, where, message)
+        return _suspect(rank, after, f"is gone; it was last seen in {where}{_line(after)}.")
     return None
 
 

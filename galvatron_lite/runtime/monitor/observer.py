@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import resource
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from statistics import fmean
 from time import perf_counter, time
@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -32,8 +33,7 @@ from galvatron_lite.runs.schema import (
     StepRecord,
     tokens_of_sample,
 )
-from galvatron_lite.runtime.monitor.clock import Scalar, StepClock, StepMarks
-from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.clock import LayerClock, Scalar, StepClock, StepMarks, Tracer
 
 _FIRST, _LONGEST = 0.5, 10.0
 """Seconds between two records of a rank: at first, and at last; they double."""
@@ -52,37 +52,17 @@ def observed(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(train_step)
     def run(self: Observable, batch: Any, *arguments: Any, **options: Any) -> Any:
-        observer = self.observer
-        if observer is None:
+        def step() -> Any:
             return train_step(self, batch, *arguments, **options)
-        observer.begin(batch)
-        try:
-            loss = train_step(self, batch, *arguments, **options)
-        except BaseException as error:
-            observer.failed(error)
-            raise
-        observer.end(loss)
-        return loss
+
+        return step() if self.observer is None else self.observer.train(batch, step)
 
     return run
 
 
-@dataclass(slots=True)
-class _Done:
-    """A step that has ended on the host, and perhaps not yet on the device."""
-
-    step: int
-    time: float
-    marks: StepMarks
-    before: StepMarks | None
-    samples: int
-    loss: list[Scalar]
-    profiled: bool
-    counts: bool
-
-    @property
-    def is_ready(self) -> bool:
-        return self.marks.is_ready and all(loss.is_ready for loss in self.loss)
+_Pending = tuple[StepRecord, StepMarks, StepMarks | None, list[Scalar], bool]
+"""A step that has ended on the host, perhaps not yet on the device: its record without what the device tells, its
+marks, those of the step before, its losses, and whether its time counts."""
 
 
 @dataclass(slots=True)
@@ -94,39 +74,35 @@ class _Window:
     steps: int = 0
     seconds: float = 0.0
     between: float = 0.0
-    parts: dict[StepPart, float] = field(default_factory=dict)
+    parts: dict[StepPart, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class StepObserver:
     """Observes the steps of a model, also of loops that call the model and the optimizer.
 
     Args:
-        model: that is trained.
-        rank: of this process.
         put: takes records.
-        clock: measures the parts of steps.
-        layer_clock: makes the clock of layers for the present plan; gives None where there is none.
         tracer: makes traces; None: there are none.
         fullest: peak bytes of the fullest rank, as far as they are known.
+        layers: whether the forward passes of blocks are timed.
     """
 
     def __init__(
         self,
         model: Any,
-        rank: int,
         put: Callable[[Record], None],
         clock: StepClock,
-        layer_clock: Callable[[], Any],
-        tracer: Any,
+        tracer: Tracer | None,
         fullest: Callable[[], int],
+        layers: bool,
     ) -> None:
-        self._model, self._rank, self._put, self._clock, self._tracer = model, rank, put, clock, tracer
-        self._layer_clock, self._layers, self._fullest = layer_clock, layer_clock(), fullest
+        self._model, self._rank, self._put, self._clock, self._tracer = model, dist.get_rank(), put, clock, tracer
+        self._fullest, self._layers = fullest, LayerClock(model) if layers else None
         self._plan: Plan = model.plan
         self._next = self._seen = int(model.step)
         self._samples, self._losses = 0, list[Scalar]()
         self._open = self._within = False
-        self._pending: deque[_Done] = deque()
+        self._pending: deque[_Pending] = deque()
         self._last: StepMarks | None = None
         self._warm, self._window = False, _Window()
         self._ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
@@ -137,24 +113,24 @@ class StepObserver:
             register_optimizer_step_post_hook(self._updated),
         ]
 
-    def begin(self, batch: Any) -> None:
-        """``train_step`` begins."""
+    def train(self, batch: Any, step: Callable[[], Tensor]) -> Tensor:
+        """Observe a call of ``train_step``; where it raises an error, the loop may go on."""
         self._within = True
         self._start()
         self._samples, self._losses = batch_size(batch), []
-
-    def end(self, loss: Tensor) -> None:
-        """``train_step`` ends."""
+        try:
+            loss = step()
+        except BaseException as error:
+            self._within = self._open = False
+            self._seen = self._model.step
+            self._clock.end()
+            if self._rank == 0:
+                self._put(EndRecord(self._next, time(), f"{type(error).__name__}: {error}"[:500]))
+            raise
         self._within = False
         self._losses = [Scalar(loss)]
         self._finish()
-
-    def failed(self, error: BaseException) -> None:
-        """``train_step`` raised an error; the loop may go on."""
-        self._within = self._open = False
-        self._seen = self._model.step
-        if self._rank == 0:
-            self._put(EndRecord(self._next, time(), f"{type(error).__name__}: {error}"[:500]))
+        return loss
 
     def close(self) -> None:
         """The run ends."""
@@ -169,13 +145,6 @@ class StepObserver:
             self._record()
         if self._rank == 0:
             self._put(EndRecord(self._next, time()))
-
-    def phase(self, phase: StepPhase | None) -> None:
-        """``Watch`` notes a phase; None: the rank waits for another stage."""
-        if self._open and phase is None:
-            self._clock.at(StepPart.WAITING)
-        elif self._open and phase is not None:
-            self._clock.phase(phase)
 
     def _start(self) -> None:
         now = int(self._model.step)
@@ -194,7 +163,9 @@ class StepObserver:
         marks, self._open = self._clock.end(), False
         profiled = self._profiling
         counts = self._warm and self._model.plan is self._plan and not profiled
-        done = _Done(self._next, time(), marks, self._last, self._samples, self._losses, profiled, counts)
+        tokens = round(self._samples * tokens_of_sample(self._plan))
+        record = StepRecord(self._next, round(time(), 3), 0.0, 0.0, self._samples, tokens, profiled=profiled)
+        self._pending.append((record, marks, self._last, self._losses, counts))
         if self._tracer is not None:
             self._tracer.end(self._next)
         # the time after a trace goes to writing it
@@ -202,7 +173,6 @@ class StepObserver:
         self._warm, self._seen = True, int(self._model.step)
         self._next += 1
         self._samples, self._losses = 0, []
-        self._pending.append(done)
         self._settle()
 
     @property
@@ -211,41 +181,38 @@ class StepObserver:
 
     def _settle(self) -> None:
         """Make records of steps that have ended on the device, too."""
-        while self._pending and self._pending[0].is_ready:
-            self._settle_step(self._pending.popleft())
+        while self._pending:
+            _, marks, _, losses, _ = self._pending[0]
+            if not (marks.is_ready and all(loss.is_ready for loss in losses)):
+                break
+            self._settle_step(*self._pending.popleft())
         window = self._window
         if window.steps and perf_counter() - window.since > window.patience:
             self._record()
 
-    def _settle_step(self, done: _Done) -> None:
-        seconds, between = done.marks.seconds, done.marks.since(done.before)
-        if done.counts:
+    def _settle_step(
+        self, record: StepRecord, marks: StepMarks, before: StepMarks | None, losses: list[Scalar], counts: bool
+    ) -> None:
+        seconds, between = marks.seconds, marks.since(before)
+        if counts:
             window = self._window
-            window.steps, window.seconds, window.between = (
-                window.steps + 1, window.seconds + seconds, window.between + between,
-            )  # fmt: skip
-            for part, own in done.marks.parts().items():
-                window.parts[part] = window.parts.get(part, 0.0) + own
+            window.steps += 1
+            window.seconds += seconds
+            window.between += between
+            for part, part_seconds in marks.parts().items():
+                window.parts[part] += part_seconds
         if self._rank == 0:
-            tokens = round(done.samples * tokens_of_sample(self._plan))
-            loss = fmean(one.get() for one in done.loss) if done.loss else math.nan
-            self._put(
-                StepRecord(
-                    done.step, round(done.time, 3), round(seconds, 7), round(between, 7), done.samples, tokens,
-                    loss if math.isfinite(loss) else None, self._fullest(), done.profiled,
-                )
-            )  # fmt: skip
+            mean = fmean(loss.get() for loss in losses) if losses else math.nan
+            loss, memory = mean if math.isfinite(mean) else None, self._fullest()
+            self._put(replace(record, seconds=round(seconds, 7), between=round(between, 7), loss=loss, memory=memory))
 
     def _record(self) -> None:
         """Make a record of this rank's last steps."""
         window, self._window = self._window, _Window(patience=min(2 * self._window.patience, _LONGEST))
         count = window.steps
         parts = {part: round(seconds / count, 7) for part, seconds in window.parts.items()}
-        layers = (
-            {}
-            if self._layers is None
-            else {name: round(seconds_of_layer, 7) for name, seconds_of_layer in self._layers.take().items()}
-        )
+        passes = {} if self._layers is None else self._layers.take()
+        layers = {name: round(seconds, 7) for name, seconds in passes.items()}
         used = reserved = 0
         if self._model.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self._model.device)
@@ -265,7 +232,7 @@ class StepObserver:
         self._plan, self._warm, self._window = self._model.plan, False, _Window()
         if self._layers is not None:
             self._layers.close()
-        self._layers = self._layer_clock()
+            self._layers = LayerClock(self._model)
         if self._model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._model.device)
         digest = plan_digest(self._plan)

@@ -9,43 +9,25 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.files import Strict, from_data, to_data
+from galvatron_lite.files import from_data, to_data
 from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
-from galvatron_lite.runtime.monitor.schema import Adapt, Corrections
+from galvatron_lite.runtime.monitor.correct import corrected
+from galvatron_lite.runtime.monitor.schema import Corrections, PlannedRecord, Started
 from galvatron_lite.search.pins import read_pins
 from galvatron_lite.search.planner import find_plan
 
 _NICE = 10
 
 
-@dataclass(frozen=True, slots=True)
-class PlanQuery(Strict):
-    """Which plan to look for."""
-
-    profile: Profile  # as it was made
-    corrections: Corrections
-    plan: Plan  # the present one; its devices, batch, tolerance and margin hold for the next one
-    settings: Adapt  # the budget and the pins
-
-
-@dataclass(frozen=True, slots=True)
-class Replanned(Strict):
-    """The fastest plan by the corrected profile; or why there is none."""
-
-    plan: Plan | None = None
-    error: str = ""
-
-
-def answer(query: PlanQuery) -> Replanned:
+def answer(query: Started) -> PlannedRecord:
     """Look for a plan; the present one is among those compared."""
     plan, settings = query.plan, query.settings
     profile = corrected(query.profile, query.corrections)
@@ -56,7 +38,7 @@ def answer(query: PlanQuery) -> Replanned:
             profile,
             devices=plan.devices,
             global_batch=plan.global_batch,
-            budget=corrected_budget(budget, query.corrections.memory),
+            budget=budget.scaled(1.0 / query.corrections.memory),
             fixed=pins.at(plan.devices, plan.global_batch),
             runners_up=0,
             stoppable=False,
@@ -64,9 +46,9 @@ def answer(query: PlanQuery) -> Replanned:
             margin=0.0 if plan.provenance is None else plan.provenance.margin,
             candidates=(plain(plan),),
         )
-        return Replanned(check_runs(found))
+        return PlannedRecord(query.step, check_runs(found))
     except GalvatronError as error:
-        return Replanned(error=f"{type(error).__name__}: {error}")
+        return PlannedRecord(query.step, error=f"{type(error).__name__}: {error}")
 
 
 def plain(plan: Plan) -> Plan:
@@ -89,7 +71,8 @@ def plan_name(plan: Plan) -> str:
 class PlanningProcess:
     """A query in progress, in a process of low priority."""
 
-    def __init__(self, query: PlanQuery) -> None:
+    def __init__(self, query: Started) -> None:
+        self._step = query.step
         self._process = subprocess.Popen(
             [sys.executable, "-m", "galvatron_lite.runtime.monitor.planning"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -104,12 +87,13 @@ class PlanningProcess:
         """Whether the answer is there."""
         return self._process.poll() is not None
 
-    def answer(self) -> Replanned:
+    def answer(self) -> PlannedRecord:
         """Wait for the answer."""
         output, _ = self._process.communicate()
         if self._process.returncode:
-            return Replanned(error=f"the planning process ended with status {self._process.returncode}")
-        return from_data(Replanned, json.loads(output), "answer of the planning process")
+            error = f"the planning process ended with status {self._process.returncode}"
+            return PlannedRecord(self._step, error=error)
+        return from_data(PlannedRecord, json.loads(output), "answer of the planning process")
 
     def stop(self) -> None:
         """End the process without an answer."""
@@ -121,7 +105,7 @@ class PlanningProcess:
 def main() -> None:
     """Answer the query on standard input."""
     os.nice(_NICE)
-    query = from_data(PlanQuery, json.load(sys.stdin), "query to the planning process")
+    query = from_data(Started, json.load(sys.stdin), "query to the planning process")
     json.dump(to_data(answer(query)), sys.stdout)
 
 

@@ -127,14 +127,14 @@ class Decision(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Started(Strict):
-    """First record of a log: what decisions depend on."""
+    """What decisions and new plans depend on: the first record of a log, and the query to a planning process."""
 
     version: int  # of this schema
-    settings: Adapt
+    settings: Adapt  # also the budget and the pins of new plans
     profile: Profile  # as it was made
-    plan: Plan  # that training started with, with its prediction
+    plan: Plan  # the present one; its devices, batch, tolerance and margin hold for the next one
     step: int = 0  # steps that were trained before
-    corrections: Corrections = Corrections()  # of the profile, from an earlier run
+    corrections: Corrections = Corrections()  # of the profile, so far
     kind: Literal["started"] = "started"
 
 
@@ -148,7 +148,7 @@ class WindowRecord(Strict):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRecord(Strict):
-    """A new plan was made, or none was found."""
+    """The fastest plan by the corrected profile; or why there is none."""
 
     step: int
     plan: Plan | None = None
@@ -184,5 +184,7 @@ class Exhausted(Strict):
     kind: Literal["exhausted"] = "exhausted"
 
 
-Record = Started | WindowRecord | PlannedRecord | Decided | Done | Exhausted
+Event = WindowRecord | PlannedRecord | Done | Exhausted
+"""What the state of decisions changes with."""
+Record = Started | Event | Decided
 """A line of a log."""

@@ -11,8 +11,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -51,7 +52,14 @@ _REFRESH = 0.25
 """Seconds between two refreshes of a terminal."""
 _FIRST, _LONGEST = 1.0, 10.0
 """Seconds between two plain lines: at first, and at last; they double."""
-COLUMNS = ("", "step", "loss", "step time", "samples/s", "tokens/s", "MFU", "memory")
+_FIGURES: tuple[tuple[str, str, str, str, Callable[[Any], str]], ...] = (
+    ("seconds", "seconds", "step time", "{} a step", format_seconds),
+    ("samples", "samples_per_second", "samples/s", "{} samples/s", format_count),
+    ("tokens", "tokens_per_second", "tokens/s", "{} tokens/s", format_count),
+    ("mfu", "mfu", "MFU", "MFU {}", "{:.1%}".format),
+    ("memory", "memory_bytes", "memory", "memory {}", format_bytes),
+)
+"""What is shown of ``StepFigures``: the attribute, the name in TensorBoard, the column, the words, the format."""
 
 
 class Sink(Protocol):
@@ -109,14 +117,9 @@ class RecordWriter(Finishing):
             self.join(_PATIENCE)
 
     def _hand_on(self) -> None:
-        records: list[Record] = []
-        try:
-            while True:
-                records.append(self._queue.get_nowait())
-        except Empty:
-            pass
+        records = [self._queue.get() for _ in range(self._queue.qsize())]  # this thread alone takes some
         if records:
-            self._sinks = [sink for sink in self._sinks if self._tried(sink, lambda sink=sink: sink.take(records))]  # type: ignore[misc]
+            self._sinks = [sink for sink in self._sinks if self._tried(sink, partial(sink.take, records))]
 
     def _tried(self, sink: Sink, act: Callable[[], None]) -> bool:
         try:
@@ -131,10 +134,7 @@ class LineFiles:
     """Files ``NAME-00001.jsonl`` of a folder, numbered on from earlier ones; a sink.
 
     Args:
-        folder: of the run.
-        name: prefix of the files.
         head: the first record of each file, until a later one replaces or follows it.
-        kinds: of the records that are written.
         largest, kept: see ``LARGEST`` and ``KEPT``.
     """
 
@@ -227,9 +227,8 @@ class Scalars:
 
     def _write(self, step: StepRecord) -> None:
         scalars = {} if step.loss is None else {"loss": step.loss}
-        names = ("seconds", "samples_per_second", "tokens_per_second", "mfu", "memory_bytes")
         for kind, figures in (("measured", measured([step], self._plan)), ("predicted", predicted(self._plan))):
-            values = zip(names, _values(figures), strict=True)
+            values = ((name, getattr(figures, figure)) for figure, name, *_ in _FIGURES)
             scalars |= {f"{name}/{kind}": value for name, value in values if value}
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, global_step=step.step, walltime=step.time)
@@ -287,12 +286,11 @@ class Display:
 
 def _line(steps: Sequence[StepRecord], plan: Plan) -> str:
     """The last steps in a line, each figure beside its prediction."""
-    words = ("{} a step", "{} samples/s", "{} tokens/s", "MFU {}", "memory {}")
     now, wanted = _cells(measured(steps, plan)), _cells(predicted(plan))
     texts = [f"step {steps[-1].step}", f"loss {_loss(steps[-1])}"]
-    for word, value, other in zip(words, now, wanted, strict=True):
+    for (*_, words, _), value, other in zip(_FIGURES, now, wanted, strict=True):
         if value:
-            texts.append(word.format(value) + (f" (predicted {other})" if other else ""))
+            texts.append(words.format(value) + (f" (predicted {other})" if other else ""))
     return ", ".join(texts)
 
 
@@ -301,25 +299,20 @@ def _table(steps: Sequence[StepRecord], plan: Plan) -> Table:
     from rich.table import Table as Grid
 
     now, wanted = measured(steps, plan), predicted(plan)
-    shown = Grid(*COLUMNS, box=None, pad_edge=False, header_style="bold")
+    columns = (column for _, _, column, *_ in _FIGURES)
+    shown = Grid("", "step", "loss", *columns, box=None, pad_edge=False, header_style="bold")
     shown.add_row("now", str(steps[-1].step), _loss(steps[-1]), *_cells(now))
     if wanted.seconds:
-        pairs = zip(_values(now), _values(wanted), strict=True)
+        pairs = ((getattr(now, figure), getattr(wanted, figure)) for figure, *_ in _FIGURES)
         shown.add_row("predicted", "", "", *_cells(wanted), style="dim")
         shown.add_row("", "", "", *(f"{a / b - 1:+.0%}" if a and b else "" for a, b in pairs), style="dim")
     return shown
 
 
-def _values(figures: StepFigures) -> tuple[float, float, float, float, int]:
-    return figures.seconds, figures.samples, figures.tokens, figures.mfu, figures.memory
-
-
 def _cells(figures: StepFigures) -> list[str]:
     """Figures for people; empty where one is not known."""
-    formats: tuple[Callable[[Any], str], ...] = (
-        format_seconds, format_count, format_count, "{:.1%}".format, format_bytes,
-    )  # fmt: skip
-    return [form(value) if value else "" for form, value in zip(formats, _values(figures), strict=True)]
+    values = ((getattr(figures, figure), form) for figure, *_, form in _FIGURES)
+    return [form(value) if value else "" for value, form in values]
 
 
 def _loss(step: StepRecord) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +27,13 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, P
 from galvatron_lite.runtime.monitor.notes import (
     HEARTBEAT,
     Note,
+    Notes,
     NoteStore,
     StepPhase,
     exhausted,
     line_of,
     message,
     operation_of,
-    publish,
     ran_out,
     suspects,
 )
@@ -97,7 +97,7 @@ class Watch:
         if self.clock is not None:
             self.clock(self._note.phase)
 
-    def notes(self) -> list[Note | None]:
+    def notes(self) -> Notes:
         """The notes of all ranks, as far as they can be read; any thread may call it."""
         notes = None if self._board is None else self._board.read()
         return [self._note] if notes is None else notes
@@ -121,24 +121,19 @@ class Watch:
                 # others may be in a step, in groups of another time-out
                 self._arrivals.everyone(None)
             yield
-        except GalvatronError as error:
-            cause = error.__cause__
-            if type(error) is LaunchError and isinstance(cause, Exception) and _is_lost(cause):
-                raise self._lost(cause) from error
-            self._leave(error)
-            raise
-        except Exception as error:
-            if ran_out(error):
-                short = ExhaustedError(exhausted(rank(), self.operation, plan, stage, self._device))
-                self._leave(short)
-                raise short from error
-            if not _is_lost(error):
-                self._leave(error)
-                raise
-            raise self._lost(error) from error
         except BaseException as error:
-            self._leave(error)
-            raise
+            named: BaseException = error
+            ours = isinstance(error, GalvatronError)
+            cause = error.__cause__ if type(error) is LaunchError else None if ours else error
+            if ran_out(error) and not ours:
+                named = ExhaustedError(exhausted(rank(), self.operation, plan, stage, self._device))
+            elif cause is not None and _is_lost(cause):
+                self._leave(cause, victim=True)
+                raise PeerError(*self._explanation(_reason(cause))) from error
+            self._leave(named)
+            if named is error:
+                raise
+            raise named from error
         self.at(StepPhase.BETWEEN, step=step + (phase is StepPhase.FORWARD))
 
     def _begin(self, step: int, phase: StepPhase) -> None:
@@ -149,14 +144,14 @@ class Watch:
             if self._limited:
                 self.group = dist.new_group(timeout=timedelta(seconds=self._timeout), group_desc="step")
             self._board.write(self._note)
-            arguments = (self._board, weakref.ref(self), Watch.written, self._wake, self._ended)
-            thread = threading.Thread(target=publish, args=arguments, daemon=True, name="galvatron-watch")
+            arguments = weakref.ref(self), self._board, self._wake, self._ended
+            thread = threading.Thread(target=_publish, args=arguments, daemon=True, name="galvatron-watch")
             thread.start()
             atexit.register(_end, thread, self._ended, self._wake)
         self._note, self._reported = replace(self._note, error="", victim=False), False
         self.at(phase, step=step)
 
-    def written(self, beat: int) -> Note:
+    def _written(self, beat: int) -> Note:
         """The note as others read it; also logs who is behind, where that is due."""
         note, seconds = self._note, monotonic() - self._since
         at, waits = line_of(self._thread) if seconds > HEARTBEAT else ("", False)
@@ -177,16 +172,27 @@ class Watch:
         text = message(note, reason, suspected, notes is not None, rank())
         return text, tuple(suspect.rank for suspect in suspected), operation
 
-    def _lost(self, error: Exception) -> PeerError:
-        self._leave(error, victim=True)
-        return PeerError(*self._explanation(_reason(error)))
-
     def _leave(self, error: BaseException, victim: bool = False) -> None:
         """Tell the others at once: this process may end next."""
         victim = victim or isinstance(error, PeerError)
         self._note = replace(self._note, error=f"{type(error).__name__}: {_reason(error)}", victim=victim)
         if self._board is not None:
             self._board.write(replace(self._note, seconds=monotonic() - self._since))
+
+
+def _publish(owner: weakref.ref[Watch], board: NoteStore, wake: threading.Event, ended: threading.Event) -> None:
+    """Write a watch's notes as long as it lives, when woken and at every heartbeat: the target of a thread."""
+    beat, alive = 0, True
+    while alive and not ended.is_set():
+        wake.wait(HEARTBEAT)
+        wake.clear()
+        watch = owner()
+        if watch is None:
+            return
+        beat += 1
+        alive = board.write(watch._written(beat))
+        del watch
+        sleep(board.pause)
 
 
 def _end(thread: threading.Thread, ended: threading.Event, wake: threading.Event) -> None:

@@ -25,7 +25,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.parallelism.backends import ANY, Backend
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.peers.hetu.model import Engine
+from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel
 from galvatron_lite.peers.hetu.plan import from_plan, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
 from galvatron_lite.plans.schema import Plan, Schedule
@@ -157,13 +157,37 @@ class Bench:
 def bench_for(search: RecordedSearch, folder: Path) -> Bench:
     """The profiles of a recorded search, read from the folder that holds them."""
     model, hardware = search.profiles(folder)
-    single, several = (
-        to_profile(
-            model, hardware, search.rules.engine, async_reduce=search.async_reduce, unbuffered=True, single=alone
-        )
-        for alone in (True, False)
-    )
+    single, several = (profile_of(search, model, hardware, alone) for alone in (True, False))
     return Bench(PeerSearch(search, model, hardware, LayerPricer(several)), single, several)
+
+
+def profile_of(search: RecordedSearch, model: HetuModel, hardware: HetuHardware, single: bool) -> Profile:
+    """Our profile of what a search was given, as its formulas have it: no buffers of ZeRO and of sends.
+
+    Args:
+        single: whether embedding and head take what was measured of them in one stage, in the proportion that they have
+            in stages apart.
+    """
+    if single:
+        first, last = model.first, model.last
+        model = replace(model, first=_share(model.whole, first, last), last=_share(model.whole, last, first))
+    profile = to_profile(model, hardware, search.rules.engine)
+    return replace(profile, accumulates=search.async_reduce, unbuffered=True)
+
+
+def _share(memory: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
+    states, activation = (
+        {
+            degree: figure * mine[degree] / (mine[degree] + rest[degree])
+            for degree, figure in total.items()
+            if degree in mine and degree in rest
+        }
+        for total, mine, rest in (
+            (memory.states, part.states, other.states),
+            (memory.activation, part.activation, other.activation),
+        )
+    )
+    return EdgeMemory(states, activation)
 
 
 def compare(search: RecordedSearch, folder: Path) -> Comparison:

@@ -77,7 +77,7 @@ class RecordedSearch:
         """The profiles it was given, from the folder that holds one folder a model and ``hardware``."""
         sizes = [Sizes(*one) for one in self.layers]
         engine = Engine(self.engine)
-        model = read_model(folder / self.model, sizes, "", self.sequence_parallel, engine)
+        model = read_model(folder / self.model, sizes, self.sequence_parallel, engine)
         return model, read_hardware(folder / "hardware", self.nodes, self.gpus)
 
 

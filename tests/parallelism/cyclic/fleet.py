@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import queue
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, CyclicRuntime, programme_of, set_up
 from tests.parallelism.cyclic.models import split
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
+PLAIN = CyclicOptions(CPU)
 
 
 @dataclass
@@ -103,16 +105,11 @@ def train(
     drains: Collection[int] = (),
     flushes: Collection[int] = (),
     example: Any = None,
+    options: CyclicOptions = PLAIN,
 ) -> tuple[list[Result], Post]:
     """Train on these global batches and flush; by process. Before the steps in ``drains`` (``flushes``) it drains.
     ``example``: a batch, for a model that is no chain.
     """
-    post, count = Post(), programme_of(plan).processes
-    # one after the other: initial values are drawn from a generator that threads share
-    fleet = [
-        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), CyclicOptions(CPU))
-        for process in range(count)
-    ]
 
     def work(runtime: CyclicRuntime) -> Result:
         executor = runtime.executor
@@ -128,10 +125,28 @@ def train(
         executor.flush(len(batches))
         return result_of(runtime)
 
-    with ThreadPoolExecutor(count) as threads:
-        results = list(threads.map(work, fleet))
+    results, post = run_fleet(model, plan, layers, example, work, options)
     assert all(lane.empty() for lane in post.lanes.values()), "messages nobody took"
     return results, post
+
+
+def run_fleet(
+    model: nn.Module,
+    plan: Plan,
+    layers: Sequence[Layer],
+    example: Any,
+    work: Callable[[CyclicRuntime], T],
+    options: CyclicOptions = PLAIN,
+) -> tuple[list[T], Post]:
+    """What each process makes of its runtime, and what was sent."""
+    post, count = Post(), programme_of(plan).processes
+    # one after the other: initial values are drawn from a generator that threads share
+    fleet = [
+        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), options)
+        for process in range(count)
+    ]
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, fleet)), post
 
 
 def result_of(runtime: CyclicRuntime) -> Result:

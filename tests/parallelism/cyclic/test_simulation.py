@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
@@ -23,9 +22,9 @@ from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicPas
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, loop_of, round_seconds, unevenness
 from galvatron_lite.parallelism.cyclic.stages import StageStates, cut_stages, stage_of
-from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
-from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post, result_of
-from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, split
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions
+from tests.parallelism.cyclic.fleet import CPU, train
+from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan
 
 COUNTS, RULES, SETTINGS = st.integers(1, 6), st.sampled_from(CyclicRule), st.sampled_from(CyclicSetting)
 Seconds = Callable[[CyclicPass], float]
@@ -257,28 +256,15 @@ def dropping() -> tuple[nn.Module, Any, Any]:
     return model, layers, stages
 
 
-def alone(draws: int, drains: Collection[int], early_release: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Parameters that training on one device gives, and what the process would draw next."""
-    model, layers, stages = dropping()
-    plan, options = make_plan(stages, "cdp-v2", "single"), CyclicOptions(CPU, draws=draws, early_release=early_release)
-    runtime = set_up(copy.deepcopy(model), plan, layers, None, 0, MemoryMailbox(Post()), options)
-    for states in runtime.executor.states.values():
-        states.make_optimizer(SGD, None)
-    for step, batch in enumerate(make_batches(STEPS, COUNT)):
-        if step in drains:
-            runtime.executor.drain(step)
-        runtime.executor.feed(step, split(batch, COUNT))
-        runtime.executor.run(runtime.executor.programme.passes(0, step))
-    runtime.executor.flush(STEPS)
-    return result_of(runtime).parameters, torch.rand(3)
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def test_early_release_changes_no_draw() -> None:
-    assert equal(alone(SEED, ())[0], alone(SEED, (), early_release=True)[0])
+    found = []
+    for early in (False, True):
+        model, layers, stages = dropping()
+        options = CyclicOptions(CPU, draws=SEED, early_release=early)
+        plan = make_plan(stages, "cdp-v2", "single")
+        ((result,), _) = train(model, plan, layers, make_batches(STEPS, COUNT), options=options)
+        found.append(result.parameters)
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize(("stage", "number"), [(0, 1), (1, 0)])

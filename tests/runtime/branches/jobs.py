@@ -1,24 +1,222 @@
-"""What the tests of branches run on every rank."""
+"""Tiny models with branches, plans for them by hand, and what the tests of branches run on every rank."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Mode, Plan, Schedule, Stage
 from galvatron_lite.runtime.branches.engine import BranchedModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients
-from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan
 from tests.runtime.training import ADAMW, Trained, train_plainly
+
+SIDE, CHANNELS = 8, 3
+ONE = Strategy()
+WHOLE = ("text",)
+"""Modules that are one layer."""
+
+
+def coder(inside: int, outputs: int, levels: int = 1) -> nn.Sequential:
+    """A small encoder-decoder with batch norm."""
+    down = [nn.Conv2d(CHANNELS, inside, 3, 2, 1), nn.BatchNorm2d(inside), nn.ReLU(inplace=True)]
+    same = [layer for _ in range(levels) for layer in (nn.Conv2d(inside, inside, 3, padding=1), nn.Tanh())]
+    return nn.Sequential(*down, *same, nn.ConvTranspose2d(inside, outputs, 2, 2))
+
+
+class Coders(nn.Module):
+    """Encoder-decoders on one input, joined by a loss; ``order`` is that of the joins."""
+
+    def __init__(self, count: int = 2, order: Sequence[int] = (0, 1), use: str = "") -> None:
+        super().__init__()
+        self.coders = nn.ModuleList([coder(4 + 2 * number, 2, number) for number in range(count)])
+        self.order, self.use = order, use
+
+    def forward(self, pictures: Tensor, targets: Tensor) -> Tensor:
+        found = [one(pictures) for one in self.coders]
+        with torch.no_grad():
+            weight = found[1].abs().mean().sign() if self.use == "weighed" else 1.0
+        losses = [(found[place] - targets).square().mean() / weight for place in self.order]
+        if self.use == "weighed":
+            assert losses[0] > 0
+        if self.use == "twice":
+            losses.append((found[0] * found[1].sigmoid()).mean())
+        if self.use == "told":
+            assert len(found[1]) == found[1].shape[0] == pictures.shape[0]
+            assert found[1].dtype is torch.float32
+            assert "tensor" in repr(found[1])
+            losses.append(losses[0])
+        if self.use == "changed":
+            found[0] += 1.0
+            losses.append(found[0].square().mean())
+        if self.use == "reduced":
+            losses = [losses[0], losses[1].detach()]
+        return torch.stack(losses).sum()
+
+
+class Towers(nn.Module):
+    """Two towers on inputs of their own and a loss that joins them: contrastive, or pair by pair."""
+
+    def __init__(self, contrastive: bool = True) -> None:
+        super().__init__()
+        self.text = nn.Sequential(nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 6))
+        self.picture = coder(4, 2)
+        self.project = nn.Linear(2 * SIDE * SIDE, 6)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.contrastive = contrastive
+
+    def forward(self, words: Tensor, pictures: Tensor) -> Tensor:
+        text = functional.normalize(self.text(words), dim=-1)
+        seen = self.project(torch.relu(self.picture(pictures).flatten(1)))
+        seen = seen / seen.norm(dim=-1, keepdim=True)
+        if not self.contrastive:
+            return (self.scale.exp() * (text * seen).sum(-1)).sigmoid().mean()
+        scores = self.scale.exp() * text @ seen.t()
+        target = torch.arange(scores.shape[0])
+        return (functional.cross_entropy(scores, target) + functional.cross_entropy(scores.t(), target)) / 2
+
+
+class Captions(nn.Module):
+    """A tower that begins by flattening pictures, and one that begins by looking words up; a loss pair by pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture = nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, 8), nn.GELU(), nn.Linear(8, 6))
+        self.words = nn.Embedding(7, 5)
+        self.text = nn.Sequential(nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 6))
+
+    def forward(self, pictures: Tensor, words: Tensor) -> Tensor:
+        seen, text = self.picture(pictures), self.text(self.words(words).mean(1))
+        return (1 - functional.cosine_similarity(seen, text)).mean()
+
+
+class Heads(nn.Module):
+    """A trunk, and heads that end in losses of their own one after the other; one returns its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3, padding=1), nn.Tanh())
+        self.first = nn.Conv2d(4, 2, 3, padding=1)
+        self.second = Judge()
+        self.weight = nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, pictures: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.trunk(pictures)
+        loss = self.weight[0] * functional.mse_loss(self.first(hidden), targets)
+        seen, judged = self.second(hidden, targets, self.weight)
+        return loss + judged + self.last(seen).square().mean()
+
+
+class Judge(nn.Module):
+    """Returns something a sample, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 2, 1), nn.Sigmoid())
+
+    def forward(self, hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.body(hidden) * weight[1]
+        return made.mean(dim=(2, 3)), (made - targets).abs().mean()
+
+
+class Chains(nn.Module):
+    """Two chains of modules with code between them, which reads the input and sizes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList([nn.Linear(6, 8), nn.Linear(6, 10)])
+        self.down = nn.ModuleList([nn.Linear(14, 3), nn.Linear(10, 3)])
+
+    def forward(self, values: Tensor) -> Tensor:
+        first = torch.cat([torch.relu(self.up[0](values)), values], dim=1)
+        second = torch.tanh(self.up[1](values)).view(values.shape[0], -1)
+        return (self.down[0](first) * self.down[1](second)).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its roots by branch, where they are, and strategies inside.
+
+    Attributes:
+        model: its class.
+        branches: name: (roots, first device, devices, strategy).
+        trunk: strategy of the trunk.
+        world: processes.
+        samples: of the global batch.
+        arguments: of the model's class.
+    """
+
+    model: str
+    branches: Mapping[str, tuple[Sequence[str], int, int, Strategy]]
+    trunk: Strategy
+    world: int
+    samples: int = 4
+    microbatches: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+
+
+def make_model(case: Case) -> nn.Module:
+    torch.manual_seed(3)
+    made: nn.Module = globals()[case.model](**case.arguments)
+    return made
+
+
+def make_batch(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
+        "Coders": {"pictures": (CHANNELS, SIDE, SIDE), "targets": (2, SIDE, SIDE)},
+        "Towers": {"words": (5,), "pictures": (CHANNELS, SIDE, SIDE)},
+        "Heads": {"pictures": (CHANNELS, SIDE, SIDE), "targets": (2, SIDE, SIDE)},
+        "Chains": {"values": (6,)},
+    }
+    if case.model == "Captions":
+        words = torch.randint(7, (case.samples, 3), generator=generator)
+        return {"pictures": torch.randn(case.samples, CHANNELS, SIDE, SIDE, generator=generator), "words": words}
+    return {name: torch.randn(case.samples, *shape, generator=generator) for name, shape in shapes[case.model].items()}
+
+
+def layers_of(case: Case, model: nn.Module) -> tuple[Layer, ...]:
+    """Every leaf module with parameters is a block, between an empty layer before and one after."""
+    leaves = [
+        name
+        for name, module in model.named_modules()
+        if name in WHOLE
+        or (next(module.parameters(recurse=False), None) is not None and name.split(".")[0] not in WHOLE)
+    ]
+    blocks = [Layer(name, name, Role.BLOCK, (name,)) for name in leaves if name]
+    return (Layer("before", "before", Role.BEFORE), *blocks, Layer("after", "after", Role.AFTER))
+
+
+def make_plan(case: Case, layers: Sequence[Layer]) -> Plan:
+    rest, branches = list(layers), []
+    for name, (roots, first, devices, strategy) in case.branches.items():
+        own = [layer for layer in rest if any(f"{layer.name}.".startswith(f"{root}.") for root in roots)]
+        rest = [layer for layer in rest if layer not in own]
+        branches.append(BranchPlacement(name, tuple(roots), first, devices, _runs(own, strategy)))
+    stage = Stage(_runs(rest, case.trunk))
+    return Plan(
+        PLAN_VERSION, "test", case.world, case.samples, case.microbatches, Schedule.ONE_F_ONE_B, case.precision,
+        (stage,), branches=tuple(branches),
+    )  # fmt: skip
+
+
+def _runs(layers: Sequence[Layer], strategy: Strategy) -> tuple[LayerRun, ...]:
+    return tuple(LayerRun(layer.name, layer.name, 1, strategy) for layer in layers)
+
 
 BRANCHES = ("segmentation", "reconstruction")
 
@@ -32,18 +230,8 @@ def perception() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def perception_plan(trunk: Strategy = ONE, mode: Mode = Mode.TRAINING, samples: int = 2) -> Plan:
     """Each network on a device of its own."""
-    model, batch = perception()
-    layers = discover_layers(model, batch)
-    own = {name: [layer for layer in layers if layer.name.startswith(name)] for name in BRANCHES}
-    rest = [layer for layer in layers if not layer.name.startswith(BRANCHES)]
-    placed = tuple(
-        BranchPlacement(name, (name,), number, 1, tuple(LayerRun(one.name, one.name, 1, ONE) for one in own[name]))
-        for number, name in enumerate(BRANCHES)
-    )
-    stage = Stage(tuple(LayerRun(one.name, one.name, 1, trunk) for one in rest))
-    return Plan(
-        PLAN_VERSION, "test", 2, samples, 1, Schedule.ONE_F_ONE_B, "fp32", (stage,), branches=placed, mode=mode
-    )  # fmt: skip
+    case = Case("", {name: ((name,), number, 1, ONE) for number, name in enumerate(BRANCHES)}, trunk, 2, samples)
+    return replace(make_plan(case, discover_layers(*perception())), mode=mode)
 
 
 def train_perception(steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
@@ -61,25 +249,17 @@ def infer_perception(trunk: Strategy) -> Any:
     return [made(pictures), made(pictures=pictures), made({"pictures": pictures}), made((pictures,))]
 
 
-def infer(case: Case) -> Tensor:
-    """The loss that a model returns, from ``outputs``."""
-    loss: Tensor = make_branched(case).eval().outputs(**make_batch(case))
-    return loss
-
-
-def evaluate(case: Case) -> float:
-    """The loss in evaluation mode, without gradients, through the model's call."""
-    parallel = make_branched(case).eval()
-    with torch.no_grad():
-        return float(parallel(**make_batch(case)))
-
-
-def call_and_clip(case: Case) -> tuple[float, float]:
-    """A loss and the norm of its gradient, in the style of a usual loop."""
-    parallel = make_branched(case)
-    loss = parallel(**make_batch(case))
+def used(case: Case) -> tuple[float, ...]:
+    """A loss and the norm of its gradient, as in a usual loop; the loss of the model's call in evaluation mode without
+    gradients, and from ``outputs``.
+    """
+    parallel, batch = make_branched(case), make_batch(case)
+    loss = parallel(**batch)
     loss.backward()
-    return float(loss), float(parallel.clip_grad_norm(1.0))
+    norm = parallel.clip_grad_norm(1.0)
+    parallel.eval()
+    with torch.no_grad():
+        return float(loss), float(norm), float(parallel(**batch)), float(parallel.outputs(**batch))
 
 
 def one_rank_is_late(case: Case, patience: float) -> str:

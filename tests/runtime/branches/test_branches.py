@@ -21,8 +21,7 @@ from tests.branchy import plain_profile
 from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.branches import jobs
-from tests.runtime.branches.jobs import train_alone, train_each
-from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model
+from tests.runtime.branches.jobs import ONE, Case, layers_of, make_batch, make_model, train_alone, train_each
 from tests.runtime.plans import make_plan as plain_plan
 from tests.runtime.training import Trained, assert_same
 
@@ -64,26 +63,13 @@ FOUR_PROCESSES = {
     "zero-inside": Case("Towers", {
         "text": (("text",), 1, 2, Strategy(zero=2, zero_stage=3)), "picture": (("picture", "project"), 0, 1, ONE),
     }, ONE, 4, samples=8, max_grad_norm=0.05),
-    "spatial-inside": Case(
-        "Heads",
-        {
-            "first": (("first",), 0, 3, Strategy(height=3)),
-            "second": (("second",), 3, 1, ONE),
-        },
-        ONE,
-        4,
-    ),
-    "recompute-inside": Case(
-        "Heads",
-        {
-            "first": (("first",), 0, 2, Strategy(width=2)),
-            "second": (("second",), 2, 2, Strategy(data=2, recompute=Recompute.FULL)),
-        },
-        FOUR,
-        4,
-        microbatches=2,
-        samples=8,
-    ),
+    "spatial-inside": Case("Heads", {
+        "first": (("first",), 0, 3, Strategy(height=3)), "second": (("second",), 3, 1, ONE),
+    }, ONE, 4),
+    "recompute-inside": Case("Heads", {
+        "first": (("first",), 0, 2, Strategy(width=2)),
+        "second": (("second",), 2, 2, Strategy(data=2, recompute=Recompute.FULL)),
+    }, FOUR, 4, samples=8, microbatches=2),
 }
 # fmt: on
 
@@ -170,22 +156,15 @@ def test_outputs_are_the_models_own_on_every_rank(pool: WorkerPool, trunk: Strat
 
 
 @pytest.mark.parametrize("trunk", [ONE, DATA], ids=["one", "shared"])
-def test_losses_without_gradients(pool: WorkerPool, trunk: Strategy) -> None:
+def test_a_usual_loop_and_losses_without_gradients(pool: WorkerPool, trunk: Strategy) -> None:
     case = Case("Heads", HEADS, trunk, 2)
-    with torch.no_grad():
-        wanted = make_model(case).eval()(**make_batch(case))
-    for found in [*pool.run(2, jobs.infer, case=case), *pool.run(2, jobs.evaluate, case=case)]:
-        assert float(found) == pytest.approx(float(wanted), rel=1e-6)
-
-
-def test_a_usual_loop(pool: WorkerPool) -> None:
-    case = Case("Heads", HEADS, DATA, 2)
-    model = make_model(case)
-    loss = model(**make_batch(case))
+    model, batch = make_model(case), make_batch(case)
+    loss = model(**batch)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for found in pool.run(2, jobs.call_and_clip, case=case):
-        assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+    wanted = (loss.item(), norm.item(), *[model.eval()(**batch).item()] * 2)
+    for found in pool.run(2, jobs.used, case=case):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_rank_that_is_late_is_named(pool: WorkerPool) -> None:

@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.branches.parts import StandIn, entrances, place_parts, replace_module, skeleton
 from galvatron_lite.runtime.branches.pending import DeferredFunction, PendingTensor, pending
-from tests.runtime.branches.networks import ONE, Case, layers_of, make_model, make_plan
+from tests.runtime.branches.jobs import ONE, Case, layers_of, make_model, make_plan
 
 CASE = Case("Coders", {"a": (("coders.0",), 0, 1, ONE), "b": (("coders.1",), 1, 1, ONE)}, ONE, 2)
 LAYERS = layers_of(CASE, make_model(CASE))
@@ -36,9 +36,9 @@ def test_every_layer_has_one_home() -> None:
     ("changed", "named"),
     [
         (lambda: with_second(roots=("towers.1",)), r"branch b: 'towers\.1' .* no layers there; make the plan anew"),
-        (lambda: with_second(first=2), "devices of b: '2 to 2'"),
-        (lambda: with_second(devices=2), "strategies of b"),
-        (lambda: replace(PLAN, stages=PLAN.stages * 2), "plan: '2 stages'"),
+        (lambda: with_second(first=2), r"branches\.1: 'first 2, devices 1' .* 2 devices"),
+        (lambda: with_second(devices=2), r"branches\.1"),
+        (lambda: replace(PLAN, stages=PLAN.stages * 2), "plan, stages: 2 .* one stage"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(changed: Callable[[], Plan], named: str) -> None:

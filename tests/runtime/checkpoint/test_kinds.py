@@ -18,8 +18,8 @@ from tests.equivalence.families import make_batches
 from tests.equivalence.test_experts import plan
 from tests.equivalence.training import SAMPLES, make_case
 from tests.pool import WorkerPool
+from tests.runtime.branches.jobs import make_batch as branch_batch
 from tests.runtime.branches.jobs import make_branched
-from tests.runtime.branches.networks import make_batch as branch_batch
 from tests.runtime.branches.test_branches import TWO_PROCESSES
 from tests.runtime.checkpoint.jobs import moments
 from tests.runtime.examined import examined_once

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer
-from galvatron_lite.runtime.cyclic.setup import CyclicOptions, programme_of, set_up
-from tests.parallelism.cyclic.fleet import CPU, MemoryMailbox, Post
+from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, programme_of
+from tests.parallelism.cyclic.fleet import run_fleet
 from tests.parallelism.cyclic.models import Case, split
 from tests.parallelism.thread_group import Meeting
 
@@ -72,22 +71,18 @@ class Training:
 
         ``saves``: checkpoints to be written, by the training step before which.
         """
-        count = programme_of(self.plan).processes
-        post, meeting = Post(), Meeting(count)
+        meeting = Meeting(programme_of(self.plan).processes)
 
-        def work(process: int) -> Run:
-            return self._process(process, post, meeting, start, saves or {}, end)
+        def work(runtime: CyclicRuntime) -> Run:
+            return self._process(runtime, meeting, start, saves or {}, end)
 
-        with ThreadPoolExecutor(count) as threads:
-            return list(threads.map(work, range(count)))
+        return run_fleet(self.case[0], self.plan, self.case[1], self.example, work)[0]
 
     def _process(
-        self, process: int, post: Post, meeting: Meeting, start: Path | None, saves: Mapping[int, Path], end: int | None
+        self, runtime: CyclicRuntime, meeting: Meeting, start: Path | None, saves: Mapping[int, Path], end: int | None
     ) -> Run:
-        model: nn.Module = copy.deepcopy(self.case[0])
-        runtime = set_up(model, self.plan, self.case[1], self.example, process, MemoryMailbox(post), CyclicOptions(CPU))
         executor, refusals = runtime.executor, list[InputError]()
-        keeper = CyclicCheckpointer(runtime, ThreadPeers(process, meeting))
+        keeper = CyclicCheckpointer(runtime, ThreadPeers(runtime.process, meeting))
         for states in executor.states.values():
             states.make_optimizer(self.factory, self.scheduler)
         begin = 0 if start is None else keeper.read(start)
@@ -99,7 +94,7 @@ class Training:
                 except InputError as error:
                     refusals.append(error)
             executor.feed(step, split(self.batches[step], len(self.plan.stages)))
-            executor.run(executor.programme.passes(process, step))
+            executor.run(executor.programme.passes(runtime.process, step))
         executor.drain(len(self.batches) if end is None else end)
         return Run(
             {number: float(loss) for number, loss in executor.desk.losses.items()},

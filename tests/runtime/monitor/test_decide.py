@@ -11,21 +11,11 @@ import pytest
 
 from galvatron_lite.cli import main
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.attach import adapt_settings, correct_inputs, earlier_corrections
 from galvatron_lite.runtime.monitor.correct import corrected, link_factors, predicted_groups
-from galvatron_lite.runtime.monitor.decide import (
-    State,
-    begin,
-    on_done,
-    on_exhausted,
-    on_planned,
-    on_window,
-    wants_links,
-)
-from galvatron_lite.runtime.monitor.log import read_log, replay, write_record
-from galvatron_lite.runtime.monitor.planning import PlanningProcess, PlanQuery, answer, plan_name, step_seconds
+from galvatron_lite.runtime.monitor.decide import State, begin, decide, read_log, replay, wants_links, write_record
+from galvatron_lite.runtime.monitor.planning import PlanningProcess, answer, plan_name, step_seconds
 from galvatron_lite.runtime.monitor.schema import (
     Adapt,
     AdaptAction,
@@ -33,15 +23,15 @@ from galvatron_lite.runtime.monitor.schema import (
     Decided,
     Decision,
     Done,
+    Event,
     Exhausted,
     LinkFactor,
-    PlannedRecord,
     Planner,
     Record,
     Started,
     WindowRecord,
 )
-from tests.runtime.monitor.workers import fastest, started, wide_profile, window_on
+from tests.runtime.monitor.machines import fastest, started, wide_profile, window_on
 
 SETTINGS = Adapt(window=10, warm_up=0, patience=2, cool_down=40, steps=100000)
 SLOW = Corrections((LinkFactor("node", 60.0),))
@@ -54,31 +44,22 @@ def train(
     state, step, draw = begin(first), first.step, random.Random(1)
     records: list[Record] = [first]
 
-    def decided(taken: tuple[State, Decision]) -> tuple[State, Decision]:
-        records.append(Decided(taken[1]))
-        return taken
-
-    def switched(plan: Plan) -> State:
-        records.append(Done(step, 0.5))
-        return on_done(state, step, 0.5, plan)
+    def feed(event: Event) -> State:
+        after, decision = decide(state, event)
+        records.append(event)
+        records.extend([] if decision is None else [Decided(decision)])
+        return after
 
     for truth in truths:
         step += state.settings.window
         plan_truth = replace(truth, residual=3.0) if plan_name(state.plan) in slower else truth
         window = window_on(first.profile, plan_truth, state.plan, step, draw.uniform(-noise, noise))
         window = window if wants_links(state, window) else replace(window, links=())
-        records.append(WindowRecord(window))
-        state, decision = decided(on_window(state, window))
-        if decision.action is AdaptAction.BACK:
-            assert state.former is not None
-            state = switched(state.former)
-        if decision.action is AdaptAction.PLAN:
-            found = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
-            records.append(PlannedRecord(step, found.plan, found.error))
-            state, decision = decided(on_planned(state, step, found.plan, found.error))
-            if decision.action is AdaptAction.SWITCH:
-                assert found.plan is not None
-                state = switched(found.plan)
+        state = feed(WindowRecord(window))
+        if state.planning:
+            state = feed(answer(state.query(step)))
+        if state.target is not None:
+            state = feed(Done(step, 0.5))
     return state, records
 
 
@@ -124,15 +105,22 @@ def test_a_link_that_comes_and_goes_does_not_make_plans_flap() -> None:
 
 def test_new_plans_keep_what_is_pinned() -> None:
     first = started(SETTINGS)
-    free = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
-    kept = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%", fix=("pp=1", "zero=3")))).plan
+    free = answer(replace(first, corrections=SLOW)).plan
+    kept = answer(replace(first, corrections=SLOW, settings=Adapt(fix=("pp=1", "zero=3")))).plan
     assert {run.strategy.zero_stage for stage in free.stages for run in stage.runs} != {3}
     assert {run.strategy.zero_stage for stage in kept.stages for run in stage.runs} == {3}
 
 
+def test_new_plans_keep_the_tolerance_and_the_margin_of_the_first() -> None:
+    first = started(SETTINGS)
+    plan = replace(first.plan, provenance=replace(first.plan.provenance, tolerance=0.05, margin=0.1))
+    made_from = answer(begin(replace(first, plan=plan)).query(10)).plan.provenance
+    assert (made_from.tolerance, made_from.margin) == (0.05, 0.1)
+
+
 def test_a_plan_that_disappoints_is_left_for_good() -> None:
     first = started(SETTINGS)
-    found = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
+    found = answer(replace(first, corrections=SLOW)).plan
     assert found is not None
     state, records = train(first, [SLOW] * 14, slower=frozenset({plan_name(found)}))
     taken = actions(records)
@@ -163,11 +151,10 @@ def test_memory_that_ran_out_makes_a_plan_that_takes_less() -> None:
     profile = wide_profile()
     first = started(SETTINGS, profile)
     peak = first.plan.prediction.peak_memory
-    state = on_exhausted(begin(first), factor=1.05 * 0.95 * 2**30 / peak)
-    found = answer(PlanQuery(profile, state.corrections, state.plan, state.settings))
-    state, decision = on_planned(state, 10, found.plan, found.error)
+    state, _ = decide(begin(first), Exhausted(10, (0, 1), factor=1.05 * 0.95 * 2**30 / peak))
+    state, decision = decide(state, answer(state.query(10)))
     assert decision.action is AdaptAction.SWITCH
-    assert found.plan.prediction.peak_memory < peak
+    assert state.target.prediction.peak_memory < peak
 
 
 @pytest.mark.parametrize(("factor", "latency"), [(1.0, 0.0), (3.0, 0.0), (0.5, 0.0), (1.0, 2e-3), (8.0, 1e-3)])
@@ -227,8 +214,7 @@ def test_logs_that_are_none_are_refused(tmp_path: Path, line: str) -> None:
 
 
 def test_the_planning_process_says_what_this_one_does() -> None:
-    profile = wide_profile()
-    question = PlanQuery(profile, SLOW, fastest(profile), Adapt(mem="95%"))
+    question = replace(started(SETTINGS), corrections=SLOW)
     assert PlanningProcess(question).answer() == answer(question)
 
 

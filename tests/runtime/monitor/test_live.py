@@ -8,18 +8,19 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runs.schema import PlanRecord, Record, StepPart, StepRecord, measured, predicted, read_run
+from galvatron_lite.runs.schema import PlanRecord, StepPart, StepRecord, measured, predicted, read_run
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor import sinks as board
@@ -96,19 +97,18 @@ def cost_of_seeing(folder: str) -> float:
     """Processor seconds that seeing a step of eight micro-batches costs the thread that trains."""
     parallel: Any = make_parallel(Case([Strategy()] * 5))
     recorder = observe(parallel, ObserverOptions(Path(folder), live=True))
-    observer, loss, batch = parallel.observer, torch.zeros(()), make_batch()
+    phases = [StepPhase.FORWARD, StepPhase.BACKWARD] * 8 + [StepPhase.GRADIENTS, StepPhase.CHECK, StepPhase.OPTIMIZER]
+    loss, batch = torch.zeros(()), make_batch()
+
+    def step() -> Tensor:
+        for phase in phases:
+            parallel.watch.clock(phase)
+        return loss
 
     def seconds(steps: int) -> float:
         before = time.thread_time()
         for _ in range(steps):
-            observer.begin(batch)
-            for phase in (StepPhase.FORWARD, StepPhase.BACKWARD) * 8 + (
-                StepPhase.GRADIENTS,
-                StepPhase.CHECK,
-                StepPhase.OPTIMIZER,
-            ):
-                parallel.watch.clock(phase)
-            observer.end(loss)
+            parallel.observer.train(batch, step)
         return (time.thread_time() - before) / steps
 
     seconds(50)
@@ -274,61 +274,31 @@ def test_figures_are_medians_of_what_was_not_profiled() -> None:
     assert now.tokens == pytest.approx(1280)
 
 
-class _Writer:
-    made: list[_Writer] = []  # noqa: RUF012 - the test's own
-
-    def __init__(self, log_dir: str) -> None:
-        self.folder, self.found = log_dir, dict[str, tuple[float, int]]()
-        self.made.append(self)
-
-    def add_scalar(self, name: str, value: float, global_step: int, walltime: float) -> None:
-        assert walltime > 0
-        self.found[name] = (value, global_step)
-
-    def close(self) -> None:
-        pass
-
-
 def test_tensorboard_gets_scalars_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert board.scalar_writer(tmp_path) is None
-    stub: Any = ModuleType("torch.utils.tensorboard")
-    stub.SummaryWriter = _Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub := Mock())
     scalars = board.Scalars(board.scalar_writer(tmp_path), a_plan(0.1))
     scalars.take([_step(7, 0.2)])
     scalars.close()
-    found = _Writer.made[-1].found
+    stub.SummaryWriter.assert_called_once_with(log_dir=str(tmp_path))
+    calls = stub.SummaryWriter.return_value.add_scalar.call_args_list
+    assert all(call.kwargs["walltime"] > 0 for call in calls)
+    found = {call.args[0]: (call.args[1], call.kwargs["global_step"]) for call in calls}
     assert found["loss"] == (2.5, 7)
     assert found["seconds/measured"] == (0.2, 7)
     assert found["seconds/predicted"] == (0.1, 7)
     assert found["mfu/measured"][0] == pytest.approx(0.2)
 
 
-class _Full:
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def take(self, records: list[Record]) -> None:
-        self.asked += 1
-        raise OSError(28, "No space left on device")
-
-    def close(self) -> None:
-        pass
-
-
-class _Kept(_Full):
-    def take(self, records: list[Record]) -> None:
-        self.asked += len(records)
-
-
 @pytest.mark.filterwarnings("ignore:.*takes no more")
 def test_a_full_disk_ends_the_log_and_not_the_training() -> None:
-    full, kept = _Full(), _Kept()
-    recorder = RecordWriter([full, kept])  # type: ignore[list-item]
+    full, kept = Mock(), Mock()
+    full.take.side_effect = OSError(28, "No space left on device")
+    recorder = RecordWriter([full, kept])
     for number in range(5):
         recorder.put(_step(number))
     recorder.finish()
-    assert kept.asked == 5
-    assert full.asked == 1
+    assert sum(len(call.args[0]) for call in kept.take.call_args_list) == 5
+    assert full.take.call_count == 1
     assert not recorder.is_alive()
