@@ -8,8 +8,7 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
     w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included);
-          also the largest gradient of one weight, beside the buffer that it is added to, and a bucket of gradients that
-          is full before the layer's backward ends
+          also the largest gradient of one weight, beside the buffer that it is added to
     g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward; and activations that
           wait in host memory, on their way beside the layer after it in either pass
     d_l   the buffers its gradients are reduced from; they live on in the backward of the layer before it
@@ -108,7 +107,7 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
         prefix=prefix - passing - _unformed(cost, microbatches, filled),
-        peak=largest(middle + cost.bucket, end, forward, prefix),
+        peak=largest(middle, end, forward, prefix),
         middle=middle,
         prefetched=cost.gather + cost.returning,
         pending=cost.reducing + cost.bucket,
@@ -299,7 +298,7 @@ def reserved(memory: MemoryBreakdown, capacity: int, buffers: int = 0) -> int:
         capacity: bytes of the device.
         buffers: bytes of gradient buffers that are allocated once, between which no gaps form.
     """
-    tensors = memory.tensors - buffers
+    tensors = memory.total - memory.context - buffers
     return max(memory.total, min(round(tensors / (1.0 - UNUSED_SHARE)) + buffers + memory.context, capacity))
 
 

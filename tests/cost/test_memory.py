@@ -62,8 +62,7 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             # autograd goes from the newest to the oldest: copies of the first micro-batch come last in all others
             passing += cost.passing_gradients + (cost.copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
-            peak = max(peak, alive + middle + max(pending, cost.bucket))
-            peak = max(peak, alive + cost.whole_gradients + cost.reducing + cost.bucket)
+            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
             pending = cost.reducing + cost.bucket
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
@@ -105,8 +104,7 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
             middle = cost.gathered + cost.gather + max(cost.working, cost.kept + new) + cost.whole_gradients
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
-            peak = max(peak, alive + middle + max(pending, cost.bucket))
-            peak = max(peak, alive + cost.whole_gradients + cost.reducing + cost.bucket)
+            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
             pending = cost.reducing + cost.bucket
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
