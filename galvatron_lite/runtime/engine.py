@@ -181,11 +181,6 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         """The phase of the next step, whose batch and sequence it is to be given; None without phases."""
         return None if self.steering is None else self.steering.phase
 
-    @property
-    def structures(self) -> Sequence[nn.Module]:
-        """The modules of each of these parts, under the names of the whole model."""
-        return [self.module, *self.copies]
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 

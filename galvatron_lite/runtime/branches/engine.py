@@ -146,11 +146,6 @@ class BranchedModel(ParallelModel):
         return self._branches.runtimes
 
     @property
-    def structures(self) -> Sequence[nn.Module]:
-        """See ``ParallelModel``."""
-        return [self.module, *self.trees]
-
-    @property
     def streams(self) -> Sequence[Stream]:
         """The random numbers of the branches."""
         return list(dict.fromkeys(branch.stream for branch in self._branches.setting.branches.values()))

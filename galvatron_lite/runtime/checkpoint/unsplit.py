@@ -35,7 +35,6 @@ class ModelView:
 
     entries: Entries
     runtimes: Sequence[StageRuntime]
-    structures: Sequence[nn.Module]
     module: Any = None
     plan: Any = None
     step: int = 0
@@ -52,8 +51,8 @@ def unsplit(model: nn.Module) -> ModelView:
     """A plain model, seen as one that is split over one process."""
     groups = cast("StrategyGroups", None)
     owned = [ManagedParameter((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
-    stage = SimpleNamespace(owned=owned, updates=Updates(owned, GradientReducer(())), stage=())
-    return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], [model], model)
+    stage = SimpleNamespace(owned=owned, updates=Updates(owned, GradientReducer(())), stage=(), model=model)
+    return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], model)
 
 
 def load_into(

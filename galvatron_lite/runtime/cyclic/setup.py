@@ -19,11 +19,10 @@ from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates, che
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
 from galvatron_lite.runtime.parameters.full_state import gather
 from galvatron_lite.runtime.parameters.materialize import Materializer
-from galvatron_lite.runtime.parameters.pieces import Entries, ItemRun, LocalShard, entries_of
+from galvatron_lite.runtime.parameters.pieces import Entries, LocalShard, complete_shard, entries_of
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.preparation import known_flow
 
@@ -150,8 +149,4 @@ def local_shards(runtime: CyclicRuntime) -> list[LocalShard]:
     for stage, states in runtime.executor.states.items():
         tensors |= states.masters
         tensors |= runtime.parts[stage].buffers()
-    return [
-        LocalShard(name, tuple(tensor.shape), tensor.detach(), (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
-        for name, tensor in tensors.items()
-        if name in runtime.entries.names
-    ]
+    return [complete_shard(name, one.detach()) for name, one in tensors.items() if name in runtime.entries.names]

@@ -242,9 +242,7 @@ class DeepSpeedSaver(Checkpointer):
             memo[id(buffer)] = values.get(name, torch.empty_like(buffer, device="cpu"))
         module = copy.deepcopy(self._pristine, memo)
         plain, mirror = unsplit(module), self._mirror
-        mirror.module, mirror.entries, mirror.runtimes, mirror.structures = (
-            module, plain.entries, plain.runtimes, plain.structures,
-        )  # fmt: skip
+        mirror.module, mirror.entries, mirror.runtimes = module, plain.entries, plain.runtimes
         if optimizer is None:
             return None
         if not isinstance(optimizer, EngineOptimizer) or optimizer.factory is None:

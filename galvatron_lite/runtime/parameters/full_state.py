@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -67,38 +66,27 @@ def put(held: Sequence[LocalShard], entries: Entries, state: Mapping[str, Tensor
         if tuple(full.shape) != one.shape:
             remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
             raise InputError("state", tuple(full.shape), remedy)
-        for chunk in one.chunks:
-            cut_box(one.tensor, chunk.local).copy_(cut_box(full, chunk.whole))
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    whole: Box
-    rank: int
+        one.items.copy_(cut_box(full, one.box))
 
 
 def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
-    """Full tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
+    """Full tensors, by name, on the CPU of every rank; all ranks must call it.
 
     Of ranks that have the same items the first one's count.
     """
-    rank = dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = {(one.name, chunk.whole): cut_box(one.tensor, chunk.local) for one in held for chunk in one.chunks}
-    listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
-    pieces: dict[tuple[str, Box], _Piece] = {}
-    for piece in (their for theirs in everyone(listed) for their in theirs):
-        pieces.setdefault((piece.name, piece.whole), piece)
-    tensors: dict[str, Tensor] = {}
-    for place, piece in pieces.items():
-        full = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        if piece.rank == rank:
-            cut_box(full, piece.whole).copy_(mine[place])
-    for source, several in groupby(pieces.values(), key=lambda piece: piece.rank):
-        broadcast_each([cut_box(tensors[piece.name], piece.whole) for piece in several], source, device)
+    tensors, sources = dict[str, Tensor](), dict[tuple[str, Box], int]()
+    for rank, theirs in enumerate(everyone([(one.name, one.shape, one.tensor.dtype, one.box) for one in held])):
+        for name, shape, dtype, box in theirs:
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+            if box.items:
+                sources.setdefault((name, box), rank)
+    for one in held:
+        if sources.get((one.name, one.box)) == dist.get_rank():
+            cut_box(tensors[one.name], one.box).copy_(one.items)
+    for source, places in groupby(sources, key=sources.__getitem__):
+        broadcast_each([cut_box(tensors[name], box) for name, box in places], source, device)
     return tensors
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.runtime.activations.layout import Box, all_of
-from galvatron_lite.runtime.reshard.routes import Everyone, LocalPart, LocalTensors, MovedTensor, first_only
+from galvatron_lite.runtime.parameters.pieces import LocalShard
+from galvatron_lite.runtime.reshard.routes import Everyone, LocalTensors, MovedTensor, first_only
 
 MODULUS = 2**64
 ITEMS = 2**21
@@ -32,9 +33,9 @@ def sums_before(
     firsts, copies = [], []
     for item in items:
         parts = tensors.parts.get(item.name, [])
-        sums = {part.chunk.whole: checksum([part]) for part in parts}
+        sums = {part.box: checksum([part]) for part in parts}
         firsts.append(sum(sums[box] for box in first_only(item.before)[rank]))
-        copies.append(sum(sums[part.chunk.whole] for part in parts))
+        copies.append(sum(sums[part.box] for part in parts))
     totals = _added([*firsts, *copies], device)
     return {item.name: (totals[place], totals[place + len(items)]) for place, item in enumerate(items)}
 
@@ -73,9 +74,9 @@ def _added(values: Sequence[int], device: torch.device) -> list[int]:
     return [int(value) % MODULUS for value in total.tolist()]
 
 
-def checksum(parts: Iterable[LocalPart]) -> int:
+def checksum(parts: Iterable[LocalShard]) -> int:
     """The checksum in [0, 2^64) of parts of a tensor."""
-    return sum(_sum(part.items, part.chunk.whole) for part in parts) % MODULUS
+    return sum(_sum(part.items, part.box) for part in parts) % MODULUS
 
 
 def _sum(part: Tensor, box: Box) -> int:

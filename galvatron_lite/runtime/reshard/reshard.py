@@ -25,7 +25,6 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.io import check_runs, read_plan
 from galvatron_lite.plans.schema import Mode, Plan
-from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.checkpoint.unsplit import ModelView
 from galvatron_lite.runtime.compiled import check_compile
@@ -35,12 +34,13 @@ from galvatron_lite.runtime.parallelize import build
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
-    ItemRun,
     LocalShard,
     Parallel,
+    complete_shard,
     held_buffers,
     held_parameters,
     held_states,
+    home_of,
 )
 from galvatron_lite.runtime.parameters.use import ParameterUse
 from galvatron_lite.runtime.peers import everyone, shares_samples
@@ -308,7 +308,7 @@ class _Change:
         runtimes = build(origin.model, prepared, meshes, options, place)
         undo.callback(_close, runtimes)
         gradients = _release_gradients(runtimes)
-        view = ModelView(parallel.entries, runtimes, [runtime.model for runtime in runtimes])
+        view = ModelView(parallel.entries, runtimes)
         names = _names(parallel.entries, runtimes)
         regrouping = regroup(self._optimizer, report, names, self._scheduler)
         states = blank_states(report, names)
@@ -386,26 +386,18 @@ class _BlankLayers(Materializer):
 
 def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[LocalShard]:
     """Buffers outside ``state_dict()`` that this rank's layers have, or no layer."""
-    for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True)):
+    for place, runtime in enumerate(parallel.runtimes):
         layer_names = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
-        for name, buffer in tree.named_buffers():
-            paths = [
-                (len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")
-            ]
-            if name not in parallel.entries.names and max(paths, default=(0, ""))[1] in layer_names:
-                yield _held_buffer(name, buffer)
+        for name, buffer in runtime.model.named_buffers():
+            if name not in parallel.entries.names and home_of(name, layers) in layer_names:
+                yield complete_shard(name, buffer)
 
 
 def _blank_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[LocalShard]:
     """The buffers of a new split: complete but for the channels of other ranks."""
     held = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}
-    buffers = [held.get(id(blank)) or _held_buffer(name, blank) for name, blank in blanks]
+    buffers = [held.get(id(blank)) or complete_shard(name, blank) for name, blank in blanks]
     return [replace(buffer, name=parallel.entries.names.get(buffer.name, buffer.name)) for buffer in buffers]
-
-
-def _held_buffer(name: str, buffer: Tensor) -> LocalShard:
-    box = all_of(buffer.shape)
-    return LocalShard(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
 
 
 def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parameter, str]:

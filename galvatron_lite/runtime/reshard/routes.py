@@ -1,6 +1,7 @@
-"""The tensors that are cut anew when the plan changes, and the messages that carry their items.
+"""Tensors that ranks hold in boxes, and the messages that bring every rank the boxes that it is to hold.
 
-Each rank holds boxes of a tensor before, and wants boxes of it after (``layout.route_boxes``).
+A change of plan, and full tensors on every rank, are such exchanges: each rank reports the boxes that it has and those
+that it wants, and all ranks compute the same messages from the reports (``layout.route_boxes``).
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.activations.layout import Box, Boxes, Route, all_of, cut_box, holders_of, route_boxes
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard
+from galvatron_lite.runtime.activations.layout import (
+    Box,
+    Boxes,
+    Route,
+    all_of,
+    all_to_all,
+    cut_box,
+    holders_of,
+    route_boxes,
+)  # fmt: skip
+from galvatron_lite.runtime.parameters.pieces import LocalShard
 
 MESSAGE_BYTES = 64 * 2**20
 """Bytes of tensors that are sent together: few messages, and little memory for them."""
@@ -37,19 +47,6 @@ def covers(everyone: Everyone, shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPart:
-    """Items of a tensor that this rank holds."""
-
-    tensor: Tensor
-    chunk: ItemRun
-
-    @property
-    def items(self) -> Tensor:
-        """A view of them."""
-        return cut_box(self.tensor, self.chunk.local)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorReport:
     """What a rank tells the others of a tensor."""
 
@@ -62,17 +59,16 @@ class LocalTensors:
     """The tensors of this rank in one of the two plans; several of one name where stages of the rank share it."""
 
     def __init__(self, held: Iterable[LocalShard] = ()) -> None:
-        self.parts: dict[str, list[LocalPart]] = {}
+        self.parts: dict[str, list[LocalShard]] = {}
         self.reports: dict[str, TensorReport] = {}
         for one in held:
-            self.parts.setdefault(one.name, []).extend(LocalPart(one.tensor, chunk) for chunk in one.chunks)
-            boxes = tuple(part.chunk.whole for part in self.parts[one.name])
+            self.parts.setdefault(one.name, []).extend([one] if one.box.items else [])
+            boxes = tuple(part.box for part in self.parts[one.name])
             self.reports[one.name] = TensorReport(one.shape, one.tensor.dtype, boxes)
 
     def views(self, name: str, box: Box) -> list[Tensor]:
         """The items of a box, in every part that has it."""
-        held = [part for part in self.parts[name] if part.chunk.whole.meet(box) == box]
-        return [cut_box(part.items, box.within(part.chunk.whole)) for part in held]
+        return [cut_box(part.items, box.within(part.box)) for part in self.parts[name] if part.box.meet(box) == box]
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
         """The tensors of some names."""
@@ -173,15 +169,11 @@ def move(items: Sequence[MovedTensor], source: LocalTensors, target: LocalTensor
 def _exchange(
     outgoing: Sequence[list[Tensor]], incoming: Sequence[list[list[Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """All-to-all, as bytes: gloo does not support every dtype."""
-    firsts = [[views[0] for views in arriving] for arriving in incoming]
-    sizes = [[sum(view.numel() for view in views) * dtype.itemsize for views in side] for side in (outgoing, firsts)]
-    pieces = [view.reshape(-1).to(device) for views in outgoing for view in views]
-    sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
-    received = torch.empty(sum(sizes[1]) // dtype.itemsize, dtype=dtype, device=device)
-    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), sizes[1], sizes[0])
+    counts = [sum(views[0].numel() for views in arriving) for arriving in incoming]
+    received = torch.empty(sum(counts), dtype=dtype, device=device)
+    sent_bytes = all_to_all(outgoing, received, counts)
     targets = [views for arriving in incoming for views in arriving]
     for views, values in zip(targets, torch.split(received, [views[0].numel() for views in targets]), strict=True):
         for view in views:
             view.copy_(values.view(view.shape))
-    return sent.nbytes
+    return sent_bytes
