@@ -30,19 +30,28 @@ def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 class Peers:
-    """The ranks of the default process group. Every rank makes one at the same time."""
+    """The ranks of the default process group. Every rank makes one at the same time.
 
-    def __init__(self, timeout: float) -> None:
-        alone = dist.get_world_size() == 1
+    Args:
+        timeout: seconds that a rank waits for the others; None: this process is alone, whatever others there are.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        alone = timeout is None or dist.get_world_size() == 1
         # through the CPU, whatever training uses: what is shown is small, and lies there
         self.group: dist.ProcessGroup | None = (
-            None if alone else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
+            None if alone or timeout is None else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
         )
 
     @property
     def rank(self) -> int:
         """Of this process."""
-        return dist.get_rank()
+        return 0 if self.group is None else dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return 1 if self.group is None else self.group.size()
 
     def everyone(self, value: Any) -> list[Any]:
         """What every process shows, by rank; all call it.
@@ -91,6 +100,8 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
     shown: list[Made | _Trouble] = peers.everyone(result)
     for rank, one in enumerate(shown):
         if isinstance(one, _Trouble):
+            if len(shown) == 1 and isinstance(cause, InputError):
+                raise cause
             who = f"Rank {rank}: " if len(shown) > 1 else ""
             raise InputError(one.field, one.value, f"{who}{one.remedy}") from cause
     return [one for one in shown if not isinstance(one, _Trouble)]
@@ -162,14 +173,6 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             several.append(one)
             size += one.nbytes
         yield several
-
-
-def first_seed(device: torch.device) -> int:
-    """Rank 0's ``torch.initial_seed()``: ``torch.manual_seed`` before decides it."""
-    box = [torch.initial_seed()]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, device=device)
-    return box[0]
 
 
 def from_rank_zero(call: Callable[[], Any]) -> Any:

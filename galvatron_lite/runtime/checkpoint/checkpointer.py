@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import nn
 
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
@@ -92,7 +91,7 @@ _LOG = logging.getLogger(__name__)
 class SavableModel(Parallel, Protocol):
     """A model that can be saved; see ``ParallelModel``."""
 
-    plan: Plan
+    plan: Plan | None
     step: int
     module: nn.Module
     scaler: LossScaler | None
@@ -124,9 +123,14 @@ class _Contents:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time."""
+    """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time.
 
-    def __init__(self, parallel: SavableModel, timeout: float = TIMEOUT) -> None:
+    Args:
+        parallel: the model; without a plan it is a plain one, whose process keeps its random generators.
+        timeout: seconds that a rank waits for the others; None: this process is alone.
+    """
+
+    def __init__(self, parallel: SavableModel, timeout: float | None = TIMEOUT) -> None:
         self._parallel, self._peers = parallel, Peers(timeout)
         self._pending: Future[None] | None = None
         self._lineage = Lineage()
@@ -189,6 +193,7 @@ class Checkpointer:
 
     def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
         parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
+        assert parallel.plan is not None
         contents = together(peers, lambda: self._plain(state), FIELD)
         files = contents[peers.rank]
         plain = {process_file(peers.rank): files["own"]}
@@ -206,7 +211,7 @@ class Checkpointer:
         held += [] if optimizer is None else held_states(parallel, optimizer)
         mine = assign_pieces(held, {buffer.name for buffer in buffers}, peers)
         manifest = Manifest(
-            FORMAT, step, layout_digest(parallel.plan), dist.get_world_size(), dict(parallel.entries.names), {}, {},
+            FORMAT, step, layout_digest(parallel.plan), peers.size, dict(parallel.entries.names), {}, {},
             _class_name(optimizer), _class_name(state.scheduler),
         )  # fmt: skip
         config = getattr(getattr(parallel.module, "config", None), "to_json_string", None)
@@ -280,7 +285,7 @@ class Checkpointer:
         def read() -> Manifest:
             manifest = read_manifest(folder)
             for number, name in enumerate(manifest.files):
-                if number % dist.get_world_size() == peers.rank:
+                if number % peers.size == peers.rank:
                     checked(folder, manifest, name)
             return manifest
 
@@ -289,7 +294,7 @@ class Checkpointer:
     def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
         """Load a checkpoint with intact files. Ranks agree before anything is changed, and before tensors are."""
         parallel, optimizer = self._parallel, state.optimizer
-        exact = manifest.layout == layout_digest(parallel.plan)
+        exact = parallel.plan is not None and manifest.layout == layout_digest(parallel.plan)
         contents = self._agreed(folder, lambda: self._read(folder, manifest, state, exact))
         go_back = _backup(parallel, state)
         try:
@@ -318,7 +323,7 @@ class Checkpointer:
         parallel, rank = self._parallel, self._peers.rank
         check_optimizer(manifest, state.optimizer, state.scheduler)
         stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
-        process_state = read_plain(folder / process_file(rank if manifest.processes == dist.get_world_size() else 0))
+        process_state = read_plain(folder / process_file(rank if manifest.processes == self._peers.size else 0))
         buffers = held_buffers(parallel)
         check_readable([*held_parameters(parallel), *buffers], stored)
         for buffer in buffers if exact else ():
@@ -328,7 +333,7 @@ class Checkpointer:
         if state.optimizer is not None:
             check_members(parallel, state.optimizer, training["optimizer"])
         random = process_state
-        if not exact:  # ranks that share samples must draw alike
+        if parallel.plan is not None and not exact:  # ranks that share samples must draw alike
             source = 0 if shares_samples(parallel.plan) else rank % manifest.processes
             random = read_plain(folder / process_file(source))
         _ = process_state["data"], training["extra"]  # a KeyError is raised before anything is changed
@@ -345,7 +350,8 @@ class Checkpointer:
                 put_schedule(parallel, optimizer, state.scheduler, saved)
         if training["scaler"] is not None:
             put_state(parallel.scaler, training["scaler"])
-        put_generators(contents.random)
+        if parallel.plan is not None:
+            put_generators(contents.random)
         if exact:
             for stream, saved_stream in zip(_streams(parallel), process_state["streams"], strict=True):
                 stream.set_state(saved_stream)

@@ -26,7 +26,6 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.io import check_runs, read_plan
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
-from galvatron_lite.runtime.checkpoint.unsplit import ModelView
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.monitor.notes import StepPhase
@@ -169,6 +168,14 @@ def reshard(
 
 
 @dataclass(frozen=True, slots=True)
+class _View:
+    """The model as another plan splits it."""
+
+    entries: Entries
+    runtimes: Sequence[StageRuntime]
+
+
+@dataclass(frozen=True, slots=True)
 class _Built:
     """The new split, without values."""
 
@@ -308,7 +315,7 @@ class _Change:
         runtimes = build(origin.model, prepared, meshes, options, place)
         undo.callback(_close, runtimes)
         gradients = _release_gradients(runtimes)
-        view = ModelView(parallel.entries, runtimes)
+        view = _View(parallel.entries, runtimes)
         names = _names(parallel.entries, runtimes)
         regrouping = regroup(self._optimizer, report, names, self._scheduler)
         states = blank_states(report, names)

@@ -299,7 +299,7 @@ def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"folder of checkpoints \(step-1\)") as caught:
         parallel.load(tmp_path, optimizer)
     assert "delete" not in str(caught.value)
-    assert (caught.value.field, caught.value.value) == ("checkpoint", str(tmp_path))
+    assert (caught.value.field, caught.value.value) == ("checkpoint", tmp_path)
 
 
 def test_a_file_in_the_place_of_the_checkpoint(tmp_path: Path) -> None:
