@@ -49,7 +49,6 @@ class Branches:
 
     setting: PassSetting  # what its passes share
     parts: tuple[PlacedPart, ...]  # the trunk, then all branches
-    trees: list[nn.Module]  # modules of this rank's branches, at their paths in the model
     runtimes: list[StageRuntime]  # of the trunk, then of this rank's branches
 
 
@@ -99,12 +98,12 @@ def set_up_branches(
         branches |= dict.fromkeys(entered, branch)
     trunk = runtimes[0]
     assert trunk is not None  # every rank runs the trunk
-    here = [(tree, runtime) for tree, runtime in zip(trees, runtimes, strict=True) if runtime is not None]
-    for _, runtime in here:
+    here = [runtime for runtime in runtimes if runtime is not None]
+    for runtime in here:
         runtime.updates.guarded = True  # other branches are elsewhere
     setting.append(PassSetting(parts[0], trunk, branches, channel))
     resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
-    return Branches(setting[0], parts, [tree for tree, _ in here[1:]], [runtime for _, runtime in here])
+    return Branches(setting[0], parts, here)
 
 
 def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
@@ -119,30 +118,24 @@ def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[
 
 
 class BranchedModel(ParallelModel):
-    """A model whose branches have ranks of their own; used like ``ParallelModel``.
+    """A model whose branches have ranks of their own; used like ``ParallelModel``. In ``module`` stand-ins are in their
+    place; ``copies`` holds the modules of this rank's branches.
 
     Args:
         arguments: as for ``ParallelModel``.
         timeout: seconds after which another rank's message that does not come is an error.
         options: as for ``ParallelModel``.
-
-    Attributes:
-        trees: the modules of this rank's branches; in ``module``, stand-ins are in their place.
     """
 
     def __init__(self, *arguments: Any, timeout: float = 600.0, **options: Any) -> None:
         self._timeout = timeout
         super().__init__(*arguments, timeout=timeout, **options)
 
-    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
+    def _set_up(
+        self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions
+    ) -> Sequence[StageRuntime]:
         self._branches = set_up_branches(model, self.plan, layers, batch, options, self._timeout)
-        self.trees = nn.ModuleList(self._branches.trees)
         self._origins: dict[int, Origins] = {}
-        return self._branches.setting.runtime
-
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """Of the trunk and of this rank's branches."""
         return self._branches.runtimes
 
     @property
@@ -154,17 +147,18 @@ class BranchedModel(ParallelModel):
         degrees = [placed.strategy.batch_degree for part in self._branches.parts for placed in part.stage]
         check_divisible(samples, degrees, count)
 
-    def _parts(self, batch: Any, count: int) -> list[Any]:
-        parts = super()._parts(batch, count)
+    def _parts(self, batch: Any, count: int) -> list[list[Any]]:
+        parts, rows = super()._parts(batch, count), self.calls.rows
         self._origins = {
-            id(part): _origins(part, slice_batch(batch, number * self._rows, (number + 1) * self._rows), self._rows)
-            for number, part in enumerate(parts)
+            id(part): _origins(part, slice_batch(batch, number * rows, (number + 1) * rows), rows)
+            for number, part in enumerate(parts[0])
         }
         return parts
 
-    def _local_loss(self, part: Any) -> Tensor:
+    def local_loss(self, part: Any) -> Tensor:
+        """See ``ParallelModel``."""
         with self._passing(part) as session:
-            return session.settle(super()._local_loss(part))
+            return session.settle(super().local_loss(part))
 
     def _outputs(self, part: Any) -> Any:
         with self._passing(part) as session:
@@ -173,7 +167,7 @@ class BranchedModel(ParallelModel):
     @contextmanager
     def _passing(self, part: Any) -> Iterator[BranchSession]:
         setting = self._branches.setting
-        setting.session = session = BranchSession(setting, self._rows, self._origins.get(id(part), {}))
+        setting.session = session = BranchSession(setting, self.calls.rows, self._origins.get(id(part), {}))
         try:
             yield session
         finally:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,11 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.process_groups import ProcessGroups
-from galvatron_lite.plans.io import check_runs, read_plan
+from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
-from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.parallelize import build
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import (
@@ -41,7 +39,6 @@ from galvatron_lite.runtime.parameters.pieces import (
     held_states,
     home_of,
 )
-from galvatron_lite.runtime.parameters.use import ParameterUse
 from galvatron_lite.runtime.peers import everyone, shares_samples
 from galvatron_lite.runtime.preparation import Prepared, make_pipeline_groups
 from galvatron_lite.runtime.reshard.optimizer import (
@@ -64,8 +61,6 @@ from galvatron_lite.runtime.reshard.transfer import (
     release,
     together,
 )
-from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 
 if TYPE_CHECKING:
@@ -87,48 +82,6 @@ class Resharded:
     worst_bytes: int
     by_turns: bool  # whether old tensors were released as new ones arrived, because both plans' did not fit
     phases: dict[str, float]  # seconds of each phase
-
-
-class Resharding:
-    """The part of ``ParallelModel`` that changes its plan."""
-
-    plan: Plan
-    runtime: StageRuntime
-    scaler: LossScaler | None
-    copies: nn.ModuleList
-    use: ParameterUse
-    _runtimes: list[StageRuntime]
-    _compute: torch.dtype | None
-    _calls: Calls
-
-    def switch(
-        self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
-    ) -> Resharded:
-        """Train on under another plan (or the file that holds it), between two steps; all ranks call it.
-
-        See ``runtime.reshard.reshard.reshard``.
-        """
-        wanted = plan if isinstance(plan, Plan) else read_plan(plan)
-        with self._watched(StepPhase.SWITCHING):
-            return reshard(cast("ParallelModel", self), optimizer, wanted, scheduler, **options)
-
-    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: SetupOptions) -> None:
-        """Use the runtimes of another plan; called by ``reshard``."""
-        scaled = options.compute is torch.float16
-        self.plan, self._compute, self._calls = plan, options.compute, replace(self._calls, compute=options.compute)
-        self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
-        self._runtimes, self.runtime = list(runtimes), runtimes[0]
-        self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
-        self.use = ParameterUse(runtimes, plan)
-
-    def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _norm(self) -> Tensor:
-        raise NotImplementedError
-
-    def _multiply(self, factor: Tensor) -> None:
-        raise NotImplementedError
 
 
 def reshard(
