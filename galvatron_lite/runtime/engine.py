@@ -46,12 +46,12 @@ from galvatron_lite.runtime.parameters.use import (
     refuse_direct_calls,
 )
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.preparation import Examined
+from galvatron_lite.runtime.preparation import Examined, SetupOptions
 from galvatron_lite.runtime.reshard.original import original_of
 from galvatron_lite.runtime.reshard.reshard import Resharded, reshard
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+from galvatron_lite.runtime.stages import StageRuntime
 from galvatron_lite.runtime.step_end import (
     GradientsAside,
     accumulated_step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -17,6 +17,7 @@ from galvatron_lite.parallelism.cyclic.mailbox import RESUME
 from galvatron_lite.plans.schema import Plan
 
 Made = TypeVar("Made")
+Item = TypeVar("Item")
 MESSAGE_BYTES = 2**25
 """Tensors are broadcast together up to this size."""
 
@@ -147,7 +148,8 @@ def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device)
     """
     if dist.get_world_size() == 1:
         return
-    for several in _messages(tensors):
+    alike = groupby(sorted(tensors, key=_kind), key=_kind)
+    for several in (message for _, those in alike for message in batched(those, lambda one: one.nbytes, MESSAGE_BYTES)):
         joined = several[0].detach() if len(several) == 1 else torch.cat([one.detach().flatten() for one in several])
         values = joined.to(device).contiguous()
         dist.broadcast(values, src=source)
@@ -158,20 +160,20 @@ def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device)
                 one.detach().copy_(part.view(one.shape))
 
 
-def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and device that are sent at once."""
+def _kind(one: Tensor) -> tuple[str, str]:
+    return str(one.dtype), str(one.device)
 
-    def kind(one: Tensor) -> tuple[str, str]:
-        return str(one.dtype), str(one.device)
 
-    for _, alike in groupby(sorted(tensors, key=kind), key=kind):
-        several, size = list[Tensor](), 0
-        for one in alike:
-            if several and size + one.nbytes > MESSAGE_BYTES:
-                yield several
-                several, size = [], 0
-            several.append(one)
-            size += one.nbytes
+def batched(items: Iterable[Item], size: Callable[[Item], int], largest: int) -> Iterator[list[Item]]:
+    """Consecutive items, as many as are at most ``largest`` together, or a single one."""
+    several, total = list[Item](), 0
+    for item in items:
+        if several and total + size(item) > largest:
+            yield several
+            several, total = [], 0
+        several.append(item)
+        total += size(item)
+    if several:
         yield several
 
 

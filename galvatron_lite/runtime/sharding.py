@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +17,7 @@ from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_expe
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.offload.apply import HostTraveller
-from galvatron_lite.parallelism.rng.modules import Draws, draw_inside, draw_nothing, pass_keys
+from galvatron_lite.parallelism.rng.modules import draw_inside, draw_nothing, pass_keys
 from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
 from galvatron_lite.parallelism.spatial.apply import split_pixels
@@ -34,7 +33,7 @@ from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.preparation import LayerPlans
+from galvatron_lite.runtime.preparation import Examined, SetupOptions
 
 
 @dataclass(slots=True)
@@ -57,10 +56,8 @@ class StageSplitter:
     model: nn.Module  # holds the layers
     stage: Sequence[LayerAssignment]  # layers that share parameters have equal strategies
     meshes: Meshes
-    plans: LayerPlans  # how layers are split
-    compute: torch.dtype | None = None  # dtype of compute; None: that of the parameters
-    capacity: float | None = None  # of experts, see ``expert.dispatch.Spread``
-    draws: Draws | None = None  # decides random numbers; None: each rank draws for itself
+    examined: Examined  # how layers are split
+    options: SetupOptions
     done: Sharded = field(default_factory=Sharded)
     traveller: HostTraveller = field(default_factory=HostTraveller)  # carries activations to host memory
 
@@ -71,9 +68,10 @@ class StageSplitter:
             place: brings a layer onto the device; called for one layer at a time, before it is split.
             roots: the modules that are called.
         """
-        if self.draws is not None:
+        draws = self.options.draws
+        if draws is not None:
             inside = {path for placed in self.stage for path in placed.layer.modules}
-            draw_nothing(self.model, self.draws.paths - {"", *inside})
+            draw_nothing(self.model, draws.paths - {"", *inside})
         for layers in tied_layers(self.model, self.stage):
             for placed in layers:
                 place(placed.layer)
@@ -99,9 +97,10 @@ class StageSplitter:
         border = border_of(placed.layout.replicated("channels"), groups)
         for path in placed.layer.modules:
             module, at = self.model.get_submodule(path), border
-            if path in self.plans.channel:
-                at = self._split_channels(module, path, placed, self.plans.channel[path])
-            drawn = self.draws if self.draws is not None and path in self.draws.paths else None
+            if path in self.examined.channel:
+                at = self._split_channels(module, path, placed, self.examined.channel[path])
+            draws = self.options.draws
+            drawn = draws if draws is not None and path in draws.paths else None
             if drawn is not None:
                 draw_inside(module)
             if border.lines:
@@ -134,12 +133,12 @@ class StageSplitter:
     def _spread_experts(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
         block = self._block(placed)
         if groups.spread is None:
-            if self.capacity is not None:
-                spread_experts(block, None, None, self.capacity)
+            if self.options.expert_capacity is not None:
+                spread_experts(block, None, None, self.options.expert_capacity)
             return
         apart = placed.layout.sequence > 1 and groups.spread.sliced
         slices = ProcessExchange(groups.weights) if apart else None
-        spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.capacity)
+        spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.options.expert_capacity)
         self.done.experts |= {f"{placed.layer.modules[0]}.{name}": shard for name, shard in spread.items()}
 
     def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: ActivationLayout) -> None:
@@ -148,11 +147,11 @@ class StageSplitter:
             modules = {path: self.model.get_submodule(path) for path in layer.modules}
             # elsewhere hooks take plain logits into the layout of the loss
             shares = placed.layout == glue and groups.tokens is None and not glue.splits_pixels
-            plan = self.plans.tensor[layer.name]
+            plan = self.examined.tensor[layer.name]
             self.done.shards |= shard_layer(modules, plan, group, False, shares_logits=shares)
             return
         shared = placed.layout.sequence > 1  # tokens, between matmuls
-        plan = _beside_experts(self.plans.tensor[layer.name], groups, shared)
+        plan = _beside_experts(self.examined.tensor[layer.name], groups, shared)
         regather = strategy.recompute is Recompute.NONE  # what is recomputed is gathered again anyway
         shards = shard_layer(self._block(placed), plan, group, shared, regather=regather)
         named = {f"{layer.modules[0]}.{name}": shard for name, shard in shards.items()}
@@ -184,7 +183,7 @@ class StageSplitter:
         # backward of the last layer starts immediately: keep its parameters gathered
         zero_stage = STAGE_2 if layers[-1].layer.role is Role.AFTER else strategy.zero_stage
         for part in _gathered_together(holding):
-            managed = shard_group(ZeroGroup(part, mesh, zero_stage), ignored, self.compute)
+            managed = shard_group(ZeroGroup(part, mesh, zero_stage), ignored, self.options.compute)
             done.zero_modules += managed
             done.replicated += managed if strategy.replicas > 1 else []
 
@@ -198,7 +197,7 @@ class StageSplitter:
         if groups is None or groups.mesh is None:
             return {parameter for module in holders for parameter in module.parameters(recurse=False)}
         for module in holders:
-            managed = shard_group(ZeroGroup((module,), groups.mesh, strategy.zero_stage), set(), self.compute)
+            managed = shard_group(ZeroGroup((module,), groups.mesh, strategy.zero_stage), set(), self.options.compute)
             self.done.zero_modules += managed
             self.done.replicated += managed if groups.mesh.ndim > 1 else []
         return set()

@@ -91,6 +91,8 @@ class Box:
 
 Boxes = tuple[Box, ...]
 """What a rank holds of a tensor: one box, or several behind one another along a dim."""
+Everyone = tuple[Boxes, ...]
+"""What each rank holds of a tensor; boxes are equal or disjoint."""
 
 
 def all_of(shape: Sequence[int]) -> Box:
@@ -210,8 +212,8 @@ def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: i
 
 
 @lru_cache(maxsize=4096)
-def holders_of(everyone: tuple[Boxes, ...]) -> Mapping[Box, tuple[int, ...]]:
-    """The ranks that hold each box, in order, from what each rank holds; boxes are equal or disjoint."""
+def holders_of(everyone: Everyone) -> Mapping[Box, tuple[int, ...]]:
+    """The ranks that hold each box, in order, from what each rank holds."""
     ranks: dict[Box, dict[int, None]] = {}
     for rank, boxes in enumerate(everyone):
         for box in boxes:
@@ -220,7 +222,16 @@ def holders_of(everyone: tuple[Boxes, ...]) -> Mapping[Box, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4096)
-def route_boxes(before: tuple[Boxes, ...], after: tuple[Boxes, ...], place: int) -> Route:
+def first_only(everyone: Everyone) -> Everyone:
+    """The boxes of the first rank that holds each, once."""
+    first = {box: ranks[0] for box, ranks in holders_of(everyone).items()}
+    return tuple(
+        tuple(box for box in dict.fromkeys(boxes) if first[box] == rank) for rank, boxes in enumerate(everyone)
+    )
+
+
+@lru_cache(maxsize=4096)
+def route_boxes(before: Everyone, after: Everyone, place: int) -> Route:
     """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part.
 
     Of ranks that hold the same box the receiver itself gives, or one by turns.

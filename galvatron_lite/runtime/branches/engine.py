@@ -39,8 +39,8 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.mesh import build_part_meshes, join_world
 from galvatron_lite.runtime.parallelize import split_stage
 from galvatron_lite.runtime.peers import broadcast_values, of_rank_zero, share_random_state
-from galvatron_lite.runtime.preparation import layer_plans, tensor_plans
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+from galvatron_lite.runtime.preparation import SetupOptions, layer_plans, tensor_plans
+from galvatron_lite.runtime.stages import StageRuntime
 
 
 @dataclass(slots=True)

@@ -208,7 +208,7 @@ class Checkpointer:
             }
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
-        held += [] if optimizer is None else held_states(parallel, optimizer)
+        held += [] if optimizer is None else held_states(parallel, optimizer.state)
         mine = assign_pieces(held, {buffer.name for buffer in buffers}, peers)
         manifest = Manifest(
             FORMAT, step, layout_digest(parallel.plan), peers.size, dict(parallel.entries.names), {}, {},
@@ -303,7 +303,7 @@ class Checkpointer:
             go_back()
             raise
         held = [*held_parameters(parallel), *held_buffers(parallel)]
-        held += [] if optimizer is None else held_states(parallel, optimizer)
+        held += [] if optimizer is None else held_states(parallel, optimizer.state)
         with _advised(folder, TORN):
             self._agreed(folder, lambda: read_tensors(held, contents.stored))
         if exact:
@@ -345,7 +345,7 @@ class Checkpointer:
         if optimizer is not None:
             saved = training["optimizer"]
             put_options(parallel, optimizer, saved, blank_states(parallel, manifest, saved["values"]))
-            check_readable(held_states(parallel, optimizer), contents.stored)
+            check_readable(held_states(parallel, optimizer.state), contents.stored)
             if state.scheduler is not None:
                 put_schedule(parallel, optimizer, state.scheduler, saved)
         if training["scaler"] is not None:

@@ -29,6 +29,7 @@ from galvatron_lite.runtime.checkpoint.tensors import (
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.pieces import complete_shard, held_buffers, held_parameters
+from galvatron_lite.runtime.peers import batched
 from galvatron_lite.units import parse_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,17 +72,12 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
 
 def _parts(manifest: Manifest, largest: int) -> list[list[str]]:
     """Names of tensors by file, in the model's order."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name in dict.fromkeys(manifest.names.values()):
+
+    def size(name: str) -> int:
         record = manifest.tensors[name]
-        count = prod(record.shape) * getattr(torch, record.dtype).itemsize
-        if parts[-1] and size + count > largest:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += count
-    return parts
+        return prod(record.shape) * int(getattr(torch, record.dtype).itemsize)
+
+    return list(batched(dict.fromkeys(manifest.names.values()), size, largest)) or [[]]
 
 
 def _write(folder: Path, stored: dict[str, StoredTensor], parts: Sequence[Sequence[str]]) -> list[str]:

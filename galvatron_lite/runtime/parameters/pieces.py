@@ -119,8 +119,8 @@ def held_gradients(parallel: Parallel) -> list[LocalShard]:
     ]
 
 
-def held_states(parallel: Parallel, optimizer: Any) -> list[LocalShard]:
-    """What this rank holds of the tensors of an optimizer's ``state`` (by parameter), named ``PARAMETER/exp_avg``.
+def held_states(parallel: Parallel, states: Mapping[Any, Mapping[str, Any]]) -> list[LocalShard]:
+    """What this rank holds of the tensors of an optimizer's states (by parameter), named ``PARAMETER/exp_avg``.
 
     Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
     that are no tensors are left out.
@@ -129,7 +129,7 @@ def held_states(parallel: Parallel, optimizer: Any) -> list[LocalShard]:
         shard
         for runtime in parallel.runtimes
         for one in runtime.owned
-        for key, value in optimizer.state.get(one.updated, {}).items()
+        for key, value in states.get(one.updated, {}).items()
         if isinstance(value, Tensor)
         for shard in _shards(f"{parameter_name(parallel, one)}/{key}", value.detach(), one)
     ]

@@ -23,8 +23,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import place_layers
-from galvatron_lite.runtime.preparation import Prepared, prepare
-from galvatron_lite.runtime.stages import SetupOptions
+from galvatron_lite.runtime.preparation import Prepared, SetupOptions, prepare
 
 CONTAINERS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 """Attributes of a module that hold parameters, buffers, modules and hooks. Handles and iterators refer to the
@@ -77,8 +76,8 @@ class OriginalModel:
                 wanted = {layer.layer.name for layer in placed if lines_of(layer.strategy).matmuls.size > 1}
                 tensor = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
             group = rank // plan.stage_devices
-            prepared = prepare(self.model, plan, self.layers, batch, group, tensor, options.loss_fn)
-            self.tensor_plans.update(prepared.splits.tensor)
+            prepared = prepare(self.model, plan, self.layers, batch, group, replace(options, tensor_plans=tensor))
+            self.tensor_plans.update(prepared.examined.tensor)
         self.prepared[key] = prepared
         while len(self.prepared) > PREPARED:
             del self.prepared[next(iter(self.prepared))]

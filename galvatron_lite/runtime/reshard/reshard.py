@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Layer
@@ -40,7 +40,7 @@ from galvatron_lite.runtime.parameters.pieces import (
     home_of,
 )
 from galvatron_lite.runtime.peers import everyone, shares_samples
-from galvatron_lite.runtime.preparation import Prepared, make_pipeline_groups
+from galvatron_lite.runtime.preparation import Prepared, SetupOptions, make_pipeline_groups
 from galvatron_lite.runtime.reshard.optimizer import (
     OptimizerReport,
     Regrouping,
@@ -52,16 +52,17 @@ from galvatron_lite.runtime.reshard.optimizer import (
     report_of,
 )
 from galvatron_lite.runtime.reshard.original import Changes
-from galvatron_lite.runtime.reshard.routes import LocalTensors, moved_tensors
 from galvatron_lite.runtime.reshard.transfer import (
+    LocalTensors,
     Released,
     TensorTransfer,
     allocate,
     available_bytes,
+    moved_tensors,
     release,
     together,
 )
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
@@ -113,9 +114,9 @@ def reshard(
         LaunchError: the plan is for another number of processes. The old plan stays.
         SwitchError: a rank failed. Every rank is on the plan it had.
     """
-    change = _Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None))
     with ExitStack() as undo:
-        transfer = change.run(memory, undo)
+        change = _Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None), undo)
+        transfer = change.run(memory)
     phases = change.phases()
     return Resharded(sum(phases.values()), transfer.moved, transfer.worst, transfer.by_turns, phases)
 
@@ -142,7 +143,7 @@ class _Built:
 
 
 class _Change:
-    """A change of plan."""
+    """A change of plan; ``undo`` gets the steps of a roll-back, and is emptied by the commit."""
 
     def __init__(
         self,
@@ -152,14 +153,16 @@ class _Change:
         scheduler: Any,
         batch: Any,
         observe: Observe,
+        undo: ExitStack,
     ) -> None:
         self._parallel, self._optimizer, self._plan, self._scheduler = parallel, optimizer, plan, scheduler
-        self._origin, self._observe = parallel.origin, observe
+        self._origin, self._observe, self._undo = parallel.origin, observe, undo
         self._batch = parallel.origin.batch if batch is None else batch
         self._starts: list[tuple[str, float]] = []
 
-    def run(self, memory: int | None, undo: ExitStack) -> TensorTransfer:
-        """Change the plan; ``undo`` gets the steps of a roll-back, and is emptied by the commit."""
+    def run(self, memory: int | None) -> TensorTransfer:
+        """Change the plan."""
+        undo = self._undo
         parallel, plan, origin, device = self._parallel, self._plan, self._origin, self._parallel.device
         former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), RandomStates()
         options = origin.options_of(plan, groups)
@@ -170,12 +173,12 @@ class _Change:
         report, old = self._phase("validate", self._checked)
         reports = everyone((report, old.reports))
         report, before = merged([theirs for theirs, _ in reports]), [tensors for _, tensors in reports]
-        changes, prepared = self._phase("prepare", lambda: self._examined(report, options, undo))
+        changes, prepared = self._phase("prepare", lambda: self._examined(report, options))
         self._phase("groups", lambda: None)
         meshes = build_meshes(plan, device.type, groups)
         make_pipeline_groups(prepared, groups)
         shapes = {name: tensor.shape for tensors in before for name, tensor in tensors.items()}
-        new = self._phase("build", lambda: self._built(report, shapes, prepared, meshes, options, undo))
+        new = self._phase("build", lambda: self._built(report, shapes, prepared, meshes, options))
         after = everyone(self._phase("carry", lambda: new.tensors.reports))
         items = moved_tensors(before, after)
         transfer = TensorTransfer(items, old, new.tensors, new.blank, new.buffers, device, self._observe)
@@ -229,17 +232,17 @@ class _Change:
         for module in (module for runtime in parallel.runtimes for module in runtime.sharded.zero_modules):
             module.reshard()
         report = report_of(optimizer, _names(parallel.entries, parallel.runtimes))
-        states = _cut_states(report, held_states(parallel, optimizer))
+        states = _cut_states(report, held_states(parallel, optimizer.state))
         buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self._origin.layers)]
         return report, LocalTensors([*held_parameters(parallel), *states, *buffers])
 
-    def _examined(self, report: OptimizerReport, options: SetupOptions, undo: ExitStack) -> tuple[Changes, Prepared]:
+    def _examined(self, report: OptimizerReport, options: SetupOptions) -> tuple[Changes, Prepared]:
         """Restore the user's modules without values, with the user's changes, and prepare them for the plan."""
         origin = self._origin
         assert origin.split is not None
         changes = origin.split.changes()
-        undo.callback(origin.everything().restore)
-        undo.callback(allocate, _release_gradients(self._parallel.runtimes))
+        self._undo.callback(origin.everything().restore)
+        self._undo.callback(allocate, _release_gradients(self._parallel.runtimes))
         origin.unsplit.restore()
         changes.apply()
         names = self._parallel.entries.names
@@ -254,19 +257,18 @@ class _Change:
         prepared: Prepared,
         meshes: Meshes,
         options: SetupOptions,
-        undo: ExitStack,
     ) -> _Built:
         """Split the modules by the plan, without values; ``shapes`` are those of all tensors."""
         origin, parallel = self._origin, self._parallel
-        places, blanks = dict[nn.Module, _BlankLayers](), list[tuple[str, Tensor]]()
+        places = dict[nn.Module, _BlankLayers]()
 
         def place(model: nn.Module, layer: Layer) -> None:
             if model not in places:
-                places[model] = _BlankLayers(model, origin.layers, parallel.device, shapes, blanks)
+                places[model] = _BlankLayers(model, origin.layers, parallel.device, shapes)
             places[model].place(layer)
 
         runtimes = build(origin.model, prepared, meshes, options, place)
-        undo.callback(_close, runtimes)
+        self._undo.callback(_close, runtimes)
         gradients = _release_gradients(runtimes)
         view = _View(parallel.entries, runtimes)
         names = _names(parallel.entries, runtimes)
@@ -276,7 +278,7 @@ class _Change:
         blank: dict[str, Released] = {}
         for one in held:
             blank.setdefault(one.name, []).extend(release([one.tensor]))
-        buffers = _blank_buffers(view, blanks)
+        buffers = _blank_buffers(view)
         tensors = LocalTensors([*held_parameters(view), *held, *buffers])
         buffer_names = frozenset(buffer.name for buffer in buffers)
         return _Built(runtimes, gradients, tensors, blank, buffer_names, states, regrouping)
@@ -313,7 +315,6 @@ class _BlankLayers(Materializer):
 
     Args:
         shapes: of buffers by name, where they have changed since the model was made.
-        buffers: gets the buffers, with their names in the model.
     """
 
     def __init__(
@@ -322,11 +323,10 @@ class _BlankLayers(Materializer):
         layers: Sequence[Layer],
         device: torch.device,
         shapes: Mapping[str, tuple[int, ...]],
-        buffers: list[tuple[str, Tensor]],
     ) -> None:
         super().__init__(model, layers, device)
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._shapes, self._buffers = shapes, buffers
+        self._shapes = shapes
 
     def _place_tensors(self, module: nn.Module) -> list[str]:
         for _, parameter in list(module.named_parameters(recurse=False)):
@@ -339,7 +339,6 @@ class _BlankLayers(Materializer):
             path = f"{self._paths[id(module)]}.{name}".lstrip(".")
             # zeros: of running statistics a rank may fill its own channels alone
             zeros = torch.zeros(self._shapes.get(path, tuple(buffer.shape)), dtype=buffer.dtype, device=self._device)
-            self._buffers.append((path, zeros))
             setattr(module, name, zeros)
         return []
 
@@ -353,11 +352,15 @@ def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[Lo
                 yield complete_shard(name, buffer)
 
 
-def _blank_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[LocalShard]:
+def _blank_buffers(parallel: Parallel) -> list[LocalShard]:
     """The buffers of a new split: complete but for the channels of other ranks."""
-    held = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}
-    buffers = [held.get(id(blank)) or complete_shard(name, blank) for name, blank in blanks]
-    return [replace(buffer, name=parallel.entries.names.get(buffer.name, buffer.name)) for buffer in buffers]
+    held, names = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}, parallel.entries.names
+    return [
+        held.get(id(buffer)) or complete_shard(names.get(name, name), buffer)
+        for runtime in parallel.runtimes
+        for name, buffer in runtime.model.named_buffers()
+        if not buffer.is_meta
+    ]
 
 
 def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parameter, str]:

@@ -147,4 +147,4 @@ def moments(optimizer: torch.optim.Optimizer, parallel: ParallelModel) -> dict[s
     from galvatron_lite.runtime.parameters.full_state import gather
     from galvatron_lite.runtime.parameters.pieces import held_states
 
-    return gather(held_states(parallel, optimizer))
+    return gather(held_states(parallel, optimizer.state))

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.activations.layout import Box, all_of, route_boxes
+from galvatron_lite.runtime.activations.layout import Box, Everyone, all_of, first_only, route_boxes
 from galvatron_lite.runtime.parameters.pieces import LocalShard
 from galvatron_lite.runtime.reshard.checksums import checksum
 from galvatron_lite.runtime.reshard.original import Structure
-from galvatron_lite.runtime.reshard.routes import Everyone, covers, first_only
-from galvatron_lite.runtime.reshard.transfer import allocate, check_fits, nbytes, release
+from galvatron_lite.runtime.reshard.transfer import allocate, check_fits, covers, nbytes, release
 
 RANKS, ROWS, COLUMNS = 4, 7, 5
 

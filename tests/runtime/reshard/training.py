@@ -74,7 +74,7 @@ PICTURES = [
 
 def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Whole parameters and optimizer states; copies must be equal."""
-    return assemble(show([*held_parameters(parallel), *held_states(parallel, optimizer)]))[0]
+    return assemble(show([*held_parameters(parallel), *held_states(parallel, optimizer.state)]))[0]
 
 
 def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
