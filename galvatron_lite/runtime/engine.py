@@ -47,7 +47,7 @@ from galvatron_lite.runtime.parameters.use import (
 )
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.preparation import Examined, SetupOptions
-from galvatron_lite.runtime.reshard.original import original_of
+from galvatron_lite.runtime.reshard.original import OriginalModel
 from galvatron_lite.runtime.reshard.reshard import Resharded, reshard
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
@@ -150,7 +150,7 @@ class ParallelModel(Saving, Observable, nn.Module):
             check_compile(compile, plan), draws, examined,
         )  # fmt: skip
         self.watch = Watch(self.device, timeout)
-        self.origin = original_of(model, layers, batch, options, precision)
+        self.origin = OriginalModel(model, layers, batch, options, precision)
         buffers = SyncedBuffers(synced_buffers or {})
         self.calls = Calls(compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
         self.module = model

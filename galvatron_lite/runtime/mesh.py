@@ -108,11 +108,7 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
         for group in range(plan.pipeline)
     ]
     across = [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    (meshes,) = (
-        build_part_mesh
-        for build_part_mesh in build_part_meshes(parts, device_type, groups, across)
-        if build_part_mesh is not None
-    )
+    (meshes,) = filter(None, build_part_meshes(parts, device_type, groups, across))
     return replace(meshes, stages=plan.pipeline, first=0)
 
 

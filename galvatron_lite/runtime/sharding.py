@@ -29,7 +29,6 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.wrapping import rules_under, wrap_forward
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
@@ -40,9 +39,7 @@ from galvatron_lite.runtime.preparation import Examined, SetupOptions
 class Sharded:
     """The result of splitting a stage."""
 
-    shards: dict[str, ParameterShard] = field(
-        default_factory=dict
-    )  # parts of parameters by tensor parallelism, by name
+    shards: dict[str, ParameterShard] = field(default_factory=dict)  # parts of parameters that are sliced, by name
     experts: dict[str, ParameterShard] = field(default_factory=dict)  # parts of parameters of spread experts, by name
     zero_modules: list[FSDPModule] = field(default_factory=list)  # modules that FSDP manages
     replicated: list[FSDPModule] = field(default_factory=list)  # those of them whose mesh has a data axis, too
@@ -86,12 +83,16 @@ class StageSplitter:
 
     def _split_layer(self, placed: LayerAssignment) -> None:
         strategy, groups = placed.strategy, self.meshes.groups(placed.strategy)
-        self._synchronise_norms(placed)
+        for path in placed.layer.modules:
+            for module in self.model.get_submodule(path).modules():
+                # statistics of synchronised batch norms are over all samples (those of others are over a rank's)
+                if isinstance(module, nn.SyncBatchNorm):
+                    sync_batch_norm(module, [] if groups.batch is None else [ProcessAxisGroup(groups.batch)])
         mixtures = self._mixtures(placed)
         if mixtures:
             self._spread_experts(placed, groups)
         if lines_of(strategy).matmuls.size > 1 and placed.layer.modules:
-            self._split_matmuls(placed, groups, glue_layout(self.stage))
+            self._split_matmuls(placed, groups)
         if mixtures and groups.tokens is not None:
             work_on_shares(self._block(placed), mixtures)
         border = border_of(placed.layout.replicated("channels"), groups)
@@ -113,14 +114,6 @@ class StageSplitter:
     def _block(self, placed: LayerAssignment) -> nn.Module:
         return self.model.get_submodule(placed.layer.modules[0])
 
-    def _synchronise_norms(self, placed: LayerAssignment) -> None:
-        """Statistics of synchronised batch norms are over all samples (those of others are over a data rank's own)."""
-        group = self.meshes.groups(placed.strategy).batch
-        for path in placed.layer.modules:
-            for module in self.model.get_submodule(path).modules():
-                if isinstance(module, nn.SyncBatchNorm):
-                    sync_batch_norm(module, [] if group is None else [ProcessAxisGroup(group)])
-
     def _mixtures(self, placed: LayerAssignment) -> tuple[BlockMixture, ...]:
         if placed.layer.role is not Role.BLOCK:
             return ()
@@ -141,11 +134,12 @@ class StageSplitter:
         spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.options.expert_capacity)
         self.done.experts |= {f"{placed.layer.modules[0]}.{name}": shard for name, shard in spread.items()}
 
-    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: ActivationLayout) -> None:
+    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
         layer, strategy, group = placed.layer, placed.strategy, ProcessTensorGroup(groups.weights)
         if layer.role is not Role.BLOCK:
             modules = {path: self.model.get_submodule(path) for path in layer.modules}
             # elsewhere hooks take plain logits into the layout of the loss
+            glue = glue_layout(self.stage)
             shares = placed.layout == glue and groups.tokens is None and not glue.splits_pixels
             plan = self.examined.tensor[layer.name]
             self.done.shards |= shard_layer(modules, plan, group, False, shares_logits=shares)
@@ -162,9 +156,7 @@ class StageSplitter:
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
         line = ProcessAxisGroup(self.meshes.groups(placed.strategy).channels)
-        self.done.shards |= {
-            f"{path}.{name}": shard_channel for name, shard_channel in shard_channels(module, plan, line).items()
-        }
+        self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
         if placed.layout.channels == 1:
             return BoundaryLayout(placed.layout)
         return BoundaryLayout(placed.layout, channels=line, outputs=plan.outputs)
@@ -190,10 +182,8 @@ class StageSplitter:
     def _share_experts(self, modules: Sequence[nn.Module], strategy: Strategy) -> set[nn.Parameter]:
         """ZeRO of experts that are spread, over the ranks that hold the same ones; the parameters of which none do."""
         groups, inside = self.meshes.groups(strategy).spread, {part for module in modules for part in module.modules()}
-        homes = {
-            path: self.model.get_submodule(path) for path in (name.rpartition(".")[0] for name in self.done.experts)
-        }
-        holders = [module for module in homes.values() if module in inside]
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in self.done.experts)
+        holders = [module for module in map(self.model.get_submodule, paths) if module in inside]
         if groups is None or groups.mesh is None:
             return {parameter for module in holders for parameter in module.parameters(recurse=False)}
         for module in holders:

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
-from galvatron_lite.runtime.parameters.full_state import gather
+from galvatron_lite.runtime.parameters.full_state import gather_named
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import Entries, LocalShard, complete_shard, entries_of
 from galvatron_lite.runtime.peers import everyone
@@ -116,8 +116,7 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
 
 def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
     """The model's ``state_dict()``, after ``flush``, on the CPU of every rank; all ranks call it."""
-    gathered = gather(local_shards(runtime))
-    return {name: gathered[first] for name, first in runtime.entries.names.items() if first in gathered}
+    return gather_named(local_shards(runtime), runtime.entries)
 
 
 def even_out(runtime: CyclicRuntime) -> None:

@@ -27,7 +27,7 @@ def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
 
     A shared parameter is listed under each of its names.
     """
-    return _named(parallel, gather(held_gradients(parallel)))
+    return gather_named(held_gradients(parallel), parallel.entries)
 
 
 def full_state_dict(parallel: Parallel) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def full_state_dict(parallel: Parallel) -> dict[str, Tensor]:
     Buffers are those of the first rank that has them: under data parallelism, batch norms track the statistics of their
     own share of the samples, as in DistributedDataParallel. All ranks must call it.
     """
-    return _named(parallel, gather([*held_parameters(parallel), *held_buffers(parallel)]))
+    return gather_named([*held_parameters(parallel), *held_buffers(parallel)], parallel.entries)
 
 
 def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> None:
@@ -57,16 +57,19 @@ def put(held: Sequence[LocalShard], entries: Entries, state: Mapping[str, Tensor
     for name, first in entries.names.items():
         names.setdefault(first, []).append(name)
     for one in held:
-        aliases = names.get(one.name, [one.name])
-        full = next((state[name] for name in aliases if name in state), None)
-        if full is None:
-            raise InputError(
-                "state", aliases[0], "The state has no such entry. Give the state_dict of the whole model."
-            )
-        if tuple(full.shape) != one.shape:
-            remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
-            raise InputError("state", tuple(full.shape), remedy)
+        full = entry_of(state, names.get(one.name, [one.name]), one.shape)
         one.items.copy_(cut_box(full, one.box))
+
+
+def entry_of(state: Mapping[str, Tensor], names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+    """The entry of a full state under one of its names; ``InputError`` where it is missing or of another shape."""
+    full = next((state[name] for name in names if name in state), None)
+    if full is None:
+        raise InputError("state", names[0], "The state has no such entry. Give the state_dict of the whole model.")
+    if tuple(full.shape) != shape:
+        remedy = f"{names[0]} has another shape, {shape}. Give the state_dict of the same model."
+        raise InputError("state", tuple(full.shape), remedy)
+    return full
 
 
 def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
@@ -90,6 +93,7 @@ def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
     return tensors
 
 
-def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor under all its names, in the model's order."""
-    return {name: tensors[first] for name, first in parallel.entries.names.items() if first in tensors}
+def gather_named(held: Sequence[LocalShard], entries: Entries) -> dict[str, Tensor]:
+    """``gather``, with each tensor under all its names, in the model's order."""
+    tensors = gather(held)
+    return {name: tensors[first] for name, first in entries.names.items() if first in tensors}

@@ -37,17 +37,20 @@ PREPARED = 8
 
 @dataclass(slots=True)
 class OriginalModel:
-    """A model before it was split; make it with ``original_of``."""
+    """A model before it was split; make it before that."""
 
     model: nn.Module  # the user's, which is split in place
     layers: Sequence[Layer]
     batch: Any  # an example
     options: SetupOptions
     precision: str | None  # of compute, whatever plans say; None: as each plan says
-    unsplit: Structure  # its modules before, without values
+    unsplit: Structure = field(init=False)  # its modules before, without values
     split: Structure | None = None  # its modules right after the last split
     tensor_plans: dict[str, TensorPlan] = field(default_factory=dict)  # how layers can be split, as far as inferred
     prepared: dict[object, Prepared] = field(default_factory=dict)  # of the last plans, by their stages
+
+    def __post_init__(self) -> None:
+        self.unsplit = Structure(self.model.modules(), meta=True)
 
     def settle(self) -> None:
         """The model was split: later differences are the user's changes."""
@@ -82,13 +85,6 @@ class OriginalModel:
         while len(self.prepared) > PREPARED:
             del self.prepared[next(iter(self.prepared))]
         return replace(prepared, plan=plan)
-
-
-def original_of(
-    model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions, precision: str | None
-) -> OriginalModel:
-    """Record a model; call it before the model is split."""
-    return OriginalModel(model, layers, batch, options, precision, Structure(model.modules(), meta=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,8 @@ from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from galvatron_lite.runtime.parameters.pieces import LocalShard
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint import jobs
-from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, moments, save
+from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, moments, same, save
 from tests.runtime.checkpoint.test_faults import ALONE
-from tests.runtime.checkpoint.test_kinds import same
 
 PAIR = Case([Strategy(data=2)] * 5)
 Data = dict[str, Any]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
@@ -23,6 +22,7 @@ from tests.runtime.checkpoint.jobs import (
     make_run,
     make_scheduler,
     moments,
+    same,
     save,
 )
 
@@ -32,12 +32,6 @@ MIXED = Case([HYBRID, FOUR, HYBRID, Strategy(data=4), HYBRID])
 STAGES = Case([PAIR, ZERO, PAIR, ZERO, PAIR], cuts=[2], microbatches=2)
 VIRTUAL = Case([PAIR, ZERO, PAIR, ZERO, PAIR], cuts=[1, 2, 4], microbatches=4, virtual=2)
 TWO, ALL = Case([ZERO, PAIR, ZERO, PAIR, ZERO]), Case([FOUR] * 5)
-
-
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
 
 
 def resumed_exactly(folder: str) -> None:
