@@ -130,18 +130,10 @@ def compile_blocks(
         verdict = verdicts.setdefault((type(module), parameters, placed.strategy), CompileVerdict())
         compiled = torch.compile(module.forward, backend=backend)
         block = CompiledBlock(placed.layer.name, module, module.forward, compiled, verdict, group, wanted == AUTO)
-        module.forward = _forward_of(block)
+        module.forward = functools.wraps(block.forward)(functools.partial(CompiledBlock.run, block))
         module.register_forward_pre_hook(block.try_out, with_kwargs=True)
         blocks.append(block)
     return blocks
-
-
-def _forward_of(block: CompiledBlock) -> Forward:
-    @functools.wraps(block.forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return block.run(*args, **kwargs)
-
-    return run
 
 
 def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:

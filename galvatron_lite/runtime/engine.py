@@ -362,11 +362,11 @@ class ParallelModel(Saving, Observable, nn.Module):
         return self._guarded(aside.loss_of(batch))
 
     def _guarded(self, loss: Tensor) -> Tensor:
-        return loss if is_alone(self.plan) else guard_loss(loss, self._parameter_ids)
+        def parameters() -> frozenset[int]:
+            held = (tensor for stage in self.runtimes for one in stage.owned for tensor in (one.parameter, one.updated))
+            return frozenset(map(id, (*nn.Module.parameters(self), *held)))
 
-    def _parameter_ids(self) -> frozenset[int]:
-        held = (tensor for runtime in self.runtimes for one in runtime.owned for tensor in (one.parameter, one.updated))
-        return frozenset(map(id, (*nn.Module.parameters(self), *held)))
+        return loss if is_alone(self.plan) else guard_loss(loss, parameters)
 
     def has_gradients(self) -> bool:
         """Whether parameters on this rank have gradients."""

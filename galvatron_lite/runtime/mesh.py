@@ -158,8 +158,7 @@ class _World:
 
     def __init__(self, keys: Sequence[Key], device_type: str, groups: ProcessGroups) -> None:
         self._rank, self._device = dist.get_rank(), device_type
-        wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
-        self._groups = {(purpose, ranks): groups.group(ranks, purpose) for purpose, ranks in wanted}
+        self._groups = {key: groups.group(key[1], key[0]) for key in dict.fromkeys(keys) if len(key[1]) > 1}
         for (purpose, ranks), group in self._groups.items():
             if purpose in (Purpose.PIXELS, Purpose.TOKENS) and self._rank in ranks and device_type == "cuda":
                 # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send

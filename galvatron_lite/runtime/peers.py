@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeVar, cast
@@ -72,13 +71,6 @@ class Peers:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    field: str
-    value: str | None
-    remedy: str
-
-
 def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
     """What every process made, by rank; all call it.
 
@@ -86,26 +78,27 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
         InputError: some process could not; every process raises it, and names the rank.
         LaunchError: a process is gone.
     """
-    result: Made | _Trouble
+    result: Made | InputError
     cause: Exception | None = None
     try:
         result = act()
     except InputError as error:
-        result, cause = _Trouble(error.field, None if error.value is None else str(error.value), error.remedy), error
+        value = None if error.value is None else str(error.value)  # what all can unpickle
+        result, cause = InputError(error.field, value, error.remedy), error
     except OSError as error:
-        result, cause = _Trouble(field, str(error.filename or ""), f"{error.strerror or error}."), error
+        result, cause = InputError(field, str(error.filename or ""), f"{error.strerror or error}."), error
     except GalvatronError:
         raise
     except Exception as error:
-        result, cause = _Trouble(field, "", f"{type(error).__name__}: {error}."), error
-    shown: list[Made | _Trouble] = peers.everyone(result)
+        result, cause = InputError(field, "", f"{type(error).__name__}: {error}."), error
+    shown: list[Made | InputError] = peers.everyone(result)
     for rank, one in enumerate(shown):
-        if isinstance(one, _Trouble):
+        if isinstance(one, InputError):
             if len(shown) == 1 and isinstance(cause, InputError):
                 raise cause
             who = f"Rank {rank}: " if len(shown) > 1 else ""
             raise InputError(one.field, one.value, f"{who}{one.remedy}") from cause
-    return [one for one in shown if not isinstance(one, _Trouble)]
+    return [one for one in shown if not isinstance(one, InputError)]
 
 
 def at_first(peers: Peers, act: Callable[[], Made], field: str) -> Made:

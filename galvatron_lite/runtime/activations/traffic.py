@@ -190,8 +190,9 @@ class ActivationRedistributor:
 
     def read(self, parameter: Tensor, layout: ActivationLayout) -> None:
         """Have the gradient of a layer's parameter that glue code reads by itself count as if the layer had read it."""
-        if parameter.requires_grad and self._counts_otherwise(layout, self.glue):
-            sums = partial(_spread, group=self.mover.group, factor=_factor(layout, self.glue))
+        factor = _factor(layout, self.glue)
+        if parameter.requires_grad and factor is not None:
+            sums = partial(_spread, group=self.mover.group, factor=factor)
             parameter.register_hook(sums)  # type: ignore[no-untyped-call]
 
     def _between(self, tensor: Tensor, source: ActivationLayout, target: ActivationLayout) -> Tensor:
@@ -199,14 +200,11 @@ class ActivationRedistributor:
 
         In each, a rank's gradient is that of its samples: complete on all ranks that hold the same.
         """
-        if not tensor.requires_grad or not self._counts_otherwise(source, target):
+        factor = _factor(source, target)
+        if factor is None or not tensor.requires_grad:
             return tensor
-        spread: Tensor = _Spread.apply(tensor, self.mover.group, _factor(source, target))  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(tensor, self.mover.group, factor)  # type: ignore[no-untyped-call]
         return spread
-
-    @staticmethod
-    def _counts_otherwise(source: ActivationLayout, target: ActivationLayout) -> bool:
-        return source.batch != target.batch and source.devices == target.devices
 
     def show(self, piece: RankPiece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
@@ -312,5 +310,7 @@ def _spread(gradient: Tensor, group: dist.ProcessGroup | None, factor: float) ->
     return total
 
 
-def _factor(source: ActivationLayout, target: ActivationLayout) -> float:
-    return 1 / (target.replicas * source.batch)
+def _factor(source: ActivationLayout, target: ActivationLayout) -> float | None:
+    """What the sum of the ranks' gradients is multiplied by between two layouts; None: each rank's is right already."""
+    alike = source.batch == target.batch or source.devices != target.devices
+    return None if alike else 1 / (target.replicas * source.batch)

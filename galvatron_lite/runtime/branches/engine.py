@@ -136,12 +136,8 @@ class BranchedModel(ParallelModel):
     ) -> Sequence[StageRuntime]:
         self._branches = set_up_branches(model, self.plan, layers, batch, options, self._timeout)
         self._origins: dict[int, Origins] = {}
+        self.streams = list(dict.fromkeys(branch.stream for branch in self._branches.setting.branches.values()))
         return self._branches.runtimes
-
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """The random numbers of the branches."""
-        return list(dict.fromkeys(branch.stream for branch in self._branches.setting.branches.values()))
 
     def _check_samples(self, samples: int, count: int) -> None:
         degrees = [placed.strategy.batch_degree for part in self._branches.parts for placed in part.stage]

@@ -96,6 +96,7 @@ class SavableModel(Parallel, Protocol):
     module: nn.Module
     scaler: LossScaler | None
     steering: Steering | None
+    streams: Sequence[Any]  # of random numbers, beside the process' generators
 
     def resume_at(self, step: int) -> None:
         """See ``saving.Saving``."""
@@ -200,35 +201,26 @@ class Checkpointer:
         if peers.rank == 0:
             options = None if optimizer is None else merged([content["options"] for content in contents])
             steered = step if parallel.steering is None else parallel.steering.step
-            plain[TRAINING] = {
-                "optimizer": options,
-                "scaler": files["scaler"],
-                "extra": files["extra"],
-                "steered": steered,
-            }
+            shared = {name: files[name] for name in ("scaler", "extra")}
+            plain[TRAINING] = {"optimizer": options, **shared, "steered": steered}
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
         held += [] if optimizer is None else held_states(parallel, optimizer.state)
         mine = assign_pieces(held, {buffer.name for buffer in buffers}, peers)
+        kinds = [None if one is None else type(one).__name__ for one in (optimizer, state.scheduler)]
         manifest = Manifest(
             FORMAT, step, layout_digest(parallel.plan), peers.size, dict(parallel.entries.names), {}, {},
-            _class_name(optimizer), _class_name(state.scheduler),
+            optimizer=kinds[0], scheduler=kinds[1],
         )  # fmt: skip
-        config = getattr(getattr(parallel.module, "config", None), "to_json_string", None)
-        return Snapshot(
-            [copied(piece) for piece in mine] if asynchronous else mine,
-            plain,
-            manifest,
-            parallel.plan,
-            None if config is None else str(config()),
-        )
+        config = getattr(getattr(parallel.module, "config", None), "to_json_string", lambda: None)()
+        return Snapshot(list(map(copied, mine)) if asynchronous else mine, plain, manifest, parallel.plan, config)
 
     def _plain(self, state: ExtraState) -> dict[str, Any]:
         """This process's state besides tensors that are written in pieces."""
         parallel, optimizer = self._parallel, state.optimizer
         own = {
             "random": generators(),
-            "streams": [stream.state() for stream in _streams(parallel)],
+            "streams": [stream.state() for stream in parallel.streams],
             "data": state_of(state.data, "data"),
             # running statistics depend on a rank's samples; integer buffers (masks) are equal
             "buffers": {
@@ -353,7 +345,7 @@ class Checkpointer:
         if parallel.plan is not None:
             put_generators(contents.random)
         if exact:
-            for stream, saved_stream in zip(_streams(parallel), process_state["streams"], strict=True):
+            for stream, saved_stream in zip(parallel.streams, process_state["streams"], strict=True):
                 stream.set_state(saved_stream)
         put_state(state.data, process_state["data"])
         for name, target in (state.extra or {}).items():
@@ -403,7 +395,7 @@ def _advised(place: Path, remedy: str) -> Iterator[None]:
 def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     """A function that undoes ``_put``, for all but objects in ``extra``."""
     random, optimizer = RandomStates(), state.optimizer
-    streams = [(stream, stream.state()) for stream in _streams(parallel)]
+    streams = [(stream, stream.state()) for stream in parallel.streams]
     # torch replaces both when it loads a state
     before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
     targets: list[Any] = [
@@ -424,11 +416,6 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     return go_back
 
 
-def _streams(parallel: SavableModel) -> Sequence[Any]:
-    streams: Sequence[Any] = getattr(parallel, "streams", ())
-    return streams
-
-
 def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatError]]:
     """The checkpoints of a folder and their training steps, newest first, and the errors of damaged ones."""
     if (folder / META).exists():
@@ -437,7 +424,3 @@ def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatE
         raise InputError("folder", folder, "It is a file. Give the folder of the checkpoints.")
     readable, damaged = survey(Manifest, folder, FORMAT)
     return [(place, manifest.step) for place, manifest in readable], damaged
-
-
-def _class_name(value: object) -> str | None:
-    return None if value is None else type(value).__name__

@@ -109,11 +109,11 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
         if not _is_sound(record, manifest):
             remedy = f"{folder} does not describe it as a tensor in pieces. Use another checkpoint."
             raise FileFormatError("tensor", name, remedy)
-        pieces = tuple(
-            StoredPiece(_box(piece.at, piece.size), folder / piece.file, key_of(name, piece.at))
-            for piece in record.pieces
-        )
-        stored[name] = StoredTensor(getattr(torch, record.dtype), record.shape, pieces)
+        pieces = []
+        for piece in record.pieces:
+            box = Box(tuple((at, at + size) for at, size in zip(piece.at, piece.size, strict=True)))
+            pieces.append(StoredPiece(box, folder / piece.file, key_of(name, piece.at)))
+        stored[name] = StoredTensor(getattr(torch, record.dtype), record.shape, tuple(pieces))
     return stored
 
 
@@ -200,7 +200,3 @@ def _opened(files: dict[Path, TensorFile], piece: StoredPiece) -> TensorFile:
 
 def _start(box: Box) -> tuple[int, ...]:
     return tuple(start for start, _ in box.ranges)
-
-
-def _box(starts: Sequence[int], sizes: Sequence[int]) -> Box:
-    return Box(tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)))

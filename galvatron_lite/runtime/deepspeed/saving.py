@@ -39,10 +39,14 @@ def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bou
         if id(parameter) not in gathered:
             gathered[id(parameter)] = _gathered(parameter, bound=bound).to("cpu", dtypes.get(name), copy=True)
         parameters[name] = gathered[id(parameter)]
-    return {
-        name: parameters[name] if name in parameters else _of_first(value)
-        for name, value in module.state_dict().items()
-    }
+    state: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if name not in parameters:  # a buffer: that of the first rank
+            shared = value.detach().clone()
+            dist.broadcast(shared, src=0)
+            parameters[name] = shared.cpu()
+        state[name] = parameters[name]
+    return state
 
 
 def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
@@ -58,12 +62,6 @@ def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
         return parameter.detach()
     with GatheredParameters([parameter]):
         return parameter.detach().clone()
-
-
-def _of_first(value: Tensor) -> Tensor:
-    shared = value.detach().clone()
-    dist.broadcast(shared, src=0)
-    return shared.cpu()
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
