@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -114,8 +114,9 @@ def reshard(
         LaunchError: the plan is for another number of processes. The old plan stays.
         SwitchError: a rank failed. Every rank is on the plan it had.
     """
+    example = parallel.origin.batch if batch is None else batch
     with ExitStack() as undo:
-        change = _Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None), undo)
+        change = _Change(parallel, optimizer, plan, scheduler, example, observe or (lambda _: None), undo)
         transfer = change.run(memory)
     phases = change.phases()
     return Resharded(sum(phases.values()), transfer.moved, transfer.worst, transfer.by_turns, phases)
@@ -136,34 +137,27 @@ class _Built:
     runtimes: list[StageRuntime]
     gradients: Released  # memory of gradient buffers
     tensors: LocalTensors
-    blank: dict[str, Released]  # memory of optimizer states, to be allocated later, by name
-    buffers: frozenset[str]  # names of buffers
     states: States  # of the optimizer
     regrouping: Regrouping  # of its groups
 
 
+@dataclass(slots=True)
 class _Change:
     """A change of plan; ``undo`` gets the steps of a roll-back, and is emptied by the commit."""
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        plan: Plan,
-        scheduler: Any,
-        batch: Any,
-        observe: Observe,
-        undo: ExitStack,
-    ) -> None:
-        self._parallel, self._optimizer, self._plan, self._scheduler = parallel, optimizer, plan, scheduler
-        self._origin, self._observe, self._undo = parallel.origin, observe, undo
-        self._batch = parallel.origin.batch if batch is None else batch
-        self._starts: list[tuple[str, float]] = []
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    scheduler: Any
+    batch: Any  # an example
+    observe: Observe
+    undo: ExitStack
+    starts: list[tuple[str, float]] = field(default_factory=list)  # of phases, and when they began
 
     def run(self, memory: int | None) -> TensorTransfer:
         """Change the plan."""
-        undo = self._undo
-        parallel, plan, origin, device = self._parallel, self._plan, self._origin, self._parallel.device
+        parallel, plan, undo = self.parallel, self.plan, self.undo
+        origin, device = parallel.origin, parallel.device
         former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), RandomStates()
         options = origin.options_of(plan, groups)
         undo.callback(groups.destroy, kept=former)
@@ -180,8 +174,7 @@ class _Change:
         shapes = {name: tensor.shape for tensors in before for name, tensor in tensors.items()}
         new = self._phase("build", lambda: self._built(report, shapes, prepared, meshes, options))
         after = everyone(self._phase("carry", lambda: new.tensors.reports))
-        items = moved_tensors(before, after)
-        transfer = TensorTransfer(items, old, new.tensors, new.blank, new.buffers, device, self._observe)
+        transfer = TensorTransfer(moved_tensors(before, after), old, new.tensors, device, self.observe)
         undo.callback(transfer.undo)
         transfer.run(available_bytes(device) if memory is None else memory)
         for runtime in new.runtimes:
@@ -197,8 +190,8 @@ class _Change:
         _close(parallel.runtimes)
         allocate(new.gradients)
         parallel.adopt(plan, new.runtimes, options)
-        apply(self._optimizer, new.regrouping, new.states, self._scheduler)
-        origin.options, origin.batch = options, self._batch
+        apply(self.optimizer, new.regrouping, new.states, self.scheduler)
+        origin.options, origin.batch = options, self.batch
         origin.unsplit.take_in(changes)
         origin.settle()
         random.restore()
@@ -210,45 +203,45 @@ class _Change:
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase, the last one up to now."""
-        ends = [*(start for _, start in self._starts[1:]), time.perf_counter()]
-        return {phase: end - start for (phase, start), end in zip(self._starts, ends, strict=True)}
+        ends = [*(start for _, start in self.starts[1:]), time.perf_counter()]
+        return {phase: end - start for (phase, start), end in zip(self.starts, ends, strict=True)}
 
     def _phase(self, phase: str, work: Callable[[], Result]) -> Result:
-        self._starts.append((phase, time.perf_counter()))
+        self.starts.append((phase, time.perf_counter()))
 
         def observed() -> Result:
-            self._observe(phase)
+            self.observe(phase)
             return work()
 
         return together(phase, observed)
 
     def _checked(self) -> tuple[OptimizerReport, LocalTensors]:
         """Check that the plan fits this world, and that this rank's tensors can be cut."""
-        parallel, optimizer = self._parallel, self._optimizer
-        check_plan(self._plan, parallel)
+        parallel, optimizer = self.parallel, self.optimizer
+        check_plan(self.plan, parallel)
         if parallel.plan_check is not None:
-            parallel.plan_check(self._plan)
-        check_idle(parallel, optimizer, self._scheduler)
+            parallel.plan_check(self.plan)
+        check_idle(parallel, optimizer, self.scheduler)
         for module in (module for runtime in parallel.runtimes for module in runtime.sharded.zero_modules):
             module.reshard()
         report = report_of(optimizer, _names(parallel.entries, parallel.runtimes))
         states = _cut_states(report, held_states(parallel, optimizer.state))
-        buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self._origin.layers)]
-        return report, LocalTensors([*held_parameters(parallel), *states, *buffers])
+        buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self.parallel.origin.layers)]
+        return report, LocalTensors([*held_parameters(parallel), *states], buffers)
 
     def _examined(self, report: OptimizerReport, options: SetupOptions) -> tuple[Changes, Prepared]:
         """Restore the user's modules without values, with the user's changes, and prepare them for the plan."""
-        origin = self._origin
+        origin = self.parallel.origin
         assert origin.split is not None
         changes = origin.split.changes()
-        self._undo.callback(origin.everything().restore)
-        self._undo.callback(allocate, _release_gradients(self._parallel.runtimes))
+        self.undo.callback(origin.everything().restore)
+        self.undo.callback(allocate, _release_gradients(self.parallel.runtimes))
         origin.unsplit.restore()
         changes.apply()
-        names = self._parallel.entries.names
+        names = self.parallel.entries.names
         for name, parameter in origin.model.named_parameters():
             parameter.requires_grad_(report.trained.get(names.get(name, name), parameter.requires_grad))
-        return changes, origin.prepare(self._plan, options, self._batch, dist.get_rank())
+        return changes, origin.prepare(self.plan, options, self.batch, dist.get_rank())
 
     def _built(
         self,
@@ -259,7 +252,7 @@ class _Change:
         options: SetupOptions,
     ) -> _Built:
         """Split the modules by the plan, without values; ``shapes`` are those of all tensors."""
-        origin, parallel = self._origin, self._parallel
+        origin, parallel = self.parallel.origin, self.parallel
         places = dict[nn.Module, _BlankLayers]()
 
         def place(model: nn.Module, layer: Layer) -> None:
@@ -268,20 +261,17 @@ class _Change:
             places[model].place(layer)
 
         runtimes = build(origin.model, prepared, meshes, options, place)
-        self._undo.callback(_close, runtimes)
+        self.undo.callback(_close, runtimes)
         gradients = _release_gradients(runtimes)
         view = _View(parallel.entries, runtimes)
         names = _names(parallel.entries, runtimes)
-        regrouping = regroup(self._optimizer, report, names, self._scheduler)
+        regrouping = regroup(self.optimizer, report, names, self.scheduler)
         states = blank_states(report, names)
         held = _cut_states(report, held_states(view, states))
-        blank: dict[str, Released] = {}
+        tensors = LocalTensors([*held_parameters(view), *held], _blank_buffers(view))
         for one in held:
-            blank.setdefault(one.name, []).extend(release([one.tensor]))
-        buffers = _blank_buffers(view)
-        tensors = LocalTensors([*held_parameters(view), *held, *buffers])
-        buffer_names = frozenset(buffer.name for buffer in buffers)
-        return _Built(runtimes, gradients, tensors, blank, buffer_names, states, regrouping)
+            tensors.blank.setdefault(one.name, []).extend(release([one.tensor]))
+        return _Built(runtimes, gradients, tensors, states, regrouping)
 
 
 def check_plan(plan: Plan, parallel: ParallelModel) -> None:
@@ -292,10 +282,10 @@ def check_plan(plan: Plan, parallel: ParallelModel) -> None:
             f"The plan is for {plan.devices} device(s), but {world} process(es) train. Give a plan for {world}, or "
             "save, start as many processes as the plan is for, and load."
         )
-    for one, field in ((parallel.plan, "present plan"), (plan, "plan")):
+    for one, what in ((parallel.plan, "present plan"), (plan, "plan")):
         if one.mode is not Mode.TRAINING or one.cyclic is not None or one.branches:
             remedy = "Plans for training without delayed gradients and branches can be changed; else save and load."
-            raise InputError(field, one.model, remedy)
+            raise InputError(what, one.model, remedy)
     check_runs(plan)
     check_compile(parallel.origin.options.compile, plan)
 

@@ -7,7 +7,7 @@ the same messages from the reports (``layout.route_boxes``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -59,10 +59,12 @@ class TensorReport:
 class LocalTensors:
     """The tensors of this rank in one of the two plans; several of one name where stages of the rank share it."""
 
-    def __init__(self, held: Iterable[LocalShard] = ()) -> None:
+    def __init__(self, held: Iterable[LocalShard] = (), buffers: Sequence[LocalShard] = ()) -> None:
+        self.lasting = {buffer.name for buffer in buffers}  # tensors whose memory is not released
+        self.blank: dict[str, Released] = {}  # memory that is to be allocated, by name
         self.parts: dict[str, list[LocalShard]] = {}
         self.reports: dict[str, TensorReport] = {}
-        for one in held:
+        for one in (*held, *buffers):
             self.parts.setdefault(one.name, []).extend([one] if one.box.items else [])
             boxes = tuple(part.box for part in self.parts[one.name])
             self.reports[one.name] = TensorReport(one.shape, one.tensor.dtype, boxes)
@@ -195,8 +197,6 @@ class TensorTransfer:
     items: Sequence[MovedTensor]  # equal on every rank
     before: LocalTensors
     after: LocalTensors
-    blank: dict[str, Released]  # memory of ``after`` that is to be allocated, by name
-    lasting: Collection[str]  # names of tensors whose memory is not released (buffers)
     device: torch.device
     observe: Callable[[str], None]  # called with every phase
     moved: int = 0  # bytes this rank sent to others
@@ -249,7 +249,7 @@ class TensorTransfer:
     def _loads(self, items: Sequence[MovedTensor], free: int | None) -> list[list[MovedTensor]]:
         """What is sent together: all at once if every rank has the memory, else smaller loads by turns."""
         loads = list(loads_of(items))
-        most = self._blank_bytes(self.blank) + max((message_bytes(load) for load in loads), default=0)
+        most = self._blank_bytes(self.after.blank) + max((message_bytes(load) for load in loads), default=0)
         spare = [one for one in everyone(None if free is None else (free, free - most)) if one is not None]
         self.by_turns = any(left < 0 for _, left in spare)
         if self.by_turns:
@@ -264,22 +264,22 @@ class TensorTransfer:
             names = [item.name for item in load]
             now += self._blank_bytes(names)
             peak = max(peak, now + message_bytes(load))
-            now -= nbytes(self.before.tensors(name for name in names if name not in self.lasting))
+            now -= nbytes(self.before.tensors(name for name in names if name not in self.after.lasting))
         return peak
 
     def _blank_bytes(self, names: Iterable[str]) -> int:
-        return sum(size for name in names for _, size in self.blank.get(name, ()))
+        return sum(size for name in names for _, size in self.after.blank.get(name, ()))
 
     def _allocate(self, items: Sequence[MovedTensor]) -> None:
         def work() -> None:
             self.observe(ALLOCATE)
             for item in items:
-                allocate(self.blank.get(item.name, []))
+                allocate(self.after.blank.get(item.name, []))
 
         together(ALLOCATE, work)
 
     def _release(self, items: Sequence[MovedTensor]) -> Released:
-        return release(self.before.tensors(item.name for item in items if item.name not in self.lasting))
+        return release(self.before.tensors(item.name for item in items if item.name not in self.after.lasting))
 
     def _sums_before(self) -> tuple[dict[str, int], set[str]]:
         """The checksum of each tensor as its first holders have it, and the names of those whose copies are equal."""
