@@ -14,11 +14,10 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import call_model
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
-from tests.runtime.plans import split_model
+from tests.runtime.plans import losses_alone, split_model
 from tests.together import Together
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
@@ -100,10 +99,8 @@ def largest_error(model: nn.Module, batch: Any, strategies: list[Strategy], cuts
     parallel = split_model(model, batch, strategies, cuts)
     sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
+    losses_alone(alone, optimizer, [batch] * 3)
     for _ in range(3):
-        call_model(alone, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
         parallel.train_step(batch, sharded)
     state = parallel.full_state_dict()
     pairs = [(state[name], value) for name, value in alone.state_dict().items()]

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
-from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.zoo import build
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.store import write_profile
 from tests.factories import make_cluster
 from tests.pool import WorkerPool
+from tests.runtime.plans import losses_alone
 
 SAMPLES, TOKENS, VOCAB = 8, 8, 32
 ADAMW = {"lr": 1e-2, "eps": 1e-4}
@@ -57,13 +57,7 @@ def script(folder: str, steps: int) -> tuple[int, list[float], dict[str, Tensor]
 def trained_alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
-    losses = []
-    for step in range(steps):
-        loss = loss_of(call_model(model, batch_of(step)), batch_of(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = losses_alone(model, optimizer, map(batch_of, range(steps)))
     return losses, dict(model.state_dict())
 
 
