@@ -50,6 +50,11 @@ def losses_alone(
     return losses
 
 
+def clipped(model: nn.Module, largest: float) -> None:
+    """Clip the gradient, for ``losses_alone``."""
+    nn.utils.clip_grad_norm_(model.parameters(), largest)
+
+
 def split_model(
     model: nn.Module,
     batch: Any,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch.distributed as dist
 
@@ -33,34 +31,44 @@ def groups_of(stages: list[list[Strategy]], of: Strategy, names: tuple[str, ...]
     }  # fmt: skip
 
 
-def test_three_axes_on_eight_ranks(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, zero=2, zero_stage=3, tensor=2)
-    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy)
-    assert found[5] == {
-        "weights": [4, 5], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "stage": list(range(8)),
-        "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1), "pipeline": None,
-    }  # fmt: skip
+PLACES: dict[str, tuple[list[Strategy], dict[str, object]]] = {
+    "three axes": (
+        [Strategy(data=2, zero=2, zero_stage=3, tensor=2)],
+        {
+            "weights": [4, 5], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "stage": list(range(8)),
+            "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1),
+        },
+    ),
+    "ranks that share pixels lie inside those that share samples": (
+        [Strategy(data=2, zero_stage=3, height=2, width=2), Strategy(data=4, filters=2)],
+        {
+            "batch": [1, 5], "gradients": list(range(8)), "planes": None, "rows": [5, 7], "columns": [4, 5],
+            "channels": None, "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0),
+        },
+    ),
+    "ranks that share channels are neighbours": (
+        [Strategy(data=2, zero=2, zero_stage=2, channels=2)],
+        {
+            "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "channels": [4, 5], "weights": [4, 5],
+            "stage": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1),
+        },
+    ),
+    "ranks that share tokens share states": (
+        [Strategy(data=2, context=2, tensor=2, zero_stage=3, ulysses=heads) for heads in (False, True)],
+        {
+            "tokens": [5, 7], "weights": [4, 5], "batch": [1, 5], "gradients": [1, 3, 5, 7],
+            "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1),
+        },
+    ),
+}  # fmt: skip
 
 
-def test_ranks_that_share_pixels_lie_inside_those_that_share_samples(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, zero_stage=3, height=2, width=2)
-    names = ("batch", "planes", "rows", "columns", "channels")
-    found = pool.run(8, groups_of, stages=[[strategy, Strategy(data=4, filters=2)]], of=strategy, names=names)
-    assert found[5] == {
-        "batch": [1, 5], "gradients": list(range(8)), "planes": None, "rows": [5, 7], "columns": [4, 5],
-        "channels": None, "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0),
-        "pipeline": None,
-    }  # fmt: skip
-
-
-def test_ranks_that_share_channels_are_neighbours(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, zero=2, zero_stage=2, channels=2)
-    names = ("batch", "channels", "weights", "stage")
-    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy, names=names)
-    assert found[5] == {
-        "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "channels": [4, 5], "weights": [4, 5],
-        "stage": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1), "pipeline": None,
-    }  # fmt: skip
+@pytest.mark.parametrize("name", PLACES)
+def test_groups_of_rank_5_of_8(pool: WorkerPool, name: str) -> None:
+    stage, wanted = PLACES[name]
+    names = tuple(wanted.keys() - {"gradients", "mesh", "place"})
+    found = pool.run(8, groups_of, stages=[stage], of=stage[0], names=names)
+    assert found[5] == wanted | {"pipeline": None}
 
 
 def test_stages_take_consecutive_ranks(pool: WorkerPool) -> None:
@@ -85,13 +93,3 @@ def test_strategy_must_take_the_whole_stage() -> None:
     plan = make_plan([["a", "b"]], [[Strategy(data=2), Strategy(data=1)]], 8)
     with pytest.raises(InputError, match="strategy of b"):
         build_meshes(plan, "cpu")
-
-
-def test_ranks_that_share_tokens_share_states(pool: WorkerPool) -> None:
-    strategy = Strategy(data=2, context=2, tensor=2, zero_stage=3)
-    names = ("tokens", "weights", "batch")
-    found = pool.run(8, groups_of, stages=[[strategy, replace(strategy, ulysses=True)]], of=strategy, names=names)
-    assert found[5] == {
-        "tokens": [5, 7], "weights": [4, 5], "batch": [1, 5], "gradients": [1, 3, 5, 7],
-        "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1), "pipeline": None,
-    }  # fmt: skip

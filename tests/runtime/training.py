@@ -19,7 +19,7 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
 from tests.runtime.examined import Examined
-from tests.runtime.plans import losses_alone, make_plan
+from tests.runtime.plans import clipped, losses_alone, make_plan
 
 SAMPLES, TOKENS, VOCAB, LAYERS = 8, 16, 96, 3
 NOISE = 1e-8
@@ -119,9 +119,8 @@ def train_plainly(model: nn.Module, batch: dict[str, Tensor], max_grad_norm: flo
     gradients = {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
     model.load_state_dict(state)
     optimizer.zero_grad()
-    largest = float("inf") if max_grad_norm is None else max_grad_norm
-    clip = partial(nn.utils.clip_grad_norm_, max_norm=largest)
-    losses = losses_alone(model, optimizer, [batch] * steps, lambda one: clip(one.parameters()))
+    clip = partial(clipped, largest=float("inf") if max_grad_norm is None else max_grad_norm)
+    losses = losses_alone(model, optimizer, [batch] * steps, clip)
     return Trained(losses, gradients, dict(model.state_dict()))
 
 
