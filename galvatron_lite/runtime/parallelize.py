@@ -121,7 +121,7 @@ def split_stage(
         narrow_norms(model)
         hold_frozen(model)
     traffic = redistributor_of(stage, meshes, examined.sampled, options.compute)
-    install_hooks(model, sharded.borders, traffic, incoming, users)
+    install_hooks(model, stage, sharded.borders, traffic, incoming, users)
     install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied)
     elsewhere = {id(parameter) for parameter in tied.values()}

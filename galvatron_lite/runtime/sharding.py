@@ -29,7 +29,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.wrapping import rules_under, wrap_forward
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of
+from galvatron_lite.runtime.activations.traffic import BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.preparation import Examined, SetupOptions
@@ -43,7 +43,7 @@ class Sharded:
     experts: dict[str, ParameterShard] = field(default_factory=dict)  # parts of parameters of spread experts, by name
     zero_modules: list[FSDPModule] = field(default_factory=list)  # modules that FSDP manages
     replicated: list[FSDPModule] = field(default_factory=list)  # those of them whose mesh has a data axis, too
-    borders: list[Bordered] = field(default_factory=list)  # modules of layers, and what they work on
+    borders: dict[str, BoundaryLayout] = field(default_factory=dict)  # what modules of layers work on, by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class StageSplitter:
             wrap_forward(module, strategy, self.traveller)
             if drawn is not None:
                 pass_keys(module, path, drawn, lot_of(placed, self.meshes))
-            self.done.borders.append(Bordered(path, placed, at))
+            self.done.borders[path] = at
 
     def _block(self, placed: LayerAssignment) -> nn.Module:
         return self.model.get_submodule(placed.layer.modules[0])

@@ -77,15 +77,6 @@ class BoundaryLayout:
         return AxisSplit(shared.devices, tuple(axes))
 
 
-@dataclass(frozen=True, slots=True)
-class Bordered:
-    """A module of a layer, by its path, and what it works on."""
-
-    path: str
-    placed: LayerAssignment
-    border: BoundaryLayout
-
-
 def border_of(layout: ActivationLayout, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
     matmuls = ProcessTensorGroup(groups.weights) if layout.sequence > 1 else None
