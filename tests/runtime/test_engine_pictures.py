@@ -12,14 +12,7 @@ from torch import nn
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
-from tests.runtime.pictures import (
-    Pictures,
-    make_net,
-    make_parallel_net,
-    make_pictures,
-    train_net,
-    train_net_alone,
-)
+from tests.runtime.pictures import Pictures, make_net, make_parallel_net, make_pictures, train_net, train_net_alone
 from tests.runtime.plans import split_model
 from tests.runtime.training import assert_same
 from tests.together import Together

@@ -22,12 +22,7 @@ from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
 from galvatron_lite.parallelism.tensor.functions import copy_to_group
 from galvatron_lite.runtime.activations.layout import IDS, INNER, ActivationLayout, AxisSplit
-from galvatron_lite.runtime.activations.traffic import (
-    ActivationRedistributor,
-    BoundaryLayout,
-    LayoutTensor,
-    RankPiece,
-)
+from galvatron_lite.runtime.activations.traffic import ActivationRedistributor, BoundaryLayout, LayoutTensor, RankPiece
 from galvatron_lite.runtime.assignment import LayerAssignment
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]

@@ -308,11 +308,7 @@ class _BlankLayers(Materializer):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Layer],
-        device: torch.device,
-        shapes: Mapping[str, tuple[int, ...]],
+        self, model: nn.Module, layers: Sequence[Layer], device: torch.device, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         super().__init__(model, layers, device)
         self._paths = {id(module): path for path, module in model.named_modules()}
