@@ -95,11 +95,6 @@ def split_stage(
 
     Args:
         model: holds the stage's layers, and no real parameter of others.
-        layers: those of the model.
-        stage: those of the stage.
-        meshes: process groups.
-        examined: how layers are split inside.
-        options: of the model.
         incoming: layouts in which what stages before this one send may lie.
         roots: the modules of the model that are called; the model itself if not given.
         place: brings a layer onto the device; gives it its values if not given.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -70,21 +69,24 @@ def finish_step(parallel: ParallelModel, loss: Tensor, largest: float | None) ->
     return sums[0], is_finite
 
 
-@dataclass(frozen=True, slots=True)
-class _NotFinite:
-    loss: bool  # its part of the loss
-    made: bool  # gradients that it made itself
-    names: tuple[str, ...]  # parameters whose gradient, summed over ranks
-
-
 def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
+    """Raise NonFiniteLossError, which says what is not finite, and on which ranks it began, as far as it is known."""
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
     computed = any(one.is_final and not one.is_zero for one in bad)
     computed = computed or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
-    here = _NotFinite(not _is_finite(local_loss), computed, tuple(one.names[0] for one in bad))
-    every: list[_NotFinite] = everyone(here, parallel.watch.group)
-    what, ranks = _report(every, float(loss))
+    # whether this rank's part of the loss is, and the gradients that it computed; parameters of which the sums are
+    every = everyone((not _is_finite(local_loss), computed, [one.names[0] for one in bad]), parallel.watch.group)
+    losses, sources, holders = (tuple(rank for rank, one in enumerate(every) if one[part]) for part in range(3))
+    if losses:
+        ranks, what = losses, f"The loss is not finite (loss {float(loss)}): that of {_ranks(losses)}."
+    else:
+        names = list(dict.fromkeys(name for _, _, named in every for name in named))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        where = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
+        ranks = sources or holders
+        source = f"{_ranks(ranks)} made it so" if sources else f"found on {_ranks(ranks)} once ranks had summed it"
+        what = f"The gradient norm is not finite (loss {float(loss)}){where}: {source}."
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "
         f"{'the batch' if len(ranks) == len(every) else 'the samples of that rank'}, lower the learning rate, or clip "
@@ -95,20 +97,6 @@ def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(local_tensor(tensor).isfinite().all())
-
-
-def _report(every: list[_NotFinite], loss: float) -> tuple[str, tuple[int, ...]]:
-    """What is not finite, and on which ranks it began, as far as it is known."""
-    if ranks := tuple(rank for rank, one in enumerate(every) if one.loss):
-        return f"The loss is not finite (loss {loss}): that of {_ranks(ranks)}.", ranks
-    names = list(dict.fromkeys(name for one in every for name in one.names))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    where = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
-    head = f"The gradient norm is not finite (loss {loss}){where}"
-    if ranks := tuple(rank for rank, one in enumerate(every) if one.made):
-        return f"{head}: {_ranks(ranks)} made it so.", ranks
-    ranks = tuple(rank for rank, one in enumerate(every) if one.names)
-    return f"{head}: found on {_ranks(ranks)} once ranks had summed it.", ranks
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
