@@ -11,7 +11,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.activations.layout import ActivationLayout as Layout
-from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, nothing, route
+from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, route
 
 ROWS = 12
 Pair = tuple[AxisSplit, AxisSplit, tuple[int, ...]]
@@ -55,25 +55,11 @@ def test_a_split_covers_every_item_equally_often(pair: Pair) -> None:
 
 
 @given(pairs())
-def test_every_rank_receives_what_it_wants_once(pair: Pair) -> None:
-    source, target, shape = pair
-    ways = [route(source, target, shape, place) for place in range(source.devices)]
-    for place, way in enumerate(ways):
-        assert (way.held, way.wanted) == ((source.box(place, shape),), (target.box(place, shape),))
-        pieces = [
-            sum((painted(one, shape) for one in boxes), painted(nothing(len(shape)), shape)) for boxes in way.receives
-        ]
-        numpy.testing.assert_array_equal(sum(pieces), painted(way.wanted[0], shape))
-        for sender, piece in enumerate(pieces):
-            assert ways[sender].sends[place] == way.receives[sender]
-            assert (piece <= painted(ways[sender].held[0], shape)).all()
-
-
-@given(pairs())
 def test_nothing_travels_that_is_at_hand(pair: Pair) -> None:
     source, target, shape = pair
     ways = [route(source, target, shape, place) for place in range(source.devices)]
     for place, way in enumerate(ways):
+        assert (way.held, way.wanted) == ((source.box(place, shape),), (target.box(place, shape),))
         kept = way.held[0].meet(way.wanted[0])
         assert way.receives[place] == ((kept,) if kept.items else ())
         assert way.local == all(not boxes or to == at for at, w in enumerate(ways) for to, boxes in enumerate(w.sends))
