@@ -52,7 +52,6 @@ from galvatron_lite.runtime.checkpoint.optimizer import (
     put_schedule,
 )
 from galvatron_lite.runtime.checkpoint.plain import (
-    RandomStates,
     alone,
     generators,
     put_generators,
@@ -394,7 +393,7 @@ def _advised(place: Path, remedy: str) -> Iterator[None]:
 
 def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     """A function that undoes ``_put``, for all but objects in ``extra``."""
-    random, optimizer = RandomStates(), state.optimizer
+    random, optimizer = generators(), state.optimizer
     streams = [(stream, stream.state()) for stream in parallel.streams]
     # torch replaces both when it loads a state
     before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
@@ -404,7 +403,7 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     states = [(target, copy.deepcopy(target.state_dict())) for target in targets]
 
     def go_back() -> None:
-        random.restore()
+        put_generators(random)
         for stream, stream_state in streams:
             stream.set_state(stream_state)
         if optimizer is not None and before is not None:

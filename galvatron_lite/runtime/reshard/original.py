@@ -124,7 +124,19 @@ class Structure:
 
     def __init__(self, modules: Iterable[nn.Module], meta: bool = False) -> None:
         shells: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._states = [_state_of(module, shells if meta else None) for module in modules]
+        self._states = []
+        for module in modules:
+            attributes = {name: value for name, value in vars(module).items() if name not in CONTAINERS}
+            contents = {name: value.copy() for name, value in vars(module).items() if name in CONTAINERS}
+            if meta:
+                parameters = contents["_parameters"].items()
+                contents["_parameters"] = {
+                    name: None if one is None else _shell(one, shells) for name, one in parameters
+                }
+            # private: torch keeps FSDP's states by module, has no public way to remove one, and refuses a second one
+            reference = _composable_state._module_state_mapping.get(module)
+            composable = None if reference is None else reference()
+            self._states.append(ModuleState(module, type(module), attributes, contents, composable))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -176,19 +188,6 @@ def _change(hooks: dict[Any, Any], changed: Mapping[Any, Any]) -> None:
             hooks.pop(key, None)
         else:
             hooks[key] = hook
-
-
-def _state_of(module: nn.Module, shells: dict[int, tuple[nn.Parameter, nn.Parameter]] | None) -> ModuleState:
-    attributes = {name: value for name, value in vars(module).items() if name not in CONTAINERS}
-    contents = {name: value.copy() for name, value in vars(module).items() if name in CONTAINERS}
-    if shells is not None:
-        contents["_parameters"] = {
-            name: None if parameter is None else _shell(parameter, shells)
-            for name, parameter in contents["_parameters"].items()
-        }
-    # private: torch keeps FSDP's states by module, has no public way to remove one, and refuses a second one
-    reference = _composable_state._module_state_mapping.get(module)
-    return ModuleState(module, type(module), attributes, contents, None if reference is None else reference())
 
 
 def _shell(parameter: nn.Parameter, shells: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> nn.Parameter:

@@ -24,7 +24,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Mode, Plan
-from galvatron_lite.runtime.checkpoint.plain import RandomStates
+from galvatron_lite.runtime.checkpoint.plain import generators, put_generators, share_generators
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.parallelize import build
@@ -158,10 +158,10 @@ class _Change:
         """Change the plan."""
         parallel, plan, undo = self.parallel, self.plan, self.undo
         origin, device = parallel.origin, parallel.device
-        former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), RandomStates()
+        former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), generators()
         options = origin.options_of(plan, groups)
         undo.callback(groups.destroy, kept=former)
-        undo.callback(random.restore)
+        undo.callback(put_generators, random)
         for runtime in parallel.runtimes:
             runtime.updates.publish()
         report, old = self._phase("validate", self._checked)
@@ -180,7 +180,7 @@ class _Change:
         for runtime in new.runtimes:
             runtime.updates.take()
         if shares_samples(plan) and not shares_samples(parallel.plan):
-            random.share(device)
+            share_generators(random, device)
         self._phase("commit", lambda: None)
 
         undo.pop_all()
@@ -194,7 +194,7 @@ class _Change:
         origin.options, origin.batch = options, self.batch
         origin.unsplit.take_in(changes)
         origin.settle()
-        random.restore()
+        put_generators(random)
         transfer.commit()
         release(copies)
         former.destroy(kept=groups)
