@@ -13,7 +13,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
 from tests.runtime.pictures import Pictures, make_net, make_parallel_net, make_pictures, train_net, train_net_alone
-from tests.runtime.plans import split_model
+from tests.runtime.plans import losses_alone, split_model
 from tests.runtime.training import assert_same
 from tests.together import Together
 
@@ -117,14 +117,9 @@ def by_hand(case: Pictures) -> tuple[list[float], list[float]]:
     """The user's own loop: forward, backward, clip, step."""
     parallel, batch = make_parallel_net(case), make_pictures(case)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-    losses, norms = [], []
-    for _ in range(2):
-        loss = parallel(*batch)
-        loss.backward()
-        norms.append(float(parallel.clip_grad_norm(0.05)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    norms: list[float] = []
+    clip = parallel.clip_grad_norm
+    losses = losses_alone(parallel, optimizer, [batch] * 2, lambda _: norms.append(float(clip(0.05))))
     return losses, norms
 
 

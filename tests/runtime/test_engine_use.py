@@ -45,17 +45,14 @@ def by_hand(case: Case) -> Trained:
     """The user's own loop: forward, backward, clip, step."""
     parallel = make_parallel(case)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
-    losses, gradients = [], dict[str, Tensor]()
-    for _ in range(2):
-        loss = parallel(**make_batch())
-        loss.backward()
-        gradients = gradients or full_gradients(parallel)
-        if case.max_grad_norm is not None:
-            parallel.clip_grad_norm(case.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return Trained(losses, gradients, full_state_dict(parallel))
+    gradients: list[dict[str, Tensor]] = []
+
+    def clip(_: nn.Module) -> None:
+        gradients.append(full_gradients(parallel))
+        parallel.clip_grad_norm(case.max_grad_norm)
+
+    losses = losses_alone(parallel, optimizer, [make_batch()] * 2, clip)
+    return Trained(losses, gradients[0], full_state_dict(parallel))
 
 
 CLIPPED = {
