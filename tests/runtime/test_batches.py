@@ -23,7 +23,7 @@ from galvatron_lite.runtime.phases import Phases
 from tests.pool import WorkerPool
 from tests.runtime.plans import losses_alone
 from tests.runtime.training import ADAMW, SAMPLES, Case, Trained, assert_same, make_batch, make_model, make_parallel
-from tests.together import Together
+from tests.together import Together, together
 
 PLANS: dict[str, Case] = {
     "data": Case([Strategy(data=2)] * 5),
@@ -85,9 +85,7 @@ def trained(case: Case) -> list[Trained]:
     return found
 
 
-@pytest.fixture(scope="module")
-def runs(pool: WorkerPool) -> Together:
-    return Together(pool, trained, PLANS, lambda case: case.world)
+runs = together(trained, PLANS)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -15,7 +15,7 @@ from tests.pool import WorkerPool
 from tests.runtime.pictures import Pictures, make_net, make_parallel_net, make_pictures, train_net, train_net_alone
 from tests.runtime.plans import losses_alone, split_model
 from tests.runtime.training import assert_same
-from tests.together import Together
+from tests.together import Together, together
 
 TOLERANCE = 1e-10
 WHOLE, DATA, ZERO3 = Strategy(filters=2), Strategy(data=2), Strategy(zero=2, zero_stage=3)
@@ -98,10 +98,7 @@ def world_of(case: Pictures) -> int:
     return case.strategies[0].devices * (len(case.cuts) + 1)
 
 
-@pytest.fixture(scope="module")
-def trained(pool: WorkerPool) -> Together:
-    """What every rank found under each plan."""
-    return Together(pool, train_net, CASES, world_of)
+trained = together(train_net, CASES, world_of)
 
 
 @pytest.mark.parametrize("name", list(CASES))

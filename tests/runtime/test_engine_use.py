@@ -34,7 +34,7 @@ from tests.runtime.training import (
     train,
     train_alone,
 )
-from tests.together import Together
+from tests.together import Together, together
 
 DATA, ZERO3, ZERO2 = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(zero=2, zero_stage=2)
 TENSOR, SEQUENCE = Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True)
@@ -60,10 +60,7 @@ CLIPPED = {
     for name, one in {"data": [DATA] * 5, "zero": [ZERO2] * 5, "mixed": MIXED}.items()
 }
 
-
-@pytest.fixture(scope="module")
-def trained_by_hand(pool: WorkerPool) -> Together:
-    return Together(pool, by_hand, CLIPPED, lambda case: case.world)
+trained_by_hand = together(by_hand, CLIPPED)
 
 
 @pytest.mark.parametrize("name", CLIPPED)
@@ -140,10 +137,7 @@ BF16 = {
     )
 }  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def trained_in_bf16(pool: WorkerPool) -> Together:
-    return Together(pool, train, BF16, lambda case: case.world)
+trained_in_bf16 = together(train, BF16)
 
 
 @pytest.mark.parametrize("name", BF16)
@@ -306,11 +300,7 @@ CASES = {
     "pipeline, clipped": Case([DATA, ZERO3, SEQUENCE, DATA, DATA], microbatches=2, cuts=[2], max_grad_norm=0.05),
 }
 
-
-@pytest.fixture(scope="module")
-def trained(pool: WorkerPool) -> Together:
-    """What every rank found under each plan."""
-    return Together(pool, train, CASES, lambda case: case.world)
+trained = together(train, CASES)
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -18,7 +18,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
 from tests.runtime.plans import losses_alone, split_model
-from tests.together import Together
+from tests.together import Together, together
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
 EDGES = Strategy(data=2)
@@ -120,9 +120,7 @@ def errors_under(case: str) -> dict[str, float]:
     return between | ({} if case == "tokens" else {f"inside, {way}": error_under(case, way, "") for way in WAYS})
 
 
-@pytest.fixture(scope="module")
-def found(pool: WorkerPool) -> Together:
-    return Together(pool, errors_under, {plan: plan for plan in PLANS}, lambda _: 2)
+found = together(errors_under, {plan: plan for plan in PLANS}, lambda _: 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

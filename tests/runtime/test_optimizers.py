@@ -19,7 +19,7 @@ from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
 from tests.runtime.plans import losses_alone
 from tests.runtime.training import Case, make_batch, make_model, make_parallel
-from tests.together import Together
+from tests.together import Together, together
 
 CPU, STEPS = torch.device("cpu"), 2
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -162,9 +162,7 @@ def clipped(case: Case) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def clipped_runs(pool: WorkerPool) -> Together:
-    return Together(pool, clipped, PLANS, lambda case: case.world)
+clipped_runs = together(clipped, PLANS)
 
 
 def same(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> None:
@@ -228,9 +226,7 @@ def stepped(case: Case) -> dict[tuple[str, str], Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def stepped_runs(pool: WorkerPool) -> Together:
-    return Together(pool, stepped, PLANS, lambda case: case.world)
+stepped_runs = together(stepped, PLANS)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -280,9 +276,7 @@ def averaged(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     return whole, losses
 
 
-@pytest.fixture(scope="module")
-def averaged_runs(pool: WorkerPool) -> Together:
-    return Together(pool, averaged, PLANS, lambda case: case.world)
+averaged_runs = together(averaged, PLANS)
 
 
 @pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor", "mixed", "pipeline", "offload", "mixture"])
