@@ -37,11 +37,10 @@ class Peers:
     """
 
     def __init__(self, timeout: float | None) -> None:
-        alone = timeout is None or dist.get_world_size() == 1
-        # through the CPU, whatever training uses: what is shown is small, and lies there
-        self.group: dist.ProcessGroup | None = (
-            None if alone or timeout is None else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
-        )
+        self.group: dist.ProcessGroup | None = None
+        if timeout is not None and dist.get_world_size() > 1:
+            # through the CPU, whatever training uses: what is shown is small, and lies there
+            self.group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
 
     @property
     def rank(self) -> int:

@@ -64,10 +64,10 @@ class LocalTensors:
         self.blank: dict[str, Released] = {}  # memory that is to be allocated, by name
         self.parts: dict[str, list[LocalShard]] = {}
         self.reports: dict[str, TensorReport] = {}
-        for one in (*held, *buffers):
-            self.parts.setdefault(one.name, []).extend([one] if one.box.items else [])
-            boxes = tuple(part.box for part in self.parts[one.name])
-            self.reports[one.name] = TensorReport(one.shape, one.tensor.dtype, boxes)
+        for shard in (*held, *buffers):
+            self.parts.setdefault(shard.name, []).extend([shard] if shard.box.items else [])
+            boxes = tuple(part.box for part in self.parts[shard.name])
+            self.reports[shard.name] = TensorReport(shard.shape, shard.tensor.dtype, boxes)
 
     def views(self, name: str, box: Box) -> list[Tensor]:
         """The items of a box, in every part that has it."""
