@@ -31,7 +31,7 @@ from galvatron_lite.plans.io import check_runs, file_named
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
 from galvatron_lite.runtime.batch_checks import GlobalBatches
-from galvatron_lite.runtime.checkpoint.plain import RandomStates
+from galvatron_lite.runtime.checkpoint.plain import generators, put_generators
 from galvatron_lite.runtime.monitor.attach import (
     adapt_settings,
     correct_inputs,
@@ -170,7 +170,7 @@ def auto_parallelize(
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
     place, seen = pick_device(device), observer_options(log, live, profile_steps)
-    randomness_before = RandomStates()
+    randomness_before = generators()
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -245,7 +245,7 @@ def auto_parallelize(
     if timeout is not None:
         _check_timeout(chosen, timeout)
         given["timeout"] = timeout
-    randomness_before.restore()  # as if nothing had been measured or traced
+    put_generators(randomness_before)  # as if nothing had been measured or traced
     with file_named(plan):
         parallel = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **given)
     if findings is not None:

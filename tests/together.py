@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import pytest
+
 from tests.pool import JobError, WorkerPool
 
 MOST = 16
@@ -51,6 +53,18 @@ class Together:
             self._alone |= set(names)
             return
         self._found |= {name: [rank[place] for rank in ranks] for place, name in enumerate(names)}
+
+
+def together(
+    job: Callable[..., Any], cases: Mapping[Any, Any], world: Callable[[Any], int] = lambda case: case.world
+) -> Any:
+    """A module's fixture of what a job returns for each of some cases, by case then rank."""
+
+    @pytest.fixture(scope="module")
+    def runs(pool: WorkerPool) -> Together:
+        return Together(pool, job, cases, world)
+
+    return runs
 
 
 def one_by_one(job: Callable[..., Any], cases: list[Any]) -> list[Any]:

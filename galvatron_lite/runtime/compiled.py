@@ -57,13 +57,6 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
 
 
 @dataclass(slots=True)
-class CompileVerdict:
-    """The choice for a kind of block."""
-
-    takes: bool | None = None  # whether its blocks run compiled; None until the first of them has been tried
-
-
-@dataclass(slots=True)
 class CompiledBlock:
     """A block whose forward may be compiled."""
 
@@ -71,17 +64,18 @@ class CompiledBlock:
     module: nn.Module
     forward: Forward  # as it was
     compiled: Forward  # the same, compiled when it is first called
-    verdict: CompileVerdict  # of its kind
+    kind: object  # equal for blocks that compile alike
+    takes: dict[object, bool]  # whether blocks run compiled, by kind, once the first of a kind has been tried
     group: Group  # ranks that run it together; their slowest counts
     measures: bool  # whether the faster forward is kept, instead of the compiled one
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The chosen forward."""
-        return (self.compiled if self.verdict.takes else self.forward)(*args, **kwargs)
+        return (self.compiled if self.takes.get(self.kind) else self.forward)(*args, **kwargs)
 
     def try_out(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Pre-hook: before the first training pass, find out whether the block compiles and what that gains."""
-        if self.verdict.takes is not None or not torch.is_grad_enabled():
+        if self.kind in self.takes or not torch.is_grad_enabled():
             return
         plain = self._seconds(self.forward, args, kwargs, _ROUNDS) if self.measures else 0.0
         reason = "it failed on another rank"
@@ -90,11 +84,11 @@ class CompiledBlock:
         except Exception as error:
             reason, seconds = f"{type(error).__name__}: {str(error)[:300]}", _FAILED
         plain, seconds = _slowest([plain, seconds], self.group)
-        self.verdict.takes = seconds != _FAILED and (not self.measures or seconds < plain)
+        self.takes[self.kind] = seconds != _FAILED and (not self.measures or seconds < plain)
         if seconds == _FAILED:
             warnings.warn(f"{self.name} does not compile, and runs as it is ({reason}).", stacklevel=2)
         elif self.measures and (not dist.is_initialized() or dist.get_rank() == 0):
-            taken = "is compiled" if self.verdict.takes else "is not compiled"
+            taken = "is compiled" if self.takes[self.kind] else "is not compiled"
             warnings.warn(
                 f"{self.name} and blocks like it: {1e3 * seconds:.3g} ms compiled, {1e3 * plain:.3g} ms not (measured, "
                 f"forward and backward): it {taken}.",
@@ -112,36 +106,23 @@ class CompiledBlock:
         return min(times[2:], default=0.0)
 
 
-def compile_blocks(
-    model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, wanted: str
-) -> list[CompiledBlock]:
+def compile_blocks(model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, wanted: str) -> None:
     """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
 
     Blocks that share tokens or pixels run as they are: they are given tensors that show full shapes, which cannot be
     traced (``parallelism.sharded``), and a trial on plain ones would not tell.
     """
-    verdicts: dict[object, CompileVerdict] = {}
-    backend, blocks = DEFAULT if wanted == AUTO else wanted, []
+    takes: dict[object, bool] = {}
+    backend = DEFAULT if wanted == AUTO else wanted
     for placed in stage if wanted else ():
         if placed.layer.role is not Role.BLOCK or placed.layout.tokens > 1 or placed.layout.splits_pixels:
             continue
         module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
         parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
-        verdict = verdicts.setdefault((type(module), parameters, placed.strategy), CompileVerdict())
-        compiled = torch.compile(module.forward, backend=backend)
-        block = CompiledBlock(placed.layer.name, module, module.forward, compiled, verdict, group, wanted == AUTO)
-        module.forward = _forward_of(block)
+        kind, compiled = (type(module), parameters, placed.strategy), torch.compile(module.forward, backend=backend)
+        block = CompiledBlock(placed.layer.name, module, module.forward, compiled, kind, takes, group, wanted == AUTO)
+        module.forward = functools.wraps(block.forward)(functools.partial(CompiledBlock.run, block))
         module.register_forward_pre_hook(block.try_out, with_kwargs=True)
-        blocks.append(block)
-    return blocks
-
-
-def _forward_of(block: CompiledBlock) -> Forward:
-    @functools.wraps(block.forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return block.run(*args, **kwargs)
-
-    return run
 
 
 def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:

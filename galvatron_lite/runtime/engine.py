@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -20,6 +20,7 @@ from galvatron_lite.parallelism.precision import compute_dtype, holding_copies
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
+from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
@@ -45,15 +46,15 @@ from galvatron_lite.runtime.parameters.use import (
     refuse_direct_calls,
 )
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.preparation import Examined
-from galvatron_lite.runtime.reshard.original import original_of
-from galvatron_lite.runtime.reshard.reshard import Resharding
+from galvatron_lite.runtime.preparation import Examined, SetupOptions
+from galvatron_lite.runtime.reshard.original import OriginalModel
+from galvatron_lite.runtime.reshard.reshard import Resharded, reshard
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+from galvatron_lite.runtime.stages import StageRuntime
 from galvatron_lite.runtime.step_end import (
     GradientsAside,
-    check_gradients,
+    accumulated_step,
     clip_factor,
     finish_step,
     output_count,
@@ -61,14 +62,13 @@ from galvatron_lite.runtime.step_end import (
     pipelined_outputs,
     pipelined_step,
     reduced,
-    stepped_loss,
 )
 from galvatron_lite.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class ParallelModel(Saving, Resharding, Observable, nn.Module):
+class ParallelModel(Saving, Observable, nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -100,8 +100,10 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         origin: what the model was before it was split.
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
         plan_check: raises ``InputError`` for a plan that would train otherwise than one process; None: any may.
-        runtime: what this rank's stage is made of, the first where it has several.
-        copies: the model's structure once more for each other stage.
+        runtimes: what trains the parts of the model that are on this rank.
+        runtime: the first of them.
+        copies: the model's structure once more for each other part.
+        calls: how models of stages are called.
         watch: knows where this rank is in its step, and why a step fails.
 
     Raises:
@@ -140,57 +142,63 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
             check_hooks(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm = plan, max_grad_norm
-        self._compute = compute_dtype(precision or plan.precision)
-        self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
+        compute = compute_dtype(precision or plan.precision)
         self.entries = entries_of(model, layers)
-        options = SetupOptions(
-            self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity, examined=examined
-        )
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
-        groups = ProcessGroups(timeout=timeout)
-        options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)
+        options = SetupOptions(
+            self.device, compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity, ProcessGroups(timeout=timeout),
+            check_compile(compile, plan), draws, examined,
+        )  # fmt: skip
         self.watch = Watch(self.device, timeout)
-        self.origin = original_of(model, layers, batch, options, precision)
-        self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
+        self.origin = OriginalModel(model, layers, batch, options, precision)
+        buffers = SyncedBuffers(synced_buffers or {})
+        self.calls = Calls(compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
         self.module = model
-        self.use = ParameterUse(self.runtimes, plan)
+        self.scaler: LossScaler | None = None
+        self.adopt(plan, self._set_up(model, layers, batch, options), options)
         refuse_direct_calls(model, self)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
-        buffers = SyncedBuffers(synced_buffers or {})
-        self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
-        self._rows = 0
         self._aside: weakref.ref[GradientsAside] | None = None
         self._optimizers, self._turns = OptimizerSteps(self), 1
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
-    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
+    def _set_up(
+        self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions
+    ) -> Sequence[StageRuntime]:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
-        self._runtimes = parallelize(model, self.plan, layers, batch, meshes, options)
-        self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
-        return self._runtimes[0]
+        return parallelize(model, self.plan, layers, batch, meshes, options)
 
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """What trains the parts of the model that are on this rank, ``runtime`` first."""
-        return self._runtimes
+    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: SetupOptions) -> None:
+        """Train with what another plan made of the model; called by ``reshard``."""
+        self.plan, self.runtimes, self.runtime = plan, runtimes, runtimes[0]
+        self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
+        self.use, self.calls.compute = ParameterUse(runtimes, plan), options.compute
+        scaled = options.compute is torch.float16
+        self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
+
+    def switch(
+        self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
+    ) -> Resharded:
+        """Train on under another plan (or the file that holds it), between two steps; all ranks call it.
+
+        See ``runtime.reshard.reshard.reshard``.
+        """
+        wanted = plan if isinstance(plan, Plan) else read_plan(plan)
+        with self._watched(StepPhase.SWITCHING):
+            return reshard(self, optimizer, wanted, scheduler, **options)
 
     @property
     def phase(self) -> PlannedPhase | None:
         """The phase of the next step, whose batch and sequence it is to be given; None without phases."""
         return None if self.steering is None else self.steering.phase
 
-    @property
-    def structures(self) -> Sequence[nn.Module]:
-        """The modules of each of these parts, under the names of the whole model."""
-        return [self.module, *self.copies]
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
         The value is that of the whole batch on every rank. Where the plan has a pipeline or micro-batches, and
-        gradients are wanted, their backward passes are done within the call (``runtime.step_end.stepped_loss``).
+        gradients are wanted, their backward passes are done within the call (``runtime.step_end.GradientsAside``).
 
         Raises:
             InputError: the batch cannot be shared evenly, or is to get gradients; there are gradients of another batch
@@ -211,11 +219,11 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
                 "Under torch.no_grad() the call gives the loss, and outputs(batch) the outputs; call train() to train."
             )
             raise InputError("plan", f"{len(self.plan.stages)} stages in evaluation mode", remedy)
-        (part,) = self._parts(batch, 1)
+        ((part,),) = self._parts(batch, 1)
         self._begin()
-        self._calls.buffers.begin(self.runtimes if self.training else (), 1)
-        loss = self._local_loss(part)
-        self._calls.buffers.finish()
+        self.calls.buffers.begin(self.runtimes if self.training else (), 1)
+        loss = self.local_loss(part)
+        self.calls.buffers.finish()
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
             runtime.reducer.watch(loss, runtime.updates.deliver)
@@ -237,21 +245,20 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         with torch.no_grad():
             self._begin(trains=False)
             if self.runtime.pipeline is None:
-                return self._outputs(self._parts(batch, 1)[0])
-            parts = self._parts_by_stage(batch, output_count(batch_size(batch), self.plan))
-            return pipelined_outputs(self.runtimes, self._calls, parts, self._rows, self.plan)
+                ((part,),) = self._parts(batch, 1)
+                return self._outputs(part)
+            return pipelined_outputs(self, self._parts(batch, output_count(batch_size(batch), self.plan)))
 
     def _evaluated(self, batch: Any) -> Tensor:
         self._begin(trains=False)
         count = output_count(batch_size(batch), self.plan)
-        self._calls.buffers.begin(self.runtimes if self.training else (), count)
-        parts = self._parts_by_stage(batch, count)
-        loss = pipelined_loss(self.runtimes, self._calls, parts, self._rows)
-        self._calls.buffers.finish()
+        self.calls.buffers.begin(self.runtimes if self.training else (), count)
+        loss = pipelined_loss(self, self._parts(batch, count))
+        self.calls.buffers.finish()
         return reduced(self, [loss], with_norm=False)[0]
 
     def _outputs(self, part: Any) -> Any:
-        return self._calls.outputs(self.runtime, part, self._rows)[0]
+        return self.calls.outputs(self.runtime, part)[0]
 
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.
@@ -312,15 +319,13 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         """
         self._begin()
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
-        self._calls.buffers.begin(self.runtimes, self.plan.microbatches)
-        with holding_copies(self._compute, self.device):
-            if self.runtime.pipeline is None:
-                loss = self._accumulated(batch, lifted)
-            else:
-                parts = self._parts_by_stage(batch, self.plan.microbatches * self._turns)
-                loss = pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
+        self.calls.buffers.begin(self.runtimes, self.plan.microbatches)
+        with holding_copies(self.calls.compute, self.device):
+            parts = self._parts(batch, self.plan.microbatches * self._turns)
+            step = accumulated_step if self.runtime.pipeline is None else pipelined_step
+            loss = step(self, parts, lifted)
         self.watch.at(StepPhase.GRADIENTS)
-        self._calls.buffers.finish()
+        self.calls.buffers.finish()
         for runtime in self.runtimes:
             runtime.reducer.finish()
         if self.runtime.shared is not None:
@@ -328,23 +333,6 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         for runtime in self.runtimes:
             runtime.updates.deliver()
         return loss / lifted
-
-    def _accumulated(self, batch: Any, lifted: float) -> Tensor:
-        count, glue = self.plan.microbatches * self._turns, self.runtime.traffic.glue
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(self._parts(batch, count)):
-            self.watch.at(StepPhase.FORWARD, number)
-            loss = self._local_loss(part)
-            loss = (loss.float() if self.scaler is not None else loss) * (lifted / (glue.batch * count))
-            self.watch.at(StepPhase.BACKWARD, number)
-            last = number == count - 1
-            for runtime in self.runtimes:
-                set_all_reduce(runtime.sharded.replicated, last)
-                runtime.reducer.synchronise = last
-                runtime.reducer.begin()
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total / (self.runtime.meshes.stage_devices // glue.batch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -364,32 +352,24 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         return norm
 
     def _steps_when_called(self) -> bool:
-        adds_on_host = self._has_gradients() and any(runtime.updates.hosts for runtime in self.runtimes)
+        adds_on_host = self.has_gradients() and any(runtime.updates.hosts for runtime in self.runtimes)
         several = len(self.plan.stages) > 1 or (self.plan.microbatches > 1 and not adds_on_host)
         return self.scaler is None and several
 
     def _stepped(self, batch: Any) -> Tensor:
-        aside = GradientsAside(self.runtimes, None if self._aside is None else self._aside())
+        aside = GradientsAside(self, None if self._aside is None else self._aside())
         self._turns, self._aside = 1, weakref.ref(aside)
-        value = reduced(self, [self.backward_step(batch)], with_norm=False)[0]
-        aside.swap()
-
-        def settle(factor: Tensor) -> None:
-            aside.swap()
-            check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
-            self._multiply(factor)
-            aside.add()
-
-        return self._guarded(stepped_loss(value, settle))
+        return self._guarded(aside.loss_of(batch))
 
     def _guarded(self, loss: Tensor) -> Tensor:
-        return loss if is_alone(self.plan) else guard_loss(loss, self._parameter_ids)
+        def parameters() -> frozenset[int]:
+            held = (tensor for stage in self.runtimes for one in stage.owned for tensor in (one.parameter, one.updated))
+            return frozenset(map(id, (*nn.Module.parameters(self), *held)))
 
-    def _parameter_ids(self) -> frozenset[int]:
-        held = (tensor for runtime in self.runtimes for one in runtime.owned for tensor in (one.parameter, one.updated))
-        return frozenset(map(id, (*nn.Module.parameters(self), *held)))
+        return loss if is_alone(self.plan) else guard_loss(loss, parameters)
 
-    def _has_gradients(self) -> bool:
+    def has_gradients(self) -> bool:
+        """Whether parameters on this rank have gradients."""
         return any(one.gradient is not None for runtime in self.runtimes for one in runtime.owned)
 
     def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:
@@ -467,8 +447,8 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         trains = trains and self.training and torch.is_grad_enabled()
         if trains:
             self.use.check()
-        if self._calls.draws is not None:
-            self._calls.draws.begin_step(self.step - self._looped, trains)
+        if self.calls.draws is not None:
+            self.calls.draws.begin_step(self.step - self._looped, trains)
         for runtime in self.runtimes:
             runtime.updates.begin()
         if self.use.has_changed():
@@ -503,22 +483,17 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
             )
         return super().state_dict(*args, **kwargs)
 
-    def _parts(self, batch: Any, count: int) -> list[Any]:
-        """This rank's rows of every micro-batch, in the layout of its stage's glue code, on its device."""
-        self._take_rows(batch, count)
-        return self._calls.parts(self.runtime, batch, self._rows)
-
-    def _parts_by_stage(self, batch: Any, count: int) -> list[list[Any]]:
-        self._take_rows(batch, count)
-        return [self._calls.parts(runtime, batch, self._rows) for runtime in self.runtimes]
-
-    def _take_rows(self, batch: Any, count: int) -> None:
+    def _parts(self, batch: Any, count: int) -> list[list[Any]]:
+        """By stage of this rank its rows of every micro-batch, in the layout of the stage's glue code."""
         samples = batch_size(batch)
         self._check_samples(samples, count)
-        self._rows = samples // count
+        self.calls.rows = samples // count
+        stages = [self.runtime] if self.runtime.pipeline is None else self.runtimes
+        return [self.calls.parts(runtime, batch) for runtime in stages]
 
     def _check_samples(self, samples: int, count: int) -> None:
         check_samples(samples, self.plan, count)
 
-    def _local_loss(self, part: Any) -> Tensor:
-        return self._calls.loss(self.runtime, part, self._rows)
+    def local_loss(self, part: Any) -> Tensor:
+        """The loss of this rank's samples of a micro-batch, without a pipeline."""
+        return self.calls.loss(self.runtime, part)

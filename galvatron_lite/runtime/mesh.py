@@ -108,11 +108,7 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
         for group in range(plan.pipeline)
     ]
     across = [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    (meshes,) = (
-        build_part_mesh
-        for build_part_mesh in build_part_meshes(parts, device_type, groups, across)
-        if build_part_mesh is not None
-    )
+    (meshes,) = filter(None, build_part_meshes(parts, device_type, groups, across))
     return replace(meshes, stages=plan.pipeline, first=0)
 
 
@@ -128,81 +124,73 @@ def build_part_meshes(
         parts: first rank, number of consecutive ranks and strategies of each. Under a strategy of one device every rank
             does all the work.
         device_type: ``cuda`` or ``cpu``.
-        groups: makes them.
+        groups: makes them, in the same order on every rank; one for every distinct key of more than one rank.
         across: purposes and ranks of groups of ranks of several parts.
 
     Returns:
         By part: the groups of this rank; None where it is not one of the part's.
     """
-    rank = dist.get_rank()
+    rank, maker = dist.get_rank(), ProcessGroups() if groups is None else groups
     by_part = [(first, count, list(dict.fromkeys(map(lines_of, every)))) for first, count, every in parts]
-    keys = [key for first, _, every in by_part for one in every for key in _keys(one, first)]
-    world = _World([*keys, *across], device_type, ProcessGroups() if groups is None else groups)
+    keys = [
+        (line.purpose.value, tuple(first + place for place in places))
+        for first, _, every in by_part
+        for lines in every
+        for line in lines
+        for places in line.every(lines.everyone.size)
+    ]
+    by_key = {key: maker.group(key[1], key[0]) for key in dict.fromkeys([*keys, *across]) if len(key[1]) > 1}
+    for (purpose, ranks), group in by_key.items():
+        if purpose in (Purpose.PIXELS, Purpose.TOKENS) and rank in ranks and device_type == "cuda":
+            # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
+            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+    pipeline = next((by_key[key] for key in across if rank in key[1] and key in by_key), None)
     meshes: list[Meshes | None] = []
     for first, count, every in by_part:
         if first <= rank < first + count:
-            views = {one: world.view(one, first if one.everyone.size > 1 else rank) for one in every}
-            meshes.append(Meshes(rank, 1, count, world.group_of(across), views, first))
+            views = {
+                one: _strategy_groups(one, first if one.everyone.size > 1 else rank, by_key, device_type)
+                for one in every
+            }
+            meshes.append(Meshes(rank, 1, count, pipeline, views, first))
         else:
             meshes.append(None)
     return meshes
 
 
-def _keys(lines: StageLines, start: int) -> list[Key]:
-    """The groups of a stage that starts at rank ``start``."""
-    return [
-        (line.purpose.value, tuple(start + place for place in places))
-        for line in lines
-        for places in line.every(lines.everyone.size)
-    ]
+def _strategy_groups(
+    lines: StageLines, start: int, by_key: Mapping[Key, dist.ProcessGroup], device_type: str
+) -> StrategyGroups:
+    """This rank's groups of a stage that starts at rank ``start``."""
+    place = dist.get_rank() - start
+
+    def group(line: RankLine) -> Group:
+        return by_key.get((line.purpose.value, tuple(start + one for one in line.through(place))))
+
+    def states(spread: ParameterSpread) -> StateGroups:
+        ranks = torch.tensor([start + one for one in spread.gradients.through(place)])
+        mesh = _state_mesh(group(spread.replicas), group(spread.shards), ranks, device_type)
+        over = None if spread.over is None else group(spread.over)
+        return StateGroups(group(spread.gradients), mesh, over, spread.sharing == lines.weights.size > 1)
+
+    return StrategyGroups(
+        *map(group, lines.lines()),
+        batch_index=lines.batch.index(place),
+        weights_index=lines.weights.index(place),
+        states=states(lines.states),
+        spread=None if lines.spread is None else states(lines.spread),
+    )
 
 
-class _World:
-    """One process group for every distinct key of more than one rank; the same order on every rank."""
-
-    def __init__(self, keys: Sequence[Key], device_type: str, groups: ProcessGroups) -> None:
-        self._rank, self._device = dist.get_rank(), device_type
-        wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
-        self._groups = {(purpose, ranks): groups.group(ranks, purpose) for purpose, ranks in wanted}
-        for (purpose, ranks), group in self._groups.items():
-            if purpose in (Purpose.PIXELS, Purpose.TOKENS) and self._rank in ranks and device_type == "cuda":
-                # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
-                dist.all_reduce(torch.zeros(1, device=device_type), group=group)
-
-    def group_of(self, keys: Sequence[Key]) -> Group:
-        """The group with this rank."""
-        return next((self._groups[key] for key in keys if self._rank in key[1] and key in self._groups), None)
-
-    def view(self, lines: StageLines, start: int) -> StrategyGroups:
-        """This rank's groups of a stage that starts at rank ``start``."""
-        place = self._rank - start
-
-        def group(line: RankLine) -> Group:
-            return self._groups.get((line.purpose.value, tuple(start + one for one in line.through(place))))
-
-        def states(spread: ParameterSpread) -> StateGroups:
-            ranks = torch.tensor([start + one for one in spread.gradients.through(place)])
-            mesh = self._state_mesh(group(spread.replicas), group(spread.shards), ranks)
-            over = None if spread.over is None else group(spread.over)
-            return StateGroups(group(spread.gradients), mesh, over, spread.sharing == lines.weights.size > 1)
-
-        return StrategyGroups(
-            *map(group, lines.lines()),
-            batch_index=lines.batch.index(place),
-            weights_index=lines.weights.index(place),
-            states=states(lines.states),
-            spread=None if lines.spread is None else states(lines.spread),
-        )
-
-    def _state_mesh(self, replicate: Group, shard: Group, ranks: torch.Tensor) -> DeviceMesh | None:
-        """The mesh of replicas and shards, each a group or of one rank, and of the ranks of both in order."""
-        if shard is None:
-            return None
-        if replicate is None:
-            return DeviceMesh.from_group(shard, self._device, mesh_dim_names=(_axis("shards", shard),))
-        names = _axis("replicas", replicate), _axis("shards", shard)
-        grid = ranks.reshape(dist.get_world_size(replicate), -1)
-        return DeviceMesh.from_group([replicate, shard], self._device, mesh=grid, mesh_dim_names=names)
+def _state_mesh(replicate: Group, shard: Group, ranks: torch.Tensor, device_type: str) -> DeviceMesh | None:
+    """The mesh of replicas and shards, each a group or of one rank, and of the ranks of both in order."""
+    if shard is None:
+        return None
+    if replicate is None:
+        return DeviceMesh.from_group(shard, device_type, mesh_dim_names=(_axis("shards", shard),))
+    names = _axis("replicas", replicate), _axis("shards", shard)
+    grid = ranks.reshape(dist.get_world_size(replicate), -1)
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=grid, mesh_dim_names=names)
 
 
 def _axis(name: str, group: dist.ProcessGroup) -> str:

@@ -162,12 +162,8 @@ def check_optimizer(
 ) -> InputError | None:
     """Why an optimizer would not train as in one process; None where it does. Nothing of it is changed.
 
-    Args:
-        optimizer: over this rank's parameters.
-        owned: this rank's parameters.
-        stage_devices: ranks of the stage.
-        everywhere: whether every parameter of the model has a part on this rank.
-        build: makes such an optimizer of other parameter groups; its class and defaults are taken if not given.
+    ``owned`` are this rank's parameters, ``everywhere`` whether every parameter of the model has a part on this rank.
+    ``build`` makes such an optimizer of other parameter groups; its class and defaults are taken if not given.
     """
     cut = {one.updated: one for one in owned if one.copies < stage_devices and one.updated.requires_grad}
     seen: set[tuple[str, int, bool]] = set()

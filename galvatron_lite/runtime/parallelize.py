@@ -30,18 +30,16 @@ from galvatron_lite.runtime.mesh import Meshes
 from galvatron_lite.runtime.parameters.managed import Updates, hides_norm, managed_parameters, reduced_parameters
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.peers import broadcast_values, share_random_state, shares_samples
-from galvatron_lite.runtime.preparation import LayerPlans, Prepared, prepare
+from galvatron_lite.runtime.preparation import Examined, Prepared, SetupOptions, prepare
 from galvatron_lite.runtime.sharding import StageSplitter
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime, cut_stages, join_stages
+from galvatron_lite.runtime.stages import StageRuntime, cut_stages, join_stages
 
 
 def parallelize(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: SetupOptions
 ) -> list[StageRuntime]:
     """Split the model as the plan says, in place; all ranks call it together. The runtimes of this rank's stages."""
-    prepared = prepare(
-        model, plan, layers, batch, meshes.stage_index, options.tensor_plans, options.loss_fn, options.examined
-    )
+    prepared = prepare(model, plan, layers, batch, meshes.stage_index, options)
     broadcast_values(model, options.device)
     if shares_samples(plan):
         share_random_state(options.device)
@@ -73,7 +71,7 @@ def build(
         stage = prepared.stages[cut.number]
         runtimes.append(
             split_stage(
-                cut.model, prepared.layers, stage, meshes, prepared.splits, options, cut.incoming, place=at, tied=tied
+                cut.model, prepared.layers, stage, meshes, prepared.examined, options, cut.incoming, place=at, tied=tied
             )
         )
         runtimes[-1].is_last = stage is prepared.stages[-1]
@@ -86,7 +84,7 @@ def split_stage(
     layers: Sequence[Layer],
     stage: tuple[LayerAssignment, ...],
     meshes: Meshes,
-    splits: LayerPlans,
+    examined: Examined,
     options: SetupOptions,
     incoming: Collection[ActivationLayout] = (),
     roots: Sequence[nn.Module] = (),
@@ -97,11 +95,6 @@ def split_stage(
 
     Args:
         model: holds the stage's layers, and no real parameter of others.
-        layers: those of the model.
-        stage: those of the stage.
-        meshes: process groups.
-        splits: how layers are split inside.
-        options: of the model.
         incoming: layouts in which what stages before this one send may lie.
         roots: the modules of the model that are called; the model itself if not given.
         place: brings a layer onto the device; gives it its values if not given.
@@ -117,13 +110,13 @@ def split_stage(
         # it has no parameters on later stages, but its buffers may still be read
         if layer.role is Role.BEFORE and all(placed.layer is not layer for placed in stage):
             place(layer)
-    splitter = StageSplitter(model, stage, meshes, splits, options.compute, options.expert_capacity, options.draws)
+    splitter = StageSplitter(model, stage, meshes, examined, options)
     sharded = splitter.split(place, roots or [model])
     if options.compute is not None:
         narrow_norms(model)
         hold_frozen(model)
-    traffic = redistributor_of(stage, meshes, splits.sampled, options.compute)
-    install_hooks(model, sharded.borders, traffic, incoming, users)
+    traffic = redistributor_of(stage, meshes, examined.sampled, options.compute)
+    install_hooks(model, stage, sharded.borders, traffic, incoming, users)
     install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied)
     elsewhere = {id(parameter) for parameter in tied.values()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeVar, cast
@@ -17,6 +16,7 @@ from galvatron_lite.parallelism.cyclic.mailbox import RESUME
 from galvatron_lite.plans.schema import Plan
 
 Made = TypeVar("Made")
+Item = TypeVar("Item")
 MESSAGE_BYTES = 2**25
 """Tensors are broadcast together up to this size."""
 
@@ -30,19 +30,27 @@ def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 class Peers:
-    """The ranks of the default process group. Every rank makes one at the same time."""
+    """The ranks of the default process group. Every rank makes one at the same time.
 
-    def __init__(self, timeout: float) -> None:
-        alone = dist.get_world_size() == 1
-        # through the CPU, whatever training uses: what is shown is small, and lies there
-        self.group: dist.ProcessGroup | None = (
-            None if alone else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
-        )
+    Args:
+        timeout: seconds that a rank waits for the others; None: this process is alone, whatever others there are.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        if timeout is not None and dist.get_world_size() > 1:
+            # through the CPU, whatever training uses: what is shown is small, and lies there
+            self.group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
 
     @property
     def rank(self) -> int:
         """Of this process."""
-        return dist.get_rank()
+        return 0 if self.group is None else dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return 1 if self.group is None else self.group.size()
 
     def everyone(self, value: Any) -> list[Any]:
         """What every process shows, by rank; all call it.
@@ -62,13 +70,6 @@ class Peers:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    field: str
-    value: str | None
-    remedy: str
-
-
 def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
     """What every process made, by rank; all call it.
 
@@ -76,24 +77,27 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
         InputError: some process could not; every process raises it, and names the rank.
         LaunchError: a process is gone.
     """
-    result: Made | _Trouble
+    result: Made | InputError
     cause: Exception | None = None
     try:
         result = act()
     except InputError as error:
-        result, cause = _Trouble(error.field, None if error.value is None else str(error.value), error.remedy), error
+        value = None if error.value is None else str(error.value)  # what all can unpickle
+        result, cause = InputError(error.field, value, error.remedy), error
     except OSError as error:
-        result, cause = _Trouble(field, str(error.filename or ""), f"{error.strerror or error}."), error
+        result, cause = InputError(field, str(error.filename or ""), f"{error.strerror or error}."), error
     except GalvatronError:
         raise
     except Exception as error:
-        result, cause = _Trouble(field, "", f"{type(error).__name__}: {error}."), error
-    shown: list[Made | _Trouble] = peers.everyone(result)
+        result, cause = InputError(field, "", f"{type(error).__name__}: {error}."), error
+    shown: list[Made | InputError] = peers.everyone(result)
     for rank, one in enumerate(shown):
-        if isinstance(one, _Trouble):
+        if isinstance(one, InputError):
+            if len(shown) == 1 and isinstance(cause, InputError):
+                raise cause
             who = f"Rank {rank}: " if len(shown) > 1 else ""
             raise InputError(one.field, one.value, f"{who}{one.remedy}") from cause
-    return [one for one in shown if not isinstance(one, _Trouble)]
+    return [one for one in shown if not isinstance(one, InputError)]
 
 
 def at_first(peers: Peers, act: Callable[[], Made], field: str) -> Made:
@@ -136,7 +140,8 @@ def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device)
     """
     if dist.get_world_size() == 1:
         return
-    for several in _messages(tensors):
+    alike = groupby(sorted(tensors, key=_kind), key=_kind)
+    for several in (message for _, those in alike for message in batched(those, lambda one: one.nbytes, MESSAGE_BYTES)):
         joined = several[0].detach() if len(several) == 1 else torch.cat([one.detach().flatten() for one in several])
         values = joined.to(device).contiguous()
         dist.broadcast(values, src=source)
@@ -147,29 +152,21 @@ def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device)
                 one.detach().copy_(part.view(one.shape))
 
 
-def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and device that are sent at once."""
+def _kind(one: Tensor) -> tuple[str, str]:
+    return str(one.dtype), str(one.device)
 
-    def kind(one: Tensor) -> tuple[str, str]:
-        return str(one.dtype), str(one.device)
 
-    for _, alike in groupby(sorted(tensors, key=kind), key=kind):
-        several, size = list[Tensor](), 0
-        for one in alike:
-            if several and size + one.nbytes > MESSAGE_BYTES:
-                yield several
-                several, size = [], 0
-            several.append(one)
-            size += one.nbytes
+def batched(items: Iterable[Item], size: Callable[[Item], int], largest: int) -> Iterator[list[Item]]:
+    """Consecutive items, as many as are at most ``largest`` together, or a single one."""
+    several, total = list[Item](), 0
+    for item in items:
+        if several and total + size(item) > largest:
+            yield several
+            several, total = [], 0
+        several.append(item)
+        total += size(item)
+    if several:
         yield several
-
-
-def first_seed(device: torch.device) -> int:
-    """Rank 0's ``torch.initial_seed()``: ``torch.manual_seed`` before decides it."""
-    box = [torch.initial_seed()]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, device=device)
-    return box[0]
 
 
 def from_rank_zero(call: Callable[[], Any]) -> Any:

@@ -6,10 +6,11 @@ Layers run on the example batch, without storages; the model is not changed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from galvatron_lite.errors import InputError, TraceError
@@ -31,6 +32,7 @@ from galvatron_lite.parallelism.pipeline.tied import (
     holding_stages,
 )
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.rng.modules import Draws
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.io import pipeline_of
@@ -40,21 +42,31 @@ from galvatron_lite.runtime.loss.routers import check_router_losses
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlans:
-    """How the layers of a rank's stages are split inside."""
+class Examined:
+    """What is seen of the full model by running it on an example."""
 
     tensor: Mapping[str, TensorPlan] = field(default_factory=dict)  # by layer name, where a strategy splits matmuls
     channel: Mapping[str, ChannelPlan] = field(default_factory=dict)  # by module path, where it shares channels
     # how arguments of layers hold the samples; see ``ActivationRedistributor``
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    flow: LayerFlow | None = None  # which layers read what, where there are several stages
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
-    """What a plan needs to know of the full model, found by running it on an example."""
+class SetupOptions:
+    """How a model is set up; see ``ParallelModel``."""
 
-    splits: LayerPlans  # how the layers of some stages are split inside
-    flow: LayerFlow | None  # which layers read what, where there are several stages
+    device: torch.device
+    compute: torch.dtype | None
+    tensor_plans: Mapping[str, TensorPlan] | None
+    init_fn: Callable[[nn.Module], None] | None
+    seed: int
+    loss_fn: LossFn | None = None
+    expert_capacity: float | None = None
+    groups: ProcessGroups = field(default_factory=ProcessGroups)
+    compile: str = ""
+    draws: Draws | None = None
+    examined: Examined | None = None  # of the first plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +77,7 @@ class Prepared:
     layers: Sequence[Layer]  # of the model
     stages: Stages  # the layers of each stage, with their strategies
     ties: tuple[SharedParameter, ...]  # parameters that layers share
-    splits: LayerPlans  # how the layers of this rank's stages are split inside
-    flow: LayerFlow | None  # which layers read what, where there are several stages
+    examined: Examined  # of this rank's stages
 
     @property
     def names(self) -> list[list[str]]:
@@ -75,29 +86,21 @@ class Prepared:
 
 
 def prepare(
-    model: nn.Module,
-    plan: Plan,
-    layers: Sequence[Layer],
-    batch: Any,
-    group: int,
-    tensor: Mapping[str, TensorPlan] | None = None,
-    loss_fn: LossFn | None = None,
-    examined: Examined | None = None,
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, group: int, options: SetupOptions
 ) -> Prepared:
     """Assign layers to stages, check the plan, and examine the full model, which is not changed; no communication.
 
-    ``group`` is the number of this rank's group of devices: its stage, where each group has one. ``examined`` is what
-    ``examine`` returned for this plan; examined here if not given.
+    ``group`` is the number of this rank's group of devices: its stage, where each group has one.
     """
     stages = place_layers(plan, layers)
-    everything = [placed for stage in stages for placed in stage]
     ties = find_shared(model, layers)
-    check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
+    check_shared(ties, {placed.layer.name: placed.strategy for stage in stages for placed in stage})
     check_router_losses(model, batch, plan)
+    examined = options.examined
     if examined is None:
         numbers = pipeline_of(plan).stages_of(group)
-        examined = examine(model, layers, stages, numbers, batch, loss_fn, tensor)
-    prepared = Prepared(plan, layers, stages, ties, examined.splits, examined.flow)
+        examined = examine(model, layers, stages, numbers, batch, options.loss_fn, options.tensor_plans)
+    prepared = Prepared(plan, layers, stages, ties, examined)
     check_stages(layers, prepared.names, examined.flow)
     return prepared
 
@@ -118,8 +121,8 @@ def examine(
     """
     if tensor is None:
         tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
-    splits = layer_plans(model, [stages[number] for number in numbers], tensor, batch)
-    return Examined(splits, known_flow(model, layers, batch, loss_fn) if len(stages) > 1 else None)
+    examined = layer_plans(model, [stages[number] for number in numbers], tensor, batch)
+    return replace(examined, flow=known_flow(model, layers, batch, loss_fn)) if len(stages) > 1 else examined
 
 
 def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
@@ -147,7 +150,7 @@ def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
 
 def layer_plans(
     model: nn.Module, stages: Iterable[Sequence[LayerAssignment]], tensor: Mapping[str, TensorPlan], batch: Any
-) -> LayerPlans:
+) -> Examined:
     """How the layers of some stages are split inside.
 
     Raises:
@@ -158,10 +161,10 @@ def layer_plans(
     channel = channel_plans(model, [placed for stage in parts for placed in stage], batch)
     unlike = {name: samples for stage in parts for name, samples in _unlike_code_between(stage).items()}
     if not unlike or batch is None:
-        return LayerPlans(tensor, channel)
+        return Examined(tensor, channel)
     sampled = sample_arguments(model, list(unlike), batch)
     check_folded({name: arguments for name, arguments in sampled.items() if unlike[name]})
-    return LayerPlans(tensor, channel, sampled)
+    return Examined(tensor, channel, sampled)
 
 
 def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:

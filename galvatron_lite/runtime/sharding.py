@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +17,7 @@ from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_expe
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.offload.apply import HostTraveller
-from galvatron_lite.parallelism.rng.modules import Draws, draw_inside, draw_nothing, pass_keys
+from galvatron_lite.parallelism.rng.modules import draw_inside, draw_nothing, pass_keys
 from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
 from galvatron_lite.parallelism.spatial.apply import split_pixels
@@ -30,24 +29,21 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.wrapping import rules_under, wrap_forward
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.runtime.activations.layout import ActivationLayout
-from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of
+from galvatron_lite.runtime.activations.traffic import BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.preparation import LayerPlans
+from galvatron_lite.runtime.preparation import Examined, SetupOptions
 
 
 @dataclass(slots=True)
 class Sharded:
     """The result of splitting a stage."""
 
-    shards: dict[str, ParameterShard] = field(
-        default_factory=dict
-    )  # parts of parameters by tensor parallelism, by name
+    shards: dict[str, ParameterShard] = field(default_factory=dict)  # parts of parameters that are sliced, by name
     experts: dict[str, ParameterShard] = field(default_factory=dict)  # parts of parameters of spread experts, by name
     zero_modules: list[FSDPModule] = field(default_factory=list)  # modules that FSDP manages
     replicated: list[FSDPModule] = field(default_factory=list)  # those of them whose mesh has a data axis, too
-    borders: list[Bordered] = field(default_factory=list)  # modules of layers, and what they work on
+    borders: dict[str, BoundaryLayout] = field(default_factory=dict)  # what modules of layers work on, by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +53,8 @@ class StageSplitter:
     model: nn.Module  # holds the layers
     stage: Sequence[LayerAssignment]  # layers that share parameters have equal strategies
     meshes: Meshes
-    plans: LayerPlans  # how layers are split
-    compute: torch.dtype | None = None  # dtype of compute; None: that of the parameters
-    capacity: float | None = None  # of experts, see ``expert.dispatch.Spread``
-    draws: Draws | None = None  # decides random numbers; None: each rank draws for itself
+    examined: Examined  # how layers are split
+    options: SetupOptions
     done: Sharded = field(default_factory=Sharded)
     traveller: HostTraveller = field(default_factory=HostTraveller)  # carries activations to host memory
 
@@ -71,9 +65,10 @@ class StageSplitter:
             place: brings a layer onto the device; called for one layer at a time, before it is split.
             roots: the modules that are called.
         """
-        if self.draws is not None:
+        draws = self.options.draws
+        if draws is not None:
             inside = {path for placed in self.stage for path in placed.layer.modules}
-            draw_nothing(self.model, self.draws.paths - {"", *inside})
+            draw_nothing(self.model, draws.paths - {"", *inside})
         for layers in tied_layers(self.model, self.stage):
             for placed in layers:
                 place(placed.layer)
@@ -88,20 +83,25 @@ class StageSplitter:
 
     def _split_layer(self, placed: LayerAssignment) -> None:
         strategy, groups = placed.strategy, self.meshes.groups(placed.strategy)
-        self._synchronise_norms(placed)
+        for path in placed.layer.modules:
+            for module in self.model.get_submodule(path).modules():
+                # statistics of synchronised batch norms are over all samples (those of others are over a rank's)
+                if isinstance(module, nn.SyncBatchNorm):
+                    sync_batch_norm(module, [] if groups.batch is None else [ProcessAxisGroup(groups.batch)])
         mixtures = self._mixtures(placed)
         if mixtures:
             self._spread_experts(placed, groups)
         if lines_of(strategy).matmuls.size > 1 and placed.layer.modules:
-            self._split_matmuls(placed, groups, glue_layout(self.stage))
+            self._split_matmuls(placed, groups)
         if mixtures and groups.tokens is not None:
             work_on_shares(self._block(placed), mixtures)
         border = border_of(placed.layout.replicated("channels"), groups)
         for path in placed.layer.modules:
             module, at = self.model.get_submodule(path), border
-            if path in self.plans.channel:
-                at = self._split_channels(module, path, placed, self.plans.channel[path])
-            drawn = self.draws if self.draws is not None and path in self.draws.paths else None
+            if path in self.examined.channel:
+                at = self._split_channels(module, path, placed, self.examined.channel[path])
+            draws = self.options.draws
+            drawn = draws if draws is not None and path in draws.paths else None
             if drawn is not None:
                 draw_inside(module)
             if border.lines:
@@ -109,18 +109,10 @@ class StageSplitter:
             wrap_forward(module, strategy, self.traveller)
             if drawn is not None:
                 pass_keys(module, path, drawn, lot_of(placed, self.meshes))
-            self.done.borders.append(Bordered(path, placed, at))
+            self.done.borders[path] = at
 
     def _block(self, placed: LayerAssignment) -> nn.Module:
         return self.model.get_submodule(placed.layer.modules[0])
-
-    def _synchronise_norms(self, placed: LayerAssignment) -> None:
-        """Statistics of synchronised batch norms are over all samples (those of others are over a data rank's own)."""
-        group = self.meshes.groups(placed.strategy).batch
-        for path in placed.layer.modules:
-            for module in self.model.get_submodule(path).modules():
-                if isinstance(module, nn.SyncBatchNorm):
-                    sync_batch_norm(module, [] if group is None else [ProcessAxisGroup(group)])
 
     def _mixtures(self, placed: LayerAssignment) -> tuple[BlockMixture, ...]:
         if placed.layer.role is not Role.BLOCK:
@@ -134,25 +126,26 @@ class StageSplitter:
     def _spread_experts(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
         block = self._block(placed)
         if groups.spread is None:
-            if self.capacity is not None:
-                spread_experts(block, None, None, self.capacity)
+            if self.options.expert_capacity is not None:
+                spread_experts(block, None, None, self.options.expert_capacity)
             return
         apart = placed.layout.sequence > 1 and groups.spread.sliced
         slices = ProcessExchange(groups.weights) if apart else None
-        spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.capacity)
+        spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.options.expert_capacity)
         self.done.experts |= {f"{placed.layer.modules[0]}.{name}": shard for name, shard in spread.items()}
 
-    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: ActivationLayout) -> None:
+    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
         layer, strategy, group = placed.layer, placed.strategy, ProcessTensorGroup(groups.weights)
         if layer.role is not Role.BLOCK:
             modules = {path: self.model.get_submodule(path) for path in layer.modules}
             # elsewhere hooks take plain logits into the layout of the loss
+            glue = glue_layout(self.stage)
             shares = placed.layout == glue and groups.tokens is None and not glue.splits_pixels
-            plan = self.plans.tensor[layer.name]
+            plan = self.examined.tensor[layer.name]
             self.done.shards |= shard_layer(modules, plan, group, False, shares_logits=shares)
             return
         shared = placed.layout.sequence > 1  # tokens, between matmuls
-        plan = _beside_experts(self.plans.tensor[layer.name], groups, shared)
+        plan = _beside_experts(self.examined.tensor[layer.name], groups, shared)
         regather = strategy.recompute is Recompute.NONE  # what is recomputed is gathered again anyway
         shards = shard_layer(self._block(placed), plan, group, shared, regather=regather)
         named = {f"{layer.modules[0]}.{name}": shard for name, shard in shards.items()}
@@ -163,9 +156,7 @@ class StageSplitter:
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
         line = ProcessAxisGroup(self.meshes.groups(placed.strategy).channels)
-        self.done.shards |= {
-            f"{path}.{name}": shard_channel for name, shard_channel in shard_channels(module, plan, line).items()
-        }
+        self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
         if placed.layout.channels == 1:
             return BoundaryLayout(placed.layout)
         return BoundaryLayout(placed.layout, channels=line, outputs=plan.outputs)
@@ -184,21 +175,19 @@ class StageSplitter:
         # backward of the last layer starts immediately: keep its parameters gathered
         zero_stage = STAGE_2 if layers[-1].layer.role is Role.AFTER else strategy.zero_stage
         for part in _gathered_together(holding):
-            managed = shard_group(ZeroGroup(part, mesh, zero_stage), ignored, self.compute)
+            managed = shard_group(ZeroGroup(part, mesh, zero_stage), ignored, self.options.compute)
             done.zero_modules += managed
             done.replicated += managed if strategy.replicas > 1 else []
 
     def _share_experts(self, modules: Sequence[nn.Module], strategy: Strategy) -> set[nn.Parameter]:
         """ZeRO of experts that are spread, over the ranks that hold the same ones; the parameters of which none do."""
         groups, inside = self.meshes.groups(strategy).spread, {part for module in modules for part in module.modules()}
-        homes = {
-            path: self.model.get_submodule(path) for path in (name.rpartition(".")[0] for name in self.done.experts)
-        }
-        holders = [module for module in homes.values() if module in inside]
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in self.done.experts)
+        holders = [module for module in map(self.model.get_submodule, paths) if module in inside]
         if groups is None or groups.mesh is None:
             return {parameter for module in holders for parameter in module.parameters(recurse=False)}
         for module in holders:
-            managed = shard_group(ZeroGroup((module,), groups.mesh, strategy.zero_stage), set(), self.compute)
+            managed = shard_group(ZeroGroup((module,), groups.mesh, strategy.zero_stage), set(), self.options.compute)
             self.done.zero_modules += managed
             self.done.replicated += managed if groups.mesh.ndim > 1 else []
         return set()

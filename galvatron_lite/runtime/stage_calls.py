@@ -118,7 +118,7 @@ class SyncedBuffers:
         self._buffers = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Calls:
     """How models of stages are called."""
 
@@ -130,10 +130,11 @@ class Calls:
     reduction: str = "mean"  # of the loss over samples, ``mean`` or ``sum``
     scales: dict[int, ShareScale] = field(default_factory=dict)  # on the loss of each part, by its identity
     buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))  # that forward passes update
+    rows: int = 0  # of a micro-batch, over all ranks
 
-    def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
-        """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""
-        traffic, place = runtime.traffic, runtime.meshes.index_in_stage
+    def parts(self, runtime: StageRuntime, batch: Any) -> list[Any]:
+        """This rank's samples of every micro-batch, in the layout of a stage's glue code."""
+        traffic, rows, place = runtime.traffic, self.rows, runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
         samples = batch_size(batch)
         check_entries(runtime.model, batch, self.loss_fn)
@@ -153,9 +154,9 @@ class Calls:
             self.scales.update(zip(map(id, parts), scales[top // (bottom - top) :: shares], strict=True))
         return parts
 
-    def loss(self, runtime: StageRuntime, part: Any, rows: int) -> Tensor:
+    def loss(self, runtime: StageRuntime, part: Any) -> Tensor:
         """The loss of this rank's samples, times their weight; zero where the stage is not the last."""
-        with self._running(runtime, part, rows), self.buffers.updating(runtime):
+        with self._running(runtime, part), self.buffers.updating(runtime):
             scale = self.scales.get(id(part), ShareScale())
             with scale.inside():
                 output = call_model(runtime.model, part)
@@ -164,7 +165,7 @@ class Calls:
                 loss = leaving(loss_of(output, part, self.loss_fn), runtime.traffic.border.lines)
             return weighted(loss, scale.total)
 
-    def outputs(self, runtime: StageRuntime, part: Any, rows: int) -> tuple[Any, tuple[bool, ...]]:
+    def outputs(self, runtime: StageRuntime, part: Any) -> tuple[Any, tuple[bool, ...]]:
         """The model's own outputs, complete on every rank of the stage, and of each tensor whether it holds the
         samples. Others (a loss) are means over the ranks' shares of the samples, scalars with their weights.
         """
@@ -175,19 +176,19 @@ class Calls:
             sampled.append(runtime.traffic.piece(tensor) is not None)
             return _gathered(runtime, tensor, scale.total)
 
-        with self._running(runtime, part, rows), scale.inside():
+        with self._running(runtime, part), scale.inside():
             output = call_model(runtime.model, part)
             return (map_tensors(output, gathered) if runtime.is_last else None), tuple(sampled)
 
     @contextmanager
-    def _running(self, runtime: StageRuntime, part: Any, rows: int) -> Iterator[None]:
-        runtime.traffic.begin(rows)
+    def _running(self, runtime: StageRuntime, part: Any) -> Iterator[None]:
+        runtime.traffic.begin(self.rows)
         try:
             with compute_context(self.compute, self.device):
                 if self.draws is None:
                     yield
                 else:
-                    self.draws.begin(part, rows)
+                    self.draws.begin(part, self.rows)
                     with self.draws.inside(lot_of(glue_of(runtime.stage), runtime.meshes)):
                         yield
         finally:

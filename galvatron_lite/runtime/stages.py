@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from galvatron_lite.model.batch import LossFn
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner, pipeline_groups
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, shared_before, untie
-from galvatron_lite.parallelism.process_groups import ProcessGroups
-from galvatron_lite.parallelism.rng.modules import Draws
-from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import ActivationRedistributor
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
-from galvatron_lite.runtime.preparation import Examined, Prepared
+from galvatron_lite.runtime.preparation import Prepared, SetupOptions
 from galvatron_lite.runtime.sharding import Sharded
-
-
-@dataclass(frozen=True, slots=True)
-class SetupOptions:
-    """How a model is set up; see ``ParallelModel``."""
-
-    device: torch.device
-    compute: torch.dtype | None
-    tensor_plans: Mapping[str, TensorPlan] | None
-    init_fn: Callable[[nn.Module], None] | None
-    seed: int
-    loss_fn: LossFn | None = None
-    expert_capacity: float | None = None
-    groups: ProcessGroups = field(default_factory=ProcessGroups)
-    compile: str = ""
-    draws: Draws | None = None
-    examined: Examined | None = None  # of the first plan
 
 
 @dataclass(slots=True)
@@ -120,7 +99,7 @@ def _cut_stage(model: nn.Module, prepared: Prepared, number: int, device: torch.
     The model's forward then returns None behind the stage's last layer, instead of being left by an exception: FSDP's
     hooks behind it must run, or a later step's gathering would not wait for the optimizer.
     """
-    cut = StageModel(model, prepared.layers, prepared.names[number], device, flow=prepared.flow)
+    cut = StageModel(model, prepared.layers, prepared.names[number], device, flow=prepared.examined.flow)
     forward = model.forward
 
     @functools.wraps(forward)

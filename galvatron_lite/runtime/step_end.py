@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,8 @@ from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.monitor.notes import StepPhase
-from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.managed import guard_gradients, local_tensor, squared_norm_share
 from galvatron_lite.runtime.peers import everyone
-from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
@@ -72,21 +69,24 @@ def finish_step(parallel: ParallelModel, loss: Tensor, largest: float | None) ->
     return sums[0], is_finite
 
 
-@dataclass(frozen=True, slots=True)
-class _NotFinite:
-    loss: bool  # its part of the loss
-    made: bool  # gradients that it made itself
-    names: tuple[str, ...]  # parameters whose gradient, summed over ranks
-
-
 def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
+    """Raise NonFiniteLossError, which says what is not finite, and on which ranks it began, as far as it is known."""
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
     computed = any(one.is_final and not one.is_zero for one in bad)
     computed = computed or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
-    here = _NotFinite(not _is_finite(local_loss), computed, tuple(one.names[0] for one in bad))
-    every: list[_NotFinite] = everyone(here, parallel.watch.group)
-    what, ranks = _report(every, float(loss))
+    # whether this rank's part of the loss is, and the gradients that it computed; parameters of which the sums are
+    every = everyone((not _is_finite(local_loss), computed, [one.names[0] for one in bad]), parallel.watch.group)
+    losses, sources, holders = (tuple(rank for rank, one in enumerate(every) if one[part]) for part in range(3))
+    if losses:
+        ranks, what = losses, f"The loss is not finite (loss {float(loss)}): that of {_ranks(losses)}."
+    else:
+        names = list(dict.fromkeys(name for _, _, named in every for name in named))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        where = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
+        ranks = sources or holders
+        source = f"{_ranks(ranks)} made it so" if sources else f"found on {_ranks(ranks)} once ranks had summed it"
+        what = f"The gradient norm is not finite (loss {float(loss)}){where}: {source}."
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "
         f"{'the batch' if len(ranks) == len(every) else 'the samples of that rank'}, lower the learning rate, or clip "
@@ -99,43 +99,31 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(local_tensor(tensor).isfinite().all())
 
 
-def _report(every: list[_NotFinite], loss: float) -> tuple[str, tuple[int, ...]]:
-    """What is not finite, and on which ranks it began, as far as it is known."""
-    if ranks := tuple(rank for rank, one in enumerate(every) if one.loss):
-        return f"The loss is not finite (loss {loss}): that of {_ranks(ranks)}.", ranks
-    names = list(dict.fromkeys(name for one in every for name in one.names))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    where = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
-    head = f"The gradient norm is not finite (loss {loss}){where}"
-    if ranks := tuple(rank for rank, one in enumerate(every) if one.made):
-        return f"{head}: {_ranks(ranks)} made it so.", ranks
-    ranks = tuple(rank for rank, one in enumerate(every) if one.names)
-    return f"{head}: found on {_ranks(ranks)} once ranks had summed it.", ranks
-
-
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class GradientsAside:
-    """Keeps the gradients of earlier batches apart while the model makes those of the next one.
+    """A batch whose gradients are made when the model is called, for loops that call ``loss.backward()`` themselves.
 
-    The model makes gradients when it is called, but the loop sees them only after ``loss.backward()``: until then they
-    are kept here, so that the loop may zero gradients between the two, as it may in one process.
+    Under a pipeline, or with several micro-batches, forward and backward passes take turns: there is no moment between
+    them for the loop. So the model does both when it is called. The gradients are kept apart until ``loss.backward()``,
+    so that the loop may zero gradients between the two, as it may in one process; then they are multiplied by what the
+    loop made of the loss (1 where it is left as it is).
 
     Args:
-        runtimes: the stages of this rank.
+        parallel: the model.
         last: of the batch before, where ``backward`` of its loss may still come.
 
     Raises:
         InputError: there are gradients in host memory.
     """
 
-    def __init__(self, runtimes: Sequence[StageRuntime], last: GradientsAside | None) -> None:
+    def __init__(self, parallel: ParallelModel, last: GradientsAside | None) -> None:
         if last is not None:
             last._copy()
-        self._runtimes = runtimes
-        owned = [one for runtime in runtimes for one in runtime.owned]
+        self._parallel = parallel
+        owned = [one for runtime in parallel.runtimes for one in runtime.owned]
         held = [one for one in owned if one.gradient is not None]
         if any(one.host is not None for one in held):
             remedy = (
@@ -146,21 +134,40 @@ class GradientsAside:
             raise InputError("gradients", "of two batches", remedy)
         guard_gradients(held, guarded=False)
         self._aside: dict[nn.Parameter, Tensor | None] = {one.reduced: None for one in owned if one.host is None}
-        self.swap()
+        self._swap()
         self._copy()
 
-    def swap(self) -> None:
+    def loss_of(self, batch: Any) -> Tensor:
+        """The batch's loss, whose gradients are made; ``backward`` hands them to the loop.
+
+        ``backward`` raises InputError where gradients in host memory, which are not kept apart, were zeroed.
+        """
+        value = reduced(self._parallel, [self._parallel.backward_step(batch)], with_norm=False)[0]
+        self._swap()
+        anchor = torch.zeros((), device=value.device, requires_grad=True)
+        loss: Tensor = _Stepped.apply(anchor, value, self._settle)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _settle(self, factor: Tensor) -> None:
+        self._swap()
+        if any(runtime.owned for runtime in self._parallel.runtimes) and not self._parallel.has_gradients():
+            remedy = "With offload they are made when the model is called: call optimizer.zero_grad() before that."
+            raise InputError("gradients", "none", remedy)
+        self._parallel._multiply(factor)
+        self._add()
+
+    def _swap(self) -> None:
         """Exchange the gradients that are kept apart and those that the loop sees."""
         for parameter, gradient in self._aside.items():
             self._aside[parameter], parameter.grad = parameter.grad, gradient
 
-    def add(self) -> None:
+    def _add(self) -> None:
         """Add those that are kept apart to those that the loop sees, and let go of them."""
         for parameter, gradient in self._aside.items():
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._aside.clear()
-        for runtime in self._runtimes:
+        for runtime in self._parallel.runtimes:
             if runtime.updates.guarded:
                 guard_gradients(runtime.owned)
 
@@ -168,29 +175,6 @@ class GradientsAside:
         """Gradients are views of buffers that the next backward pass fills again."""
         for parameter, gradient in self._aside.items():
             self._aside[parameter] = None if gradient is None else gradient.clone()
-
-
-def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
-    """A loss whose backward multiplies gradients that are there, for loops that call ``loss.backward()`` themselves.
-
-    Under a pipeline, or with several micro-batches, forward and backward passes take turns: there is no moment between
-    them for the loop. So the model does both when it is called, and ``loss.backward()`` only multiplies the gradients
-    by what the loop made of the loss (1 where it is left as it is).
-
-    Args:
-        loss: of the batch.
-        multiply: multiplies all gradients; raises where there are none.
-    """
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    stepped: Tensor = _Stepped.apply(anchor, loss, multiply)  # type: ignore[no-untyped-call]
-    return stepped
-
-
-def check_gradients(present: bool) -> None:
-    """Raise InputError for a backward pass whose gradients were zeroed: those in host memory are not kept apart."""
-    if not present:
-        remedy = "With offload they are made when the model is called: call optimizer.zero_grad() before that."
-        raise InputError("gradients", "none", remedy)
 
 
 class _Stepped(torch.autograd.Function):
@@ -211,24 +195,36 @@ class _Stepped(torch.autograd.Function):
 _PLAIN = (bool, int, float, str, NoneType)
 
 
-def pipelined_step(
-    runtimes: Sequence[StageRuntime],
-    calls: Calls,
-    parts: Sequence[Sequence[Any]],
-    rows: int,
-    lifted: float,
-    watch: Watch,
-) -> Tensor:
-    """All passes of a step.
+def accumulated_step(parallel: ParallelModel, parts: Sequence[Sequence[Any]], lifted: float) -> Tensor:
+    """``pipelined_step`` without a pipeline."""
+    (stage,), glue, devices = parts, parallel.runtime.traffic.glue, parallel.runtime.meshes.stage_devices
+    total = torch.zeros((), device=parallel.device)
+    for number, part in enumerate(stage):
+        parallel.watch.at(StepPhase.FORWARD, number)
+        loss = parallel.local_loss(part)
+        loss = (loss.float() if parallel.scaler is not None else loss) * (lifted / (glue.batch * len(stage)))
+        parallel.watch.at(StepPhase.BACKWARD, number)
+        last = number == len(stage) - 1
+        for runtime in parallel.runtimes:
+            set_all_reduce(runtime.sharded.replicated, last)
+        _begin(parallel.runtimes, synchronise=last)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total / (devices // glue.batch)
+
+
+def pipelined_step(parallel: ParallelModel, parts: Sequence[Sequence[Any]], lifted: float) -> Tensor:
+    """All passes of a step on the parts of a batch, by stage of this rank and micro-batch.
 
     Returns:
         This rank's part of the lifted loss: the sum over the ranks of the world is the batch's mean loss.
     """
-    runner, traffic = _runner_of(runtimes), runtimes[-1].traffic
+    runtimes, watch, runner = parallel.runtimes, parallel.watch, _runner_of(parallel)
+    traffic = runtimes[-1].traffic
     scale = lifted / (traffic.glue.batch * len(parts[0]))
 
     def call(chunk: int, part: Any) -> Tensor:
-        loss = calls.loss(runtimes[chunk], part, rows)
+        loss = parallel.calls.loss(runtimes[chunk], part)
         return (loss.float() if loss.dtype is torch.float16 else loss) * scale
 
     weights = iter(range(len(parts) * len(parts[0])))
@@ -257,35 +253,33 @@ def _begin(runtimes: Sequence[StageRuntime], *, synchronise: bool) -> None:
         runtime.reducer.begin()
 
 
-def pipelined_loss(runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int) -> Tensor:
-    """This rank's part of the loss of a batch, forward passes alone; arguments and result as of ``pipelined_step``."""
-    traffic = runtimes[-1].traffic
-    ranks = runtimes[-1].meshes.stage_devices // traffic.glue.batch  # that have the same samples
-    losses = _runner_of(runtimes).outputs(parts, lambda chunk, part: calls.loss(runtimes[chunk], part, rows))
+def pipelined_loss(parallel: ParallelModel, parts: Sequence[Sequence[Any]]) -> Tensor:
+    """This rank's part of the loss of a batch, forward passes alone; parts and result as of ``pipelined_step``."""
+    calls, runtimes, last = parallel.calls, parallel.runtimes, parallel.runtimes[-1]
+    ranks = last.meshes.stage_devices // last.traffic.glue.batch  # that have the same samples
+    losses = _runner_of(parallel).outputs(parts, lambda chunk, part: calls.loss(runtimes[chunk], part))
     total = torch.zeros((), device=calls.device) if not losses else torch.stack([loss.float() for loss in losses]).sum()
-    return total / (traffic.glue.batch * len(parts[0]) * ranks)
+    return total / (last.traffic.glue.batch * len(parts[0]) * ranks)
 
 
-def pipelined_outputs(
-    runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int, plan: Plan
-) -> Any:
-    """The model's outputs for a batch, whole on every rank; arguments as for ``pipelined_step``.
+def pipelined_outputs(parallel: ParallelModel, parts: Sequence[Sequence[Any]]) -> Any:
+    """The model's outputs for a batch, whole on every rank; parts as for ``pipelined_step``.
 
     What is neither a tensor in a nest of mappings, tuples and lists nor a plain value (a cache) is None.
     """
     sampled: list[tuple[bool, ...]] = []
 
     def call(chunk: int, part: Any) -> Any:
-        output, weight = calls.outputs(runtimes[chunk], part, rows)
+        output, weight = parallel.calls.outputs(parallel.runtimes[chunk], part)
         sampled.append(weight)
         return output
 
-    outputs = _runner_of(runtimes).outputs(parts, call)
+    outputs = _runner_of(parallel).outputs(parts, call)
     value = _joined(outputs, sampled[-1]) if outputs else None
-    meshes, pipeline = runtimes[0].meshes, pipeline_of(plan)
-    source = pipeline.group_of(len(plan.stages) - 1)
-    assert meshes.pipeline is not None
-    return _broadcast(value, dist.get_global_rank(meshes.pipeline, source), meshes.pipeline, calls.device)
+    group, last = parallel.runtime.meshes.pipeline, len(parallel.plan.stages) - 1
+    assert group is not None
+    source = dist.get_global_rank(group, pipeline_of(parallel.plan).group_of(last))
+    return _broadcast(value, source, group, parallel.device)
 
 
 def output_count(samples: int, plan: Plan) -> int:
@@ -294,8 +288,8 @@ def output_count(samples: int, plan: Plan) -> int:
     return 1 if samples % unit else plan.microbatches
 
 
-def _runner_of(runtimes: Sequence[StageRuntime]) -> PipelineRunner:
-    runner = runtimes[0].pipeline
+def _runner_of(parallel: ParallelModel) -> PipelineRunner:
+    runner = parallel.runtime.pipeline
     assert runner is not None
     return runner
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.activations.layout import cut_box
 from galvatron_lite.runtime.parameters.pieces import LocalShard
 
 ShownShard = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...], Tensor]]]
@@ -19,8 +18,7 @@ ShownShard = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...],
 def show(held: Sequence[LocalShard]) -> list[list[ShownShard]]:
     """What every rank holds, by rank; all ranks call it."""
     mine: list[ShownShard] = [
-        (one.name, one.shape, [(c.whole.ranges, cut_box(one.tensor, c.local).clone()) for c in one.chunks])
-        for one in held
+        (one.name, one.shape, [(one.box.ranges, one.items.clone())] if one.box.items else []) for one in held
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [_with_values(Tensor.numpy, one) for one in mine])

@@ -27,7 +27,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.notes import operation_of
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
-from tests.runtime.plans import make_plan, split_model
+from tests.runtime.plans import losses_alone, make_plan, split_model
 
 WIDTH, SAMPLES = 6, 8
 DATA, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
@@ -209,15 +209,8 @@ def _tried(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Unsound
 def trained(steps: int = 3) -> list[float]:
     """The same steps in one process, without this package."""
     torch.manual_seed(0)
-    model, losses = Net(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(steps):
-        loss = model(**make_batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    model = Net()
+    return losses_alone(model, torch.optim.AdamW(model.parameters(), lr=0.01), map(make_batch, range(steps)))
 
 
 def out_of_memory(patience: float) -> str:

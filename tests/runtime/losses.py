@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from tests.runtime.examined import tried_once
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import losses_alone, make_plan
 
 SAMPLES, TOKENS, HIDDEN, VOCAB, STEPS = 8, 8, 16, 32, 2
 TOLERANCE = 1e-4
@@ -209,15 +209,7 @@ def train_alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and the state after two steps of AdamW, plain PyTorch."""
     model, batch = make(kind)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**batch)
-        loss = getattr(loss, "loss", loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return losses_alone(model, optimizer, [batch] * STEPS), model.state_dict()
 
 
 def count_mask(batch: Mapping[str, Tensor]) -> Tensor:

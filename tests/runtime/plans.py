@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
-from galvatron_lite.model.batch import batch_size
+from galvatron_lite.model.batch import batch_size, call_model, loss_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
@@ -29,6 +30,29 @@ def make_plan(
     )
     devices = len(stages) * strategies[0][0].devices
     return Plan(PLAN_VERSION, "test", devices, global_batch, microbatches, Schedule.ONE_F_ONE_B, precision, stages)
+
+
+def losses_alone(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Any],
+    after_backward: Callable[[nn.Module], object] = lambda _: None,
+) -> list[float]:
+    """The losses of a training loop of plain torch, a step for each batch."""
+    losses = []
+    for batch in batches:
+        loss = loss_of(call_model(model, batch), batch)
+        loss.backward()
+        after_backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def clipped(model: nn.Module, largest: float) -> None:
+    """Clip the gradient, for ``losses_alone``."""
+    nn.utils.clip_grad_norm_(model.parameters(), largest)
 
 
 def split_model(

@@ -21,11 +21,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.world import join, leave
 from tests.runtime.fault_jobs import DATA, ZERO, at_fault, killed, make_batch, make_run
 
-PLANS = {
-    1: [[Strategy()] * 4],
-    2: [[ZERO] * 4],
-    4: [[ZERO, DATA], [DATA, ZERO]],
-}
+PLANS = {1: [[Strategy()] * 4], 2: [[ZERO] * 4], 4: [[ZERO, DATA], [DATA, ZERO]]}
 """The strategies of each stage, by the number of processes."""
 
 

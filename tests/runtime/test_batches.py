@@ -21,8 +21,9 @@ from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, 
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.phases import Phases
 from tests.pool import WorkerPool
+from tests.runtime.plans import losses_alone
 from tests.runtime.training import ADAMW, SAMPLES, Case, Trained, assert_same, make_batch, make_model, make_parallel
-from tests.together import Together
+from tests.together import Together, together
 
 PLANS: dict[str, Case] = {
     "data": Case([Strategy(data=2)] * 5),
@@ -54,13 +55,8 @@ def steps_of(count: int = 1) -> list[list[dict[str, Tensor]]]:
 def alone(count: int) -> Trained:
     """One process, on all batches of a step as one."""
     model = make_model("gpt-tiny")
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
-    for step in steps_of(count):
-        loss = model(**{key: torch.cat([batch[key] for batch in step]) for key in step[0]})
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    joined = [{key: torch.cat([batch[key] for batch in step]) for key in step[0]} for step in steps_of(count)]
+    losses = losses_alone(model, torch.optim.SGD(model.parameters(), lr=RATE), joined)
     return Trained(losses, {}, dict(model.state_dict()))
 
 
@@ -89,9 +85,7 @@ def trained(case: Case) -> list[Trained]:
     return found
 
 
-@pytest.fixture(scope="module")
-def runs(pool: WorkerPool) -> Together:
-    return Together(pool, trained, PLANS, lambda case: case.world)
+runs = together(trained, PLANS)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -201,14 +195,7 @@ def train_alone() -> list[float]:
     torch.manual_seed(0)
     model: Any = GPT(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(STEPS * len(BATCHES)):
-        loss = model(**phase_batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return losses_alone(model, optimizer, map(phase_batch, range(STEPS * len(BATCHES))))
 
 
 def test_phases_train_as_one_process_does(pool: WorkerPool) -> None:

@@ -138,5 +138,5 @@ def test_blocks_that_share_tokens_or_pixels_run_as_they_are() -> None:
     blocks = [one for one in layers if one.role is Role.BLOCK]
     stage = [LayerAssignment(one, share) for one, share in zip(blocks, shares, strict=True)]
     forwards = [block.forward for block in model.blocks]
-    assert compiled.compile_blocks(model, stage, Mock(), "eager") == []
+    compiled.compile_blocks(model, stage, Mock(), "eager")
     assert [block.forward for block in model.blocks] == forwards

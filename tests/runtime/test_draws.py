@@ -24,7 +24,7 @@ from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import losses_alone, make_plan
 
 SAMPLES, STEPS, SEED = 8, 2, 5
 RATE = 0.3
@@ -43,15 +43,8 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def train_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     model, given = make(), batches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
     with same_randomness(model, given[0], SEED):
-        for batch in given:
-            optimizer.zero_grad()
-            loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
+        losses = losses_alone(model, torch.optim.SGD(model.parameters(), lr=0.1), given)
     return losses, model.state_dict()
 
 
@@ -128,15 +121,9 @@ def train_between(layers: tuple[Layer, ...], plan: Plan) -> tuple[list[float], d
 
 
 def test_stages_drop_between_blocks_and_keep_what_is_frozen(pool: WorkerPool) -> None:
-    model, given, losses = Between(), batches(), []
-    optimizer = DECAYING(p for p in model.parameters() if p.requires_grad)
+    model, given = Between(), batches()
     with same_randomness(model, given[0], SEED):
-        for batch in given:
-            optimizer.zero_grad()
-            loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
+        losses = losses_alone(model, DECAYING(p for p in model.parameters() if p.requires_grad), given)
     layers = discover_layers(Between(), given[0])
     names = [layer.name for layer in layers]
     plan = write_plan(
@@ -268,15 +255,8 @@ def alone(rate: float) -> list[float]:
     """What one process computes."""
     torch.manual_seed(0)
     model = Tower(rate)
-    optimizer, losses = ADAM(model.parameters()), []
     with same_randomness(model, batch_of(0), DRAWN):
-        for number in range(4):
-            optimizer.zero_grad()
-            loss = model(*batch_of(number))
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return losses
+        return losses_alone(model, ADAM(model.parameters()), map(batch_of, range(4)))
 
 
 def test_switches_and_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:

@@ -12,17 +12,10 @@ from torch import nn
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
-from tests.runtime.pictures import (
-    Pictures,
-    make_net,
-    make_parallel_net,
-    make_pictures,
-    train_net,
-    train_net_alone,
-)
-from tests.runtime.plans import split_model
+from tests.runtime.pictures import Pictures, make_net, make_parallel_net, make_pictures, train_net, train_net_alone
+from tests.runtime.plans import losses_alone, split_model
 from tests.runtime.training import assert_same
-from tests.together import Together
+from tests.together import Together, together
 
 TOLERANCE = 1e-10
 WHOLE, DATA, ZERO3 = Strategy(filters=2), Strategy(data=2), Strategy(zero=2, zero_stage=3)
@@ -105,10 +98,7 @@ def world_of(case: Pictures) -> int:
     return case.strategies[0].devices * (len(case.cuts) + 1)
 
 
-@pytest.fixture(scope="module")
-def trained(pool: WorkerPool) -> Together:
-    """What every rank found under each plan."""
-    return Together(pool, train_net, CASES, world_of)
+trained = together(train_net, CASES, world_of)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -124,14 +114,9 @@ def by_hand(case: Pictures) -> tuple[list[float], list[float]]:
     """The user's own loop: forward, backward, clip, step."""
     parallel, batch = make_parallel_net(case), make_pictures(case)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-    losses, norms = [], []
-    for _ in range(2):
-        loss = parallel(*batch)
-        loss.backward()
-        norms.append(float(parallel.clip_grad_norm(0.05)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    norms: list[float] = []
+    clip = parallel.clip_grad_norm
+    losses = losses_alone(parallel, optimizer, [batch] * 2, lambda _: norms.append(float(clip(0.05))))
     return losses, norms
 
 

@@ -20,7 +20,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict, load_full_state_dict
 from tests.pool import WorkerPool
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import losses_alone, make_plan
 from tests.runtime.training import (
     ADAMW,
     SAMPLES,
@@ -34,7 +34,7 @@ from tests.runtime.training import (
     train,
     train_alone,
 )
-from tests.together import Together
+from tests.together import Together, together
 
 DATA, ZERO3, ZERO2 = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(zero=2, zero_stage=2)
 TENSOR, SEQUENCE = Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True)
@@ -45,17 +45,14 @@ def by_hand(case: Case) -> Trained:
     """The user's own loop: forward, backward, clip, step."""
     parallel = make_parallel(case)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
-    losses, gradients = [], dict[str, Tensor]()
-    for _ in range(2):
-        loss = parallel(**make_batch())
-        loss.backward()
-        gradients = gradients or full_gradients(parallel)
-        if case.max_grad_norm is not None:
-            parallel.clip_grad_norm(case.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return Trained(losses, gradients, full_state_dict(parallel))
+    gradients: list[dict[str, Tensor]] = []
+
+    def clip(_: nn.Module) -> None:
+        gradients.append(full_gradients(parallel))
+        parallel.clip_grad_norm(case.max_grad_norm)
+
+    losses = losses_alone(parallel, optimizer, [make_batch()] * 2, clip)
+    return Trained(losses, gradients[0], full_state_dict(parallel))
 
 
 CLIPPED = {
@@ -63,10 +60,7 @@ CLIPPED = {
     for name, one in {"data": [DATA] * 5, "zero": [ZERO2] * 5, "mixed": MIXED}.items()
 }
 
-
-@pytest.fixture(scope="module")
-def trained_by_hand(pool: WorkerPool) -> Together:
-    return Together(pool, by_hand, CLIPPED, lambda case: case.world)
+trained_by_hand = together(by_hand, CLIPPED)
 
 
 @pytest.mark.parametrize("name", CLIPPED)
@@ -75,24 +69,20 @@ def test_used_like_the_model(trained_by_hand: Together, name: str) -> None:
         assert_same(found, train_alone(CLIPPED[name]))
 
 
-def accumulate(strategies: list[Strategy], quiet: bool) -> dict[str, Tensor]:
-    """Two backward passes on halves of the batch."""
+def accumulate(strategies: list[Strategy]) -> dict[str, Tensor]:
+    """Two backward passes on halves of the batch, the first of them without sums over ranks."""
     parallel = make_parallel(Case(strategies))
     batch, half = make_batch(), SAMPLES // 2
     first, second = ({k: v[i * half : (i + 1) * half] for k, v in batch.items()} for i in range(2))
-    if quiet:
-        with parallel.no_sync():
-            (parallel(first) / 2).backward()
-    else:
+    with parallel.no_sync():
         (parallel(first) / 2).backward()
     (parallel(second) / 2).backward()
     return full_gradients(parallel)
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_accumulation_by_the_user(pool: WorkerPool, quiet: bool) -> None:
+def test_accumulation_by_the_user(pool: WorkerPool) -> None:
     wanted = train_alone(Case([Strategy()] * 5), steps=0)
-    for gradients in pool.run(2, accumulate, strategies=MIXED, quiet=quiet):
+    for gradients in pool.run(2, accumulate, strategies=MIXED):
         assert_same(Trained([], gradients, wanted.state), wanted)
 
 
@@ -114,13 +104,7 @@ def losses_with(strategies: list[Strategy], name: str) -> list[float]:
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_any_optimizer(pool: WorkerPool, name: str) -> None:
     model, (factory, options) = make_model("gpt-tiny"), OPTIMIZERS[name]
-    optimizer, wanted = factory(model.parameters(), **options), []
-    for _ in range(4):
-        loss = model(**make_batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(float(loss.detach()))
+    wanted = losses_alone(model, factory(model.parameters(), **options), [make_batch()] * 4)
     for losses in pool.run(2, losses_with, strategies=MIXED, name=name):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
@@ -153,10 +137,7 @@ BF16 = {
     )
 }  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def trained_in_bf16(pool: WorkerPool) -> Together:
-    return Together(pool, train, BF16, lambda case: case.world)
+trained_in_bf16 = together(train, BF16)
 
 
 @pytest.mark.parametrize("name", BF16)
@@ -319,11 +300,7 @@ CASES = {
     "pipeline, clipped": Case([DATA, ZERO3, SEQUENCE, DATA, DATA], microbatches=2, cuts=[2], max_grad_norm=0.05),
 }
 
-
-@pytest.fixture(scope="module")
-def trained(pool: WorkerPool) -> Together:
-    """What every rank found under each plan."""
-    return Together(pool, train, CASES, lambda case: case.world)
+trained = together(train, CASES)
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -26,7 +26,7 @@ from tests.runtime.training import (
     make_parallel,
     plan_of,
 )
-from tests.together import Together
+from tests.together import Together, together
 
 MODEL = "llama-tiny"
 PLANS = {
@@ -363,9 +363,7 @@ def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return LOOPS[name][0](model), model.state_dict()
 
 
-@pytest.fixture(scope="module")
-def looped(pool: WorkerPool) -> Together:
-    return Together(pool, run_loops, PLANS, lambda case: case.world)
+looped = together(run_loops, PLANS)
 
 
 @pytest.mark.parametrize("plan", PLANS)

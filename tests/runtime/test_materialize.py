@@ -31,7 +31,7 @@ def known(family: str) -> tuple[object, tuple[Layer, ...]]:
     return batch, layers
 
 
-def from_meta(family: str, seed: int = 0) -> tuple[nn.Module, tuple[Layer, ...], object]:
+def from_meta(family: str) -> tuple[nn.Module, tuple[Layer, ...], object]:
     batch, layers = known(family)
     with torch.device("meta"):
         model = build_model(family)
@@ -52,33 +52,21 @@ def placed(family: str, seed: int = 0, own: slice = slice(None)) -> tuple[nn.Mod
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_model_runs_and_keeps_its_ties(family: str) -> None:
+def test_a_model_has_the_ties_buffers_and_spread_of_one_built_for_real(family: str) -> None:
     model, batch = placed(family)
     reference = build_model(family)
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert len(list(model.parameters())) == len(list(reference.parameters()))
-    assert bool(loss_of(call_model(model, batch), batch).isfinite())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_buffers_equal_those_of_a_model_built_for_real(family: str) -> None:
-    model, _ = placed(family)
-    reference = build_model(family)
-    expected = dict(reference.named_buffers())
-    assert {name for name, _ in model.named_buffers()} == set(expected)
+    buffers = dict(reference.named_buffers())
+    assert {name for name, _ in model.named_buffers()} == set(buffers)
     for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, expected[name]), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_initial_spread_is_the_models_own(family: str) -> None:
-    model, _ = placed(family)
-    reference = build_model(family)
+        assert torch.equal(buffer, buffers[name]), name
     for (name, value), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         if value.numel() >= 1024:
             assert float(value.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.2, abs=1e-6), name
         elif float(expected.detach().std()) == 0.0:
             assert torch.equal(value, expected), name
+    assert bool(loss_of(call_model(model, batch), batch).isfinite())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,12 +14,11 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import call_model
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
-from tests.runtime.plans import split_model
-from tests.together import Together
+from tests.runtime.plans import losses_alone, split_model
+from tests.together import Together, together
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
 EDGES = Strategy(data=2)
@@ -100,10 +99,8 @@ def largest_error(model: nn.Module, batch: Any, strategies: list[Strategy], cuts
     parallel = split_model(model, batch, strategies, cuts)
     sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
+    losses_alone(alone, optimizer, [batch] * 3)
     for _ in range(3):
-        call_model(alone, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
         parallel.train_step(batch, sharded)
     state = parallel.full_state_dict()
     pairs = [(state[name], value) for name, value in alone.state_dict().items()]
@@ -123,9 +120,7 @@ def errors_under(case: str) -> dict[str, float]:
     return between | ({} if case == "tokens" else {f"inside, {way}": error_under(case, way, "") for way in WAYS})
 
 
-@pytest.fixture(scope="module")
-def found(pool: WorkerPool) -> Together:
-    return Together(pool, errors_under, {plan: plan for plan in PLANS}, lambda _: 2)
+found = together(errors_under, {plan: plan for plan in PLANS}, lambda _: 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

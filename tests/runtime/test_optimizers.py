@@ -17,8 +17,9 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.runtime.optimizer import _built_again, _copied, _reach
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
+from tests.runtime.plans import losses_alone
 from tests.runtime.training import Case, make_batch, make_model, make_parallel
-from tests.together import Together
+from tests.together import Together, together
 
 CPU, STEPS = torch.device("cpu"), 2
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -144,16 +145,8 @@ CLIPS = (by_torch, by_hand, by_squares, of_elements)
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., None] | None) -> list[float]:
     """The user's own loop."""
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**make_batch())
-        loss.backward()
-        if clip is not None:
-            clip(model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    clips = (lambda _: None) if clip is None else lambda one: clip(one.parameters())
+    return losses_alone(model, optimizer, [make_batch()] * STEPS, clips)
 
 
 @examined_once()
@@ -169,9 +162,7 @@ def clipped(case: Case) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def clipped_runs(pool: WorkerPool) -> Together:
-    return Together(pool, clipped, PLANS, lambda case: case.world)
+clipped_runs = together(clipped, PLANS)
 
 
 def same(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> None:
@@ -235,9 +226,7 @@ def stepped(case: Case) -> dict[tuple[str, str], Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def stepped_runs(pool: WorkerPool) -> Together:
-    return Together(pool, stepped, PLANS, lambda case: case.world)
+stepped_runs = together(stepped, PLANS)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -287,9 +276,7 @@ def averaged(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     return whole, losses
 
 
-@pytest.fixture(scope="module")
-def averaged_runs(pool: WorkerPool) -> Together:
-    return Together(pool, averaged, PLANS, lambda case: case.world)
+averaged_runs = together(averaged, PLANS)
 
 
 @pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor", "mixed", "pipeline", "offload", "mixture"])
@@ -297,11 +284,7 @@ def test_averages_of_parameters(averaged_runs: Together, name: str) -> None:
     model = make_model(PLANS[name].model)
     optimizer, average, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), AveragedModel(model), []
     for step in range(STEPS + 1):
-        loss = model(**make_batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses += losses_alone(model, optimizer, [make_batch()])
         if step < STEPS:
             average.update_parameters(model)
     for whole, theirs in averaged_runs[name]:

@@ -41,7 +41,7 @@ def cover(cases: Sequence[tuple[Case, str]]) -> None:
         parallel.train_step(make_batch(), optimizer)
         wholes, counts = assemble(show(held_parameters(parallel)))
         assert_covered(wholes, counts, full_state_dict(parallel), make_model(case.model))
-        states, counts = assemble(show(held_states(parallel, optimizer)))
+        states, counts = assemble(show(held_states(parallel, optimizer.state)))
         assert_states(states, counts, make_model(case.model), make_batch(), OPTIMIZERS[name])
 
 
@@ -95,7 +95,7 @@ def cover_pictures() -> None:
     assert all(torch.equal(buffers[name], state[name]) for name in buffers)
     wholes, counts = assemble(show(held_parameters(parallel)))
     assert_covered(wholes, counts, state, model)
-    states, counts = assemble(show(held_states(parallel, optimizer)))
+    states, counts = assemble(show(held_states(parallel, optimizer.state)))
     assert_states(states, counts, model, make_pictures(case), SGD)
 
 
@@ -126,5 +126,5 @@ def test_parts_of_states_with_extents_of_one() -> None:
     parallel = make_parallel(case)
     optimizer = parallel.optimizer(OPTIMIZERS["adafactor"])
     parallel.train_step(make_batch(), optimizer)
-    states, counts = assemble(show(held_states(parallel, optimizer)))
+    states, counts = assemble(show(held_states(parallel, optimizer.state)))
     assert_states(states, counts, make_model(case.model), make_batch(), OPTIMIZERS["adafactor"])

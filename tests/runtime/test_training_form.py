@@ -32,25 +32,23 @@ from tests.runtime.untouched import (
     under,
     untouched,
 )
-from tests.together import Together
+from tests.together import Together, together
 
 FAMILIES = [*DECODERS, "Adapted", "T5", "Bart", "Whisper"]
 FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
 FULL_DATA = Strategy(data=2, recompute=FULL)
 
 
-@pytest.fixture(scope="module")
-def recomputed(pool: WorkerPool) -> Together:
-    return Together(pool, each_recomputed, {family: family for family in FAMILIES}, lambda _: 1)
+def each_recomputed(case: str) -> list[str]:
+    return [under(case, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
+
+
+recomputed = together(each_recomputed, {family: family for family in FAMILIES}, lambda _: 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_layers_keep_no_cache(recomputed: Together, family: str) -> None:
     assert recomputed[family] == [["", ""]]
-
-
-def each_recomputed(case: str) -> list[str]:
-    return [under(case, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "OPT", "Adapted"])

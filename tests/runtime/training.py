@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
 from tests.runtime.examined import Examined
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import clipped, losses_alone, make_plan
 
 SAMPLES, TOKENS, VOCAB, LAYERS = 8, 16, 96, 3
 NOISE = 1e-8
@@ -118,15 +118,9 @@ def train_plainly(model: nn.Module, batch: dict[str, Tensor], max_grad_norm: flo
     model(**batch).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
     model.load_state_dict(state)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    optimizer.zero_grad()
+    clip = partial(clipped, largest=float("inf") if max_grad_norm is None else max_grad_norm)
+    losses = losses_alone(model, optimizer, [batch] * steps, clip)
     return Trained(losses, gradients, dict(model.state_dict()))
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.strategy import Strategy
@@ -20,7 +19,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.auto_jobs import measuring_briefly
 from tests.equivalence.compare import assert_equal_tensors
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import losses_alone, make_plan
 
 SAMPLES, TOKENS, VOCAB, STEPS = 4, 32, 48, 2
 ADAMW = {"lr": 1e-2, "eps": 1e-4}  # a tiny eps would make steps of rounding noise in gradients that are zero in theory
@@ -125,13 +124,7 @@ def batch_for(family: str, samples: int = SAMPLES) -> dict[str, Any]:
 def trained_plainly(model: nn.Module, batch: Any, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of a few steps of AdamW in one process, and the parameters after them."""
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], **ADAMW)
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(call_model(model, batch), batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = losses_alone(model, optimizer, [batch] * steps)
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 

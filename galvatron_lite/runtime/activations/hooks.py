@@ -22,13 +22,8 @@ from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
 from galvatron_lite.parallelism.tensor.functions import copy_to_group
 from galvatron_lite.runtime.activations.layout import IDS, INNER, ActivationLayout, AxisSplit
-from galvatron_lite.runtime.activations.traffic import (
-    ActivationRedistributor,
-    Bordered,
-    BoundaryLayout,
-    LayoutTensor,
-    RankPiece,
-)
+from galvatron_lite.runtime.activations.traffic import ActivationRedistributor, BoundaryLayout, LayoutTensor, RankPiece
+from galvatron_lite.runtime.assignment import LayerAssignment
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """By path of a module, the forward pre-hooks and the forward hooks that its user registered."""
@@ -41,30 +36,31 @@ def hooks_of(model: nn.Module) -> UserHooks:
 
 def install_hooks(
     model: nn.Module,
-    stage: Sequence[Bordered],
+    stage: Sequence[LayerAssignment],
+    borders: Mapping[str, BoundaryLayout],
     traffic: ActivationRedistributor,
     incoming: Collection[ActivationLayout],
     users: UserHooks = MappingProxyType({}),
 ) -> None:
-    """Put the hooks on a stage's layers, where layouts or precision ask for any.
+    """Put the hooks on a stage's layers, where layouts or precision ask for any; ``borders`` are by path of a module.
 
     Call it after every other hook of the layers is in place: conversion comes before ZeRO wraps the inputs. The user's
     hooks see what code between layers sees: they run before inputs are converted, and after outputs are.
     """
-    layouts = {*incoming, *(one.border.layout for one in stage)}
+    layouts = {*incoming, *(border.layout for border in borders.values())}
     moves = layouts != {traffic.glue} or bool(traffic.border.lines)
-    for one in stage:
-        casts = traffic.compute is not None and one.placed.layer.role is Role.BLOCK
-        module = model.get_submodule(one.path)
+    for layer, path in [(placed.layer, path) for placed in stage for path in placed.layer.modules]:
+        casts, border = traffic.compute is not None and layer.role is Role.BLOCK, borders[path]
+        module = model.get_submodule(path)
         if type(module).forward is nn.Module.forward:  # a ParameterList, say
             for parameter in module.parameters():
-                traffic.read(parameter, one.border.layout)
+                traffic.read(parameter, border.layout)
         if moves or casts:
-            entry = _Entry(traffic, one.border, one.placed.layer.name, traffic.compute if casts else None)
+            entry = _Entry(traffic, border, layer.name, traffic.compute if casts else None)
             module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)
-        if one.border.layout != traffic.glue or one.border.lines:
-            module.register_forward_hook(_Exit(traffic, one.border))
-        before, after = users.get(one.path, ((), ()))
+        if border.layout != traffic.glue or border.lines:
+            module.register_forward_hook(_Exit(traffic, border))
+        before, after = users.get(path, ((), ()))
         # torch has no other way to order hooks that are registered
         for key in reversed(before):
             module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]

@@ -83,9 +83,16 @@ class Box:
         pairs = zip(self.ranges, other.ranges, strict=True)
         return Box(tuple((start - first, stop - first) for (start, stop), (first, _) in pairs))
 
+    def shifted(self, dim: int, items: int) -> Box:
+        """The box so many items further along a dim."""
+        start, stop = self.ranges[dim]
+        return Box((*self.ranges[:dim], (start + items, stop + items), *self.ranges[dim + 1 :]))
+
 
 Boxes = tuple[Box, ...]
 """What a rank holds of a tensor: one box, or several behind one another along a dim."""
+Everyone = tuple[Boxes, ...]
+"""What each rank holds of a tensor; boxes are equal or disjoint."""
 
 
 def all_of(shape: Sequence[int]) -> Box:
@@ -205,8 +212,8 @@ def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: i
 
 
 @lru_cache(maxsize=4096)
-def holders_of(everyone: tuple[Boxes, ...]) -> Mapping[Box, tuple[int, ...]]:
-    """The ranks that hold each box, in order, from what each rank holds; boxes are equal or disjoint."""
+def holders_of(everyone: Everyone) -> Mapping[Box, tuple[int, ...]]:
+    """The ranks that hold each box, in order, from what each rank holds."""
     ranks: dict[Box, dict[int, None]] = {}
     for rank, boxes in enumerate(everyone):
         for box in boxes:
@@ -215,7 +222,16 @@ def holders_of(everyone: tuple[Boxes, ...]) -> Mapping[Box, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4096)
-def route_boxes(before: tuple[Boxes, ...], after: tuple[Boxes, ...], place: int) -> Route:
+def first_only(everyone: Everyone) -> Everyone:
+    """The boxes of the first rank that holds each, once."""
+    first = {box: ranks[0] for box, ranks in holders_of(everyone).items()}
+    return tuple(
+        tuple(box for box in dict.fromkeys(boxes) if first[box] == rank) for rank, boxes in enumerate(everyone)
+    )
+
+
+@lru_cache(maxsize=4096)
+def route_boxes(before: Everyone, after: Everyone, place: int) -> Route:
     """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part.
 
     Of ranks that hold the same box the receiver itself gives, or one by turns.
@@ -271,22 +287,14 @@ class BoxExchange:
         if path.local:
             part = cut_box(tensor, path.wanted[0].within(path.held[0]))
             return part.clone(memory_format=torch.contiguous_format)
-        parts = [_part(tensor, path.held, dims[0], box).flatten() for box in chain(*path.sends)]
-        sent = torch.cat(parts) if parts else tensor.new_empty(0)
+        outgoing = [[_part(tensor, path.held, dims[0], box) for box in boxes] for boxes in path.sends]
         arriving = list(chain(*path.receives))
         extents = list(path.wanted[0].shape)
         extents[dims[1]] = sum(box.shape[dims[1]] for box in path.wanted)
         # one box is in order already; no view, so that code behind may change it in place
         alone = len(arriving) <= 1 and len(path.wanted) == 1
         received = tensor.new_empty(extents if alone else sum(box.items for box in arriving))
-        item = tensor.element_size()
-        incoming, outgoing = (
-            [item * sum(box.items for box in boxes) for boxes in every] for every in (path.receives, path.sends)
-        )
-        # as bytes: gloo does not know every dtype
-        dist.all_to_all_single(
-            received.view(-1).view(torch.uint8), sent.view(torch.uint8), incoming, outgoing, group=self.group
-        )
+        all_to_all(outgoing, received, [sum(box.items for box in boxes) for boxes in path.receives], self.group)
         if alone:
             return received
         result = received.new_empty(extents)
@@ -295,14 +303,32 @@ class BoxExchange:
         return result
 
 
+def all_to_all(
+    outgoing: Sequence[Sequence[Tensor]],
+    received: Tensor,
+    counts: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Send views to each rank of a group, and receive so many items from each into a contiguous tensor.
+
+    Returns:
+        Bytes sent.
+    """
+    pieces = [view.reshape(-1).to(received.device) for views in outgoing for view in views]
+    sent, item = torch.cat(pieces) if pieces else received.new_empty(0), received.element_size()
+    sizes = [item * sum(view.numel() for view in views) for views in outgoing]
+    # as bytes: gloo does not know every dtype
+    incoming = [item * count for count in counts]
+    dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(torch.uint8), incoming, sizes, group=group)
+    return sent.nbytes
+
+
 def _part(tensor: Tensor, held: Boxes, dim: int, box: Box) -> Tensor:
     """A box of what a rank holds, as a view; the boxes that it holds lie one behind the other along a dim."""
     before = 0
     for one in held:
         if one.meet(box) == box:
-            ranges = list(box.within(one).ranges)
-            ranges[dim] = (ranges[dim][0] + before, ranges[dim][1] + before)
-            return cut_box(tensor, Box(tuple(ranges)))
+            return cut_box(tensor, box.within(one).shifted(dim, before))
         before += one.shape[dim]
     raise AssertionError("a box that is sent is held")
 

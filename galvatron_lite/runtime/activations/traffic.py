@@ -77,15 +77,6 @@ class BoundaryLayout:
         return AxisSplit(shared.devices, tuple(axes))
 
 
-@dataclass(frozen=True, slots=True)
-class Bordered:
-    """A module of a layer, by its path, and what it works on."""
-
-    path: str
-    placed: LayerAssignment
-    border: BoundaryLayout
-
-
 def border_of(layout: ActivationLayout, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
     matmuls = ProcessTensorGroup(groups.weights) if layout.sequence > 1 else None
@@ -190,8 +181,9 @@ class ActivationRedistributor:
 
     def read(self, parameter: Tensor, layout: ActivationLayout) -> None:
         """Have the gradient of a layer's parameter that glue code reads by itself count as if the layer had read it."""
-        if parameter.requires_grad and self._counts_otherwise(layout, self.glue):
-            sums = partial(_spread, group=self.mover.group, factor=_factor(layout, self.glue))
+        factor = _factor(layout, self.glue)
+        if parameter.requires_grad and factor is not None:
+            sums = partial(_spread, group=self.mover.group, factor=factor)
             parameter.register_hook(sums)  # type: ignore[no-untyped-call]
 
     def _between(self, tensor: Tensor, source: ActivationLayout, target: ActivationLayout) -> Tensor:
@@ -199,14 +191,11 @@ class ActivationRedistributor:
 
         In each, a rank's gradient is that of its samples: complete on all ranks that hold the same.
         """
-        if not tensor.requires_grad or not self._counts_otherwise(source, target):
+        factor = _factor(source, target)
+        if factor is None or not tensor.requires_grad:
             return tensor
-        spread: Tensor = _Spread.apply(tensor, self.mover.group, _factor(source, target))  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(tensor, self.mover.group, factor)  # type: ignore[no-untyped-call]
         return spread
-
-    @staticmethod
-    def _counts_otherwise(source: ActivationLayout, target: ActivationLayout) -> bool:
-        return source.batch != target.batch and source.devices == target.devices
 
     def show(self, piece: RankPiece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
@@ -312,5 +301,7 @@ def _spread(gradient: Tensor, group: dist.ProcessGroup | None, factor: float) ->
     return total
 
 
-def _factor(source: ActivationLayout, target: ActivationLayout) -> float:
-    return 1 / (target.replicas * source.batch)
+def _factor(source: ActivationLayout, target: ActivationLayout) -> float | None:
+    """What the sum of the ranks' gradients is multiplied by between two layouts; None: each rank's is right already."""
+    alike = source.batch == target.batch or source.devices != target.devices
+    return None if alike else 1 / (target.replicas * source.batch)

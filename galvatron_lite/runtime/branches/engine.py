@@ -38,8 +38,8 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.mesh import build_part_meshes, join_world
 from galvatron_lite.runtime.parallelize import split_stage
 from galvatron_lite.runtime.peers import broadcast_values, of_rank_zero, share_random_state
-from galvatron_lite.runtime.preparation import layer_plans, tensor_plans
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+from galvatron_lite.runtime.preparation import SetupOptions, layer_plans, tensor_plans
+from galvatron_lite.runtime.stages import StageRuntime
 
 
 def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
@@ -54,22 +54,22 @@ def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[
 
 
 class BranchedModel(ParallelModel):
-    """A model whose branches have ranks of their own; used like ``ParallelModel``.
+    """A model whose branches have ranks of their own; used like ``ParallelModel``. In ``module`` stand-ins are in their
+    place; ``copies`` holds the modules of this rank's branches.
 
     Args:
         arguments: as for ``ParallelModel``.
         timeout: seconds after which another rank's message that does not come is an error.
         options: as for ``ParallelModel``.
-
-    Attributes:
-        trees: the modules of this rank's branches; in ``module``, stand-ins are in their place.
     """
 
     def __init__(self, *arguments: Any, timeout: float = 600.0, **options: Any) -> None:
         self._timeout = timeout
         super().__init__(*arguments, timeout=timeout, **options)
 
-    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
+    def _set_up(
+        self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions
+    ) -> Sequence[StageRuntime]:
         self._origins: dict[int, Origins] = {}
         parts = self._placed = place_parts(self.plan, layers)
         join_world(self.plan, options.device.type)
@@ -91,7 +91,7 @@ class BranchedModel(ParallelModel):
             for path in entered:
                 module = tree.get_submodule(path)
                 replace_module(model, module, StandIn(path, module, setting.call))
-        self._runtimes, self.trees = list[StageRuntime](), nn.ModuleList()
+        runtimes = list[StageRuntime]()
         for tree, part, mesh, entered in zip(trees, parts, meshes, paths, strict=True):
             runtime = None
             if mesh is None:  # on other ranks its modules have no parameters
@@ -100,47 +100,33 @@ class BranchedModel(ParallelModel):
                 roots = [tree.get_submodule(path) for path in entered] or [tree]
                 runtime = split_stage(tree, part.layers, part.stage, mesh, splits, options, roots=roots)
                 runtime.updates.guarded = True  # other branches are elsewhere
-                self._runtimes.append(runtime)
+                runtimes.append(runtime)
             if part is not parts[0]:
-                self.trees.extend([] if runtime is None else [tree])
                 # ranks that have the same samples draw the same
                 alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
                 stream = Stream(seed + (part.first if alike else dist.get_rank()), options.device)
                 setting.branches |= dict.fromkeys(entered, RankBranch(part, foreseen, runtime, stream))
-        setting.runtime = self._runtimes[0]  # every rank runs the trunk
+        setting.runtime = runtimes[0]  # every rank runs the trunk
         resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
-        return setting.runtime
-
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """Of the trunk and of this rank's branches."""
-        return self._runtimes
-
-    @property
-    def structures(self) -> Sequence[nn.Module]:
-        """See ``ParallelModel``."""
-        return [self.module, *self.trees]
-
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """The random numbers of the branches."""
-        return list(dict.fromkeys(branch.stream for branch in self._setting.branches.values()))
+        self.streams = list(dict.fromkeys(branch.stream for branch in setting.branches.values()))
+        return runtimes
 
     def _check_samples(self, samples: int, count: int) -> None:
         degrees = [placed.strategy.batch_degree for part in self._placed for placed in part.stage]
         check_divisible(samples, degrees, count)
 
-    def _parts(self, batch: Any, count: int) -> list[Any]:
-        parts = super()._parts(batch, count)
+    def _parts(self, batch: Any, count: int) -> list[list[Any]]:
+        parts, rows = super()._parts(batch, count), self.calls.rows
         self._origins = {
-            id(part): _origins(part, slice_batch(batch, number * self._rows, (number + 1) * self._rows), self._rows)
-            for number, part in enumerate(parts)
+            id(part): _origins(part, slice_batch(batch, number * rows, (number + 1) * rows), rows)
+            for number, part in enumerate(parts[0])
         }
         return parts
 
-    def _local_loss(self, part: Any) -> Tensor:
+    def local_loss(self, part: Any) -> Tensor:
+        """See ``ParallelModel``."""
         with self._passing(part) as session:
-            return session.settle(super()._local_loss(part))
+            return session.settle(super().local_loss(part))
 
     def _outputs(self, part: Any) -> Any:
         with self._passing(part) as session:
@@ -149,7 +135,7 @@ class BranchedModel(ParallelModel):
     @contextmanager
     def _passing(self, part: Any) -> Iterator[BranchSession]:
         setting = self._setting
-        setting.session = session = BranchSession(setting, self._rows, self._origins.get(id(part), {}))
+        setting.session = session = BranchSession(setting, self.calls.rows, self._origins.get(id(part), {}))
         try:
             yield session
         finally:

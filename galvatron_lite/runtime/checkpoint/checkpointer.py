@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import nn
 
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
@@ -53,7 +52,6 @@ from galvatron_lite.runtime.checkpoint.optimizer import (
     put_schedule,
 )
 from galvatron_lite.runtime.checkpoint.plain import (
-    RandomStates,
     alone,
     generators,
     put_generators,
@@ -92,11 +90,12 @@ _LOG = logging.getLogger(__name__)
 class SavableModel(Parallel, Protocol):
     """A model that can be saved; see ``ParallelModel``."""
 
-    plan: Plan
+    plan: Plan | None
     step: int
     module: nn.Module
     scaler: LossScaler | None
     steering: Steering | None
+    streams: Sequence[Any]  # of random numbers, beside the process' generators
 
     def resume_at(self, step: int) -> None:
         """See ``saving.Saving``."""
@@ -124,9 +123,14 @@ class _Contents:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time."""
+    """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time.
 
-    def __init__(self, parallel: SavableModel, timeout: float = TIMEOUT) -> None:
+    Args:
+        parallel: the model; without a plan it is a plain one, whose process keeps its random generators.
+        timeout: seconds that a rank waits for the others; None: this process is alone.
+    """
+
+    def __init__(self, parallel: SavableModel, timeout: float | None = TIMEOUT) -> None:
         self._parallel, self._peers = parallel, Peers(timeout)
         self._pending: Future[None] | None = None
         self._lineage = Lineage()
@@ -189,41 +193,33 @@ class Checkpointer:
 
     def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
         parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
+        assert parallel.plan is not None
         contents = together(peers, lambda: self._plain(state), FIELD)
         files = contents[peers.rank]
         plain = {process_file(peers.rank): files["own"]}
         if peers.rank == 0:
             options = None if optimizer is None else merged([content["options"] for content in contents])
             steered = step if parallel.steering is None else parallel.steering.step
-            plain[TRAINING] = {
-                "optimizer": options,
-                "scaler": files["scaler"],
-                "extra": files["extra"],
-                "steered": steered,
-            }
+            shared = {name: files[name] for name in ("scaler", "extra")}
+            plain[TRAINING] = {"optimizer": options, **shared, "steered": steered}
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
-        held += [] if optimizer is None else held_states(parallel, optimizer)
+        held += [] if optimizer is None else held_states(parallel, optimizer.state)
         mine = assign_pieces(held, {buffer.name for buffer in buffers}, peers)
+        kinds = [None if one is None else type(one).__name__ for one in (optimizer, state.scheduler)]
         manifest = Manifest(
-            FORMAT, step, layout_digest(parallel.plan), dist.get_world_size(), dict(parallel.entries.names), {}, {},
-            _class_name(optimizer), _class_name(state.scheduler),
+            FORMAT, step, layout_digest(parallel.plan), peers.size, dict(parallel.entries.names), {}, {},
+            optimizer=kinds[0], scheduler=kinds[1],
         )  # fmt: skip
-        config = getattr(getattr(parallel.module, "config", None), "to_json_string", None)
-        return Snapshot(
-            [copied(piece) for piece in mine] if asynchronous else mine,
-            plain,
-            manifest,
-            parallel.plan,
-            None if config is None else str(config()),
-        )
+        config = getattr(getattr(parallel.module, "config", None), "to_json_string", lambda: None)()
+        return Snapshot(list(map(copied, mine)) if asynchronous else mine, plain, manifest, parallel.plan, config)
 
     def _plain(self, state: ExtraState) -> dict[str, Any]:
         """This process's state besides tensors that are written in pieces."""
         parallel, optimizer = self._parallel, state.optimizer
         own = {
             "random": generators(),
-            "streams": [stream.state() for stream in _streams(parallel)],
+            "streams": [stream.state() for stream in parallel.streams],
             "data": state_of(state.data, "data"),
             # running statistics depend on a rank's samples; integer buffers (masks) are equal
             "buffers": {
@@ -280,7 +276,7 @@ class Checkpointer:
         def read() -> Manifest:
             manifest = read_manifest(folder)
             for number, name in enumerate(manifest.files):
-                if number % dist.get_world_size() == peers.rank:
+                if number % peers.size == peers.rank:
                     checked(folder, manifest, name)
             return manifest
 
@@ -289,7 +285,7 @@ class Checkpointer:
     def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
         """Load a checkpoint with intact files. Ranks agree before anything is changed, and before tensors are."""
         parallel, optimizer = self._parallel, state.optimizer
-        exact = manifest.layout == layout_digest(parallel.plan)
+        exact = parallel.plan is not None and manifest.layout == layout_digest(parallel.plan)
         contents = self._agreed(folder, lambda: self._read(folder, manifest, state, exact))
         go_back = _backup(parallel, state)
         try:
@@ -298,7 +294,7 @@ class Checkpointer:
             go_back()
             raise
         held = [*held_parameters(parallel), *held_buffers(parallel)]
-        held += [] if optimizer is None else held_states(parallel, optimizer)
+        held += [] if optimizer is None else held_states(parallel, optimizer.state)
         with _advised(folder, TORN):
             self._agreed(folder, lambda: read_tensors(held, contents.stored))
         if exact:
@@ -318,7 +314,7 @@ class Checkpointer:
         parallel, rank = self._parallel, self._peers.rank
         check_optimizer(manifest, state.optimizer, state.scheduler)
         stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
-        process_state = read_plain(folder / process_file(rank if manifest.processes == dist.get_world_size() else 0))
+        process_state = read_plain(folder / process_file(rank if manifest.processes == self._peers.size else 0))
         buffers = held_buffers(parallel)
         check_readable([*held_parameters(parallel), *buffers], stored)
         for buffer in buffers if exact else ():
@@ -328,7 +324,7 @@ class Checkpointer:
         if state.optimizer is not None:
             check_members(parallel, state.optimizer, training["optimizer"])
         random = process_state
-        if not exact:  # ranks that share samples must draw alike
+        if parallel.plan is not None and not exact:  # ranks that share samples must draw alike
             source = 0 if shares_samples(parallel.plan) else rank % manifest.processes
             random = read_plain(folder / process_file(source))
         _ = process_state["data"], training["extra"]  # a KeyError is raised before anything is changed
@@ -340,14 +336,15 @@ class Checkpointer:
         if optimizer is not None:
             saved = training["optimizer"]
             put_options(parallel, optimizer, saved, blank_states(parallel, manifest, saved["values"]))
-            check_readable(held_states(parallel, optimizer), contents.stored)
+            check_readable(held_states(parallel, optimizer.state), contents.stored)
             if state.scheduler is not None:
                 put_schedule(parallel, optimizer, state.scheduler, saved)
         if training["scaler"] is not None:
             put_state(parallel.scaler, training["scaler"])
-        put_generators(contents.random)
+        if parallel.plan is not None:
+            put_generators(contents.random)
         if exact:
-            for stream, saved_stream in zip(_streams(parallel), process_state["streams"], strict=True):
+            for stream, saved_stream in zip(parallel.streams, process_state["streams"], strict=True):
                 stream.set_state(saved_stream)
         put_state(state.data, process_state["data"])
         for name, target in (state.extra or {}).items():
@@ -396,8 +393,8 @@ def _advised(place: Path, remedy: str) -> Iterator[None]:
 
 def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     """A function that undoes ``_put``, for all but objects in ``extra``."""
-    random, optimizer = RandomStates(), state.optimizer
-    streams = [(stream, stream.state()) for stream in _streams(parallel)]
+    random, optimizer = generators(), state.optimizer
+    streams = [(stream, stream.state()) for stream in parallel.streams]
     # torch replaces both when it loads a state
     before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
     targets: list[Any] = [
@@ -406,7 +403,7 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     states = [(target, copy.deepcopy(target.state_dict())) for target in targets]
 
     def go_back() -> None:
-        random.restore()
+        put_generators(random)
         for stream, stream_state in streams:
             stream.set_state(stream_state)
         if optimizer is not None and before is not None:
@@ -418,11 +415,6 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     return go_back
 
 
-def _streams(parallel: SavableModel) -> Sequence[Any]:
-    streams: Sequence[Any] = getattr(parallel, "streams", ())
-    return streams
-
-
 def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatError]]:
     """The checkpoints of a folder and their training steps, newest first, and the errors of damaged ones."""
     if (folder / META).exists():
@@ -431,7 +423,3 @@ def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatE
         raise InputError("folder", folder, "It is a file. Give the folder of the checkpoints.")
     readable, damaged = survey(Manifest, folder, FORMAT)
     return [(place, manifest.step) for place, manifest in readable], damaged
-
-
-def _class_name(value: object) -> str | None:
-    return None if value is None else type(value).__name__

@@ -17,7 +17,6 @@ from torch import nn
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_data, write_text
 from galvatron_lite.folders import begin_folder, put_in_place, remove_folder
-from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_files, content_errors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import (
@@ -29,7 +28,8 @@ from galvatron_lite.runtime.checkpoint.tensors import (
 )
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, held_buffers, held_parameters
+from galvatron_lite.runtime.parameters.pieces import complete_shard, held_buffers, held_parameters
+from galvatron_lite.runtime.peers import batched
 from galvatron_lite.units import parse_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,17 +72,12 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
 
 def _parts(manifest: Manifest, largest: int) -> list[list[str]]:
     """Names of tensors by file, in the model's order."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name in dict.fromkeys(manifest.names.values()):
+
+    def size(name: str) -> int:
         record = manifest.tensors[name]
-        count = prod(record.shape) * getattr(torch, record.dtype).itemsize
-        if parts[-1] and size + count > largest:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += count
-    return parts
+        return prod(record.shape) * int(getattr(torch, record.dtype).itemsize)
+
+    return list(batched(dict.fromkeys(manifest.names.values()), size, largest)) or [[]]
 
 
 def _write(folder: Path, stored: dict[str, StoredTensor], parts: Sequence[Sequence[str]]) -> list[str]:
@@ -91,11 +86,7 @@ def _write(folder: Path, stored: dict[str, StoredTensor], parts: Sequence[Sequen
     total = 0
     for name, part in zip(names, parts, strict=True):
         tensors = {key: torch.empty(stored[key].shape, dtype=stored[key].dtype) for key in part}
-        held = [
-            LocalShard(key, stored[key].shape, tensor, (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
-            for key, tensor in tensors.items()
-            if tensor.numel()
-        ]
+        held = [complete_shard(key, tensor) for key, tensor in tensors.items()]
         check_readable(held, stored)
         read_tensors(held, stored)
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -253,10 +253,7 @@ def layout_digest(plan: Plan) -> str:
 
 
 def write_together(
-    peers: Peers,
-    begin: Callable[[], Path],
-    write: Callable[[Path], Part],
-    complete: Callable[[Path, list[Part]], None],
+    peers: Peers, begin: Callable[[], Path], write: Callable[[Path], Part], complete: Callable[[Path, list[Part]], None]
 ) -> None:
     """Write a checkpoint of all ranks: rank 0 begins its folder and completes it, every rank writes its files.
 

@@ -16,7 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, TensorRecord
 from galvatron_lite.runtime.checkpoint.plain import check_plain
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
-from galvatron_lite.runtime.parameters.pieces import Parallel, held_parameter, parameter_name
+from galvatron_lite.runtime.parameters.pieces import Parallel, full_shape, parameter_name
 
 PER_GROUP = (
     "base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums",
@@ -132,7 +132,7 @@ def check_optimizer(manifest: Manifest, optimizer: torch.optim.Optimizer | None,
 def blank_states(parallel: Parallel, manifest: Manifest, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """States of this rank's parameters by name: zeros to be filled for tensors, the saved values of others."""
     owned = {parameter_name(parallel, one): one for runtime in parallel.runtimes for one in runtime.owned}
-    shapes = {name: held_parameter(parallel, one).shape for name, one in owned.items()}
+    shapes = {name: full_shape(one) for name, one in owned.items()}
     states: dict[str, dict[str, Any]] = {}
     for entry, record in manifest.tensors.items():
         name, _, key = entry.rpartition("/")

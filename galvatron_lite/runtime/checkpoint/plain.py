@@ -108,18 +108,8 @@ def put_generators(states: Mapping[str, Any]) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *others))
 
 
-class RandomStates:
-    """The states of this process's random generators at the time it is made."""
-
-    def __init__(self) -> None:
-        self._states = generators()
-
-    def share(self, device: torch.device) -> None:
-        """Take rank 0's states of torch, so that ranks that share samples draw alike; all ranks call it."""
-        for name in ("cpu", "cuda"):
-            if self._states[name] is not None:
-                self._states[name] = of_rank_zero(self._states[name], device)
-
-    def restore(self) -> None:
-        """Draw from these states again."""
-        put_generators(self._states)
+def share_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Take rank 0's states of torch, so that ranks that share samples draw alike; all ranks call it."""
+    for name in ("cpu", "cuda"):
+        if states[name] is not None:
+            states[name] = of_rank_zero(states[name], device)

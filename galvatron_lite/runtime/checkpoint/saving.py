@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ class Resumed:
 class Saving:
     """Saves and loads a model with the state of its training: a mixin of the models that are trained."""
 
+    streams: Sequence[Any] = ()  # of random numbers, beside the process' generators
     step: int = 0  # training steps done, on top of those of the checkpoint that was loaded
     _looped: int = 0  # those among them of a loop that calls the model, ``backward`` and the optimizer itself
     _called: bool = False  # whether such a loop has called the model to train since the optimizer's last step
@@ -135,11 +136,7 @@ class Saving:
         The newest is the one written last. Damaged ones are named in a warning where an intact one is loaded.
 
         Args:
-            folder: of the checkpoints.
-            optimizer: as for ``load``.
-            scheduler: as for ``load``.
-            data: as for ``load``.
-            extra: as for ``load``.
+            folder: of the checkpoints; optimizer, scheduler, data and extra are as for ``load``.
             ignore_damaged: return None where all checkpoints are damaged, to start anew; without it that is an error.
 
         Raises:

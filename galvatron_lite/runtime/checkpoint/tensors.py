@@ -17,7 +17,7 @@ from galvatron_lite.folders import Content
 from galvatron_lite.runtime.activations.layout import Box, all_of, cut_box
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, TensorRecord, key_of
 from galvatron_lite.runtime.checkpoint.shards import CODES, TensorFile, write_tensors
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard
+from galvatron_lite.runtime.parameters.pieces import LocalShard
 from galvatron_lite.runtime.peers import Peers
 
 PieceKey = tuple[str, tuple[int, ...]]
@@ -32,39 +32,30 @@ def assign_pieces(held: Sequence[LocalShard], of_first: Collection[str], peers: 
         of_first: tensors that the first holder writes, as ranks may have different values.
         peers: all ranks.
     """
-    offers = {
-        (one.name, _start(chunk)): (chunk.whole.items * one.tensor.element_size(), one.name in of_first)
-        for one in held
-        for chunk in one.chunks
-    }
+    shards: dict[PieceKey, LocalShard] = {}
+    for one in held:
+        if one.box.items or not prod(one.shape):
+            shards.setdefault((one.name, _start(one.box)), one)  # a name may come twice
+    offers = {key: (one.box.items * one.tensor.element_size(), one.name in of_first) for key, one in shards.items()}
     holders: dict[PieceKey, list[int]] = {}
     everyone = peers.everyone(offers)
     for rank, theirs in enumerate(everyone):
         for key in theirs:
             holders.setdefault(key, []).append(rank)
-    written, mine = [0] * len(everyone), set[PieceKey]()
+    written, mine = [0] * len(everyone), list[LocalShard]()
     for key, ranks in holders.items():  # in the same order on every rank
         size, by_first = everyone[ranks[0]][key]
         writer = ranks[0] if by_first else min(ranks, key=written.__getitem__)
         written[writer] += size
         if writer == peers.rank:
-            mine.add(key)
-    assigned = []
-    for one in held:  # a name may come twice
-        chunks = [chunk for chunk in one.chunks if (one.name, _start(chunk)) in mine]
-        mine -= {(one.name, _start(chunk)) for chunk in chunks}
-        if chunks or not prod(one.shape):
-            assigned.append(replace(one, chunks=tuple(chunks)))
-    return assigned
+            mine.append(shards[key])
+    return mine
 
 
 def copied(held: LocalShard) -> LocalShard:
-    """The same items in host memory of their own, no more than are written."""
-    if len(held.chunks) != 1:
-        return replace(held, tensor=held.tensor.detach().cpu().clone())
-    (chunk,) = held.chunks
-    part = cut_box(held.tensor.detach(), chunk.local).cpu().clone()
-    return replace(held, tensor=part, chunks=(ItemRun(all_of(part.shape), chunk.whole),))
+    """The same items in host memory of their own."""
+    part = held.items.detach().cpu().clone()
+    return replace(held, tensor=part, local=all_of(part.shape))
 
 
 def write_pieces(path: Path, held: Sequence[LocalShard]) -> tuple[Content, dict[str, TensorRecord]]:
@@ -72,12 +63,11 @@ def write_pieces(path: Path, held: Sequence[LocalShard]) -> tuple[Content, dict[
     pieces: dict[str, Tensor] = {}
     records: dict[str, TensorRecord] = {}
     for one in held:
-        dtype = str(one.tensor.dtype).removeprefix("torch.")
-        described = records.setdefault(one.name, TensorRecord(dtype, one.shape, ()))
-        for chunk in one.chunks:
-            pieces[key_of(one.name, _start(chunk))] = cut_box(one.tensor, chunk.local)
-        more = tuple(Piece(_start(chunk), chunk.whole.shape, path.name) for chunk in one.chunks)
-        records[one.name] = replace(described, pieces=(*described.pieces, *more))
+        record = records.setdefault(one.name, TensorRecord(str(one.tensor.dtype).removeprefix("torch."), one.shape, ()))
+        if one.box.items:
+            pieces[key_of(one.name, _start(one.box))] = one.items
+            piece = Piece(_start(one.box), one.box.shape, path.name)
+            records[one.name] = replace(record, pieces=(*record.pieces, piece))
     return write_tensors(path, pieces), records
 
 
@@ -119,11 +109,11 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
         if not _is_sound(record, manifest):
             remedy = f"{folder} does not describe it as a tensor in pieces. Use another checkpoint."
             raise FileFormatError("tensor", name, remedy)
-        pieces = tuple(
-            StoredPiece(_box(piece.at, piece.size), folder / piece.file, key_of(name, piece.at))
-            for piece in record.pieces
-        )
-        stored[name] = StoredTensor(getattr(torch, record.dtype), record.shape, pieces)
+        pieces = []
+        for piece in record.pieces:
+            box = Box(tuple((at, at + size) for at, size in zip(piece.at, piece.size, strict=True)))
+            pieces.append(StoredPiece(box, folder / piece.file, key_of(name, piece.at)))
+        stored[name] = StoredTensor(getattr(torch, record.dtype), record.shape, tuple(pieces))
     return stored
 
 
@@ -175,31 +165,29 @@ def check_readable(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor
         if source.shape != one.shape:
             remedy = f"{one.name} has the shape {one.shape} in this model. Use a checkpoint of the same model."
             raise InputError("tensor", source.shape, remedy)
-        for chunk in one.chunks:
-            if sum(met.items for _, met in _overlaps(source, chunk)) != chunk.whole.items:
-                raise InputError("tensor", one.name, "The checkpoint does not have all of its items. Use another one.")
-            for piece, _ in _overlaps(source, chunk):
-                place = _opened(files, piece).places.get(piece.key)
-                if place is None or (place.dtype, place.shape) != (source.dtype, piece.box.shape):
-                    remedy = f"It does not hold {piece.key!r} as described. Use another one."
-                    raise FileFormatError("file", piece.file, remedy)
+        met = list(_overlaps(source, one))
+        if sum(box.items for _, box in met) != one.box.items:
+            raise InputError("tensor", one.name, "The checkpoint does not have all of its items. Use another one.")
+        for piece, _ in met:
+            place = _opened(files, piece).places.get(piece.key)
+            if place is None or (place.dtype, place.shape) != (source.dtype, piece.box.shape):
+                remedy = f"It does not hold {piece.key!r} as described. Use another one."
+                raise FileFormatError("file", piece.file, remedy)
 
 
+@torch.no_grad()
 def read_tensors(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
     """Fill what a rank holds from the files; call ``check_readable`` before."""
     files: dict[Path, TensorFile] = {}
-    with torch.no_grad():
-        for one in held:
-            for chunk in one.chunks:
-                target = cut_box(one.tensor.detach(), chunk.local)
-                for piece, met in _overlaps(stored[one.name], chunk):
-                    values = cut_box(_opened(files, piece).tensor(piece.key), met.within(piece.box))
-                    cut_box(target, met.within(chunk.whole)).copy_(values)
+    for one in held:
+        for piece, met in _overlaps(stored[one.name], one):
+            values = cut_box(_opened(files, piece).tensor(piece.key), met.within(piece.box))
+            cut_box(one.items.detach(), met.within(one.box)).copy_(values)
 
 
-def _overlaps(source: StoredTensor, chunk: ItemRun) -> Iterator[tuple[StoredPiece, Box]]:
+def _overlaps(source: StoredTensor, shard: LocalShard) -> Iterator[tuple[StoredPiece, Box]]:
     for piece in source.pieces:
-        met = piece.box.meet(chunk.whole)
+        met = piece.box.meet(shard.box)
         if met.items:
             yield piece, met
 
@@ -210,9 +198,5 @@ def _opened(files: dict[Path, TensorFile], piece: StoredPiece) -> TensorFile:
     return files[piece.file]
 
 
-def _start(chunk: ItemRun) -> tuple[int, ...]:
-    return tuple(start for start, _ in chunk.whole.ranges)
-
-
-def _box(starts: Sequence[int], sizes: Sequence[int]) -> Box:
-    return Box(tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)))
+def _start(box: Box) -> tuple[int, ...]:
+    return tuple(start for start, _ in box.ranges)

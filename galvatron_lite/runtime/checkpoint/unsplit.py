@@ -12,31 +12,21 @@ import torch
 from torch import nn
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_files, content_errors, process_file
-from galvatron_lite.runtime.checkpoint.optimizer import (
-    blank_states,
-    check_members,
-    check_optimizer,
-    put_options,
-    put_schedule,
-)
-from galvatron_lite.runtime.checkpoint.plain import put_state, read_plain
-from galvatron_lite.runtime.checkpoint.saving import Resumed
-from galvatron_lite.runtime.checkpoint.tensors import check_readable, read_tensors, stored_tensors
+from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
+from galvatron_lite.runtime.checkpoint.saving import ExtraState, Resumed
 from galvatron_lite.runtime.mesh import StrategyGroups
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
-from galvatron_lite.runtime.parameters.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.parameters.pieces import Entries, entries_of
 from galvatron_lite.runtime.stages import StageRuntime
 
 
 @dataclass(slots=True)
-class ModelView:
-    """What is read of a split model to save and load it; or of a plain one, seen as split over one process."""
+class UnsplitModel:
+    """A plain model, seen as one that is split over one process."""
 
     entries: Entries
     runtimes: Sequence[StageRuntime]
-    structures: Sequence[nn.Module]
-    module: Any = None
+    module: nn.Module
     plan: Any = None
     step: int = 0
     scaler: Any = None
@@ -48,12 +38,12 @@ class ModelView:
         self.step = step
 
 
-def unsplit(model: nn.Module) -> ModelView:
-    """A plain model, seen as one that is split over one process."""
+def unsplit(model: nn.Module) -> UnsplitModel:
+    """See a plain model as one that is split over one process."""
     groups = cast("StrategyGroups", None)
     owned = [ManagedParameter((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
-    stage = SimpleNamespace(owned=owned, updates=Updates(owned, GradientReducer(())), stage=())
-    return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], [model], model)
+    stage = SimpleNamespace(owned=owned, updates=Updates(owned, GradientReducer(())), stage=(), model=model)
+    return UnsplitModel(entries_of(model, ()), [cast("StageRuntime", stage)], model)
 
 
 def load_into(
@@ -76,24 +66,5 @@ def load_into(
     Raises:
         InputError: it is damaged, or of another model or optimizer.
     """
-    place = Path(folder)
-    manifest = check_files(place)
-    check_optimizer(manifest, optimizer, scheduler)
-    with content_errors(place):
-        stored, plain = stored_tensors(place, manifest), unsplit(model)
-        training, process_state = read_plain(place / TRAINING), read_plain(place / process_file(0))
-        held = [*held_parameters(plain), *held_buffers(plain)]
-        check_readable(held, stored)
-        resumed = Resumed(place, manifest.step, process_state["data"], training["extra"], exact=False)
-        if optimizer is not None:
-            check_members(plain, optimizer, training["optimizer"])
-            blanks = blank_states(plain, manifest, training["optimizer"]["values"])
-            put_options(plain, optimizer, training["optimizer"], blanks)
-            states = held_states(plain, optimizer)
-            check_readable(states, stored)
-            held += states
-            if scheduler is not None:
-                put_schedule(plain, optimizer, scheduler, training["optimizer"])
-        put_state(data, process_state["data"])
-        read_tensors(held, stored)
-    return resumed
+    saver = Checkpointer(unsplit(model), timeout=None)
+    return saver.load(Path(folder), ExtraState(optimizer, scheduler, data))

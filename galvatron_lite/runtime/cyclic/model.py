@@ -29,7 +29,7 @@ from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.parameters.full_state import put
 from galvatron_lite.runtime.parameters.use import check_hooks
-from galvatron_lite.runtime.peers import Peers, at_first, broadcast_values, first_seed
+from galvatron_lite.runtime.peers import Peers, at_first, broadcast_values, from_rank_zero
 from galvatron_lite.world import pick_device
 
 CLIPPING = (
@@ -143,7 +143,8 @@ class CyclicModel(Observable, nn.Module):
         if compute is torch.float16:
             remedy = "Delayed gradients do not have the loss scaling that it needs: use bf16."
             raise InputError("precision", "fp16", remedy)
-        options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
+        draws = from_rank_zero(torch.initial_seed)
+        options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, draws)
         assert plan.cyclic is not None
         alone, staged = (plan.cyclic.setting is one for one in (CyclicSetting.SINGLE, CyclicSetting.STAGES))
         kinds = () if alone else tuple(MessageContent) if staged else (MessageContent.PARTIAL, MessageContent.UPDATE)

@@ -19,11 +19,10 @@ from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates, che
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
-from galvatron_lite.runtime.parameters.full_state import gather
+from galvatron_lite.runtime.parameters.full_state import gather_named
 from galvatron_lite.runtime.parameters.materialize import Materializer
-from galvatron_lite.runtime.parameters.pieces import Entries, ItemRun, LocalShard, entries_of
+from galvatron_lite.runtime.parameters.pieces import Entries, LocalShard, complete_shard, entries_of
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.preparation import known_flow
 
@@ -116,8 +115,7 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
 
 def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
     """The model's ``state_dict()``, after ``flush``, on the CPU of every rank; all ranks call it."""
-    gathered = gather(local_shards(runtime))
-    return {name: gathered[first] for name, first in runtime.entries.names.items() if first in gathered}
+    return gather_named(local_shards(runtime), runtime.entries)
 
 
 def even_out(runtime: CyclicRuntime) -> None:
@@ -149,8 +147,4 @@ def local_shards(runtime: CyclicRuntime) -> list[LocalShard]:
     for stage, states in runtime.executor.states.items():
         tensors |= states.masters
         tensors |= runtime.parts[stage].buffers()
-    return [
-        LocalShard(name, tuple(tensor.shape), tensor.detach(), (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
-        for name, tensor in tensors.items()
-        if name in runtime.entries.names
-    ]
+    return [complete_shard(name, one.detach()) for name, one in tensors.items() if name in runtime.entries.names]

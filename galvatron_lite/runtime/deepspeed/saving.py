@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
+from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer, Snapshot
+from galvatron_lite.runtime.checkpoint.manifest import Manifest
 from galvatron_lite.runtime.checkpoint.saving import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer
+from galvatron_lite.runtime.parameters.full_state import entry_of
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
@@ -37,10 +39,14 @@ def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bou
         if id(parameter) not in gathered:
             gathered[id(parameter)] = _gathered(parameter, bound=bound).to("cpu", dtypes.get(name), copy=True)
         parameters[name] = gathered[id(parameter)]
-    return {
-        name: parameters[name] if name in parameters else _of_first(value)
-        for name, value in module.state_dict().items()
-    }
+    state: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if name not in parameters:  # a buffer: that of the first rank
+            shared = value.detach().clone()
+            dist.broadcast(shared, src=0)
+            parameters[name] = shared.cpu()
+        state[name] = parameters[name]
+    return state
 
 
 def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
@@ -58,12 +64,6 @@ def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
         return parameter.detach().clone()
 
 
-def _of_first(value: Tensor) -> Tensor:
-    shared = value.detach().clone()
-    dist.broadcast(shared, src=0)
-    return shared.cpu()
-
-
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Set parameters, master copies and buffers from a full state; every rank gives all of it."""
     names: dict[int, list[str]] = {}
@@ -72,21 +72,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
     with torch.no_grad():
         for parameter in module.parameters():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            _set_parameter(parameter, _entry(state, names[id(parameter)], shape))
+            _set_parameter(parameter, entry_of(state, names[id(parameter)], shape))
         parameters = {name for group in names.values() for name in group}
         for name, value in module.state_dict().items():
             if name not in parameters:
-                value.copy_(_entry(state, [name], tuple(value.shape)))
-
-
-def _entry(state: Mapping[str, Tensor], names: list[str], shape: tuple[int, ...]) -> Tensor:
-    name = next((name for name in names if name in state), None)
-    if name is None:
-        raise InputError("state", names[0], "The state has no such entry. Give the state_dict of the full model.")
-    if tuple(state[name].shape) != shape:
-        remedy = f"{name} has another shape. Give the state_dict of the same model."
-        raise InputError("state", tuple(state[name].shape), remedy)
-    return state[name]
+                value.copy_(entry_of(state, [name], tuple(value.shape)))
 
 
 def _set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
@@ -209,28 +199,19 @@ class DeepSpeedSaver(Checkpointer):
         self._mirror.plan = parallel.plan
         super().__init__(self._mirror)
 
-    def save(self, place: Path, state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
-        """Write a checkpoint; the optimizer is one from ``parallel.optimizer``, so that one like it can be made."""
+    def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
+        """The optimizer is one from ``parallel.optimizer``, so that one like it can be made."""
         inner = self._mirrored(state.optimizer)
         if inner is not None:
             parameters = dict(self._mirror.module.named_parameters())
             for name, values in full_states(self._model.engine, self._model.module).items():
                 inner.state[parameters[name]] = values
-        super().save(place, replace(state, optimizer=inner), step, keep, asynchronous)
+        return super()._snapshot(replace(state, optimizer=inner), step, asynchronous)
 
-    def load(self, folder: Path, state: ExtraState) -> Resumed:
-        """Load a checkpoint."""
+    def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
         inner = self._mirrored(state.optimizer)
-        resumed = super().load(folder, replace(state, optimizer=inner))
+        resumed = super()._load(folder, manifest, replace(state, optimizer=inner))
         self._take(inner, resumed)
-        return resumed
-
-    def load_latest(self, folder: Path, state: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
-        """Load the newest intact checkpoint of a folder."""
-        inner = self._mirrored(state.optimizer)
-        resumed = super().load_latest(folder, replace(state, optimizer=inner), ignore_damaged)
-        if resumed is not None:
-            self._take(inner, resumed)
         return resumed
 
     def _mirrored(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
@@ -242,9 +223,7 @@ class DeepSpeedSaver(Checkpointer):
             memo[id(buffer)] = values.get(name, torch.empty_like(buffer, device="cpu"))
         module = copy.deepcopy(self._pristine, memo)
         plain, mirror = unsplit(module), self._mirror
-        mirror.module, mirror.entries, mirror.runtimes, mirror.structures = (
-            module, plain.entries, plain.runtimes, plain.structures,
-        )  # fmt: skip
+        mirror.module, mirror.entries, mirror.runtimes = module, plain.entries, plain.runtimes
         if optimizer is None:
             return None
         if not isinstance(optimizer, EngineOptimizer) or optimizer.factory is None:

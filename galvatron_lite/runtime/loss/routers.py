@@ -66,9 +66,9 @@ class _Masks:
         """Pre-hook of the module that makes the loss."""
         named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         self.own = self.whole = named.get(_MASK)
-        if self.own is not None:
-            self.whole = _all_samples(self.own, self.group)
-            named[_MASK] = self.whole
+        if self.own is not None and self.group is not None:
+            sent = self.own.byte() if self.own.dtype is torch.bool else self.own
+            self.whole = named[_MASK] = ProcessTensorGroup(self.group).all_gather(sent, 0).to(self.own.dtype)
         return (), named
 
     def narrow(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,13 +171,6 @@ def _order(logits: Tensor, shares: _Shares, mask: Tensor) -> Tensor:
         places = take_pieces(places, 0, pieces_of(len(places), cut.group, cut.group.rank))
     places = places.view(samples // of, parts, -1)[:, part].flatten()
     return ProcessTensorGroup(shares.group).all_gather(places, 0).argsort()
-
-
-def _all_samples(mask: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
-        return mask
-    sent = mask.byte() if mask.dtype is torch.bool else mask
-    return ProcessTensorGroup(group).all_gather(sent, 0).to(mask.dtype)
 
 
 class _Gather(torch.autograd.Function):

@@ -159,11 +159,8 @@ def share_factors(
 ) -> Tensor | None:
     """Factors (shares,) on the loss of each share, so that the mean over shares is the loss of the batch; None: all 1.
 
-    Args:
-        weight: of some samples; None: all shares weigh the same.
-        reduction: ``mean`` or ``sum``: of the loss, over samples.
-        batch: the global one; where it says ``num_items_in_batch``, shares have their part of that already.
-        shares: equal ones, one after the other, over all micro-batches.
+    Shares are equal, one after the other, over all micro-batches of the global batch; where that says
+    ``num_items_in_batch``, they have their part of it already. Without a weight all weigh the same.
 
     Raises:
         InputError: a weight that is negative or no number.

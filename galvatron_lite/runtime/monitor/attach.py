@@ -195,8 +195,8 @@ def _layers(model: Any) -> list[tuple[str, nn.Module]]:
     if not isinstance(model, ParallelModel):
         return []
     return [
-        (placed.layer.name, structure.get_submodule(path))
-        for runtime, structure in zip(model.runtimes, model.structures, strict=True)
+        (placed.layer.name, runtime.model.get_submodule(path))
+        for runtime in model.runtimes
         for placed in runtime.stage
         for path in placed.layer.modules
     ]

@@ -53,9 +53,9 @@ class LayerClock:
         self._starts: dict[str, list[Any]] = {}
         self._passes: dict[str, list[tuple[Any, Any]]] = {}
         self._handles: list[RemovableHandle] = []
-        for runtime, structure in zip(parallel.runtimes, parallel.structures, strict=True):
+        for runtime in parallel.runtimes:
             for name in (placed.layer.name for placed in runtime.stage if placed.layer.role is Role.BLOCK):
-                module = structure.get_submodule(name)
+                module = runtime.model.get_submodule(name)
                 self._handles.append(module.register_forward_pre_hook(partial(self._start, name), prepend=True))
                 self._handles.append(module.register_forward_hook(partial(self._stop, name)))
 

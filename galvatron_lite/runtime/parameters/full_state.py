@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -28,7 +27,7 @@ def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
 
     A shared parameter is listed under each of its names.
     """
-    return _named(parallel, gather(held_gradients(parallel)))
+    return gather_named(held_gradients(parallel), parallel.entries)
 
 
 def full_state_dict(parallel: Parallel) -> dict[str, Tensor]:
@@ -37,7 +36,7 @@ def full_state_dict(parallel: Parallel) -> dict[str, Tensor]:
     Buffers are those of the first rank that has them: under data parallelism, batch norms track the statistics of their
     own share of the samples, as in DistributedDataParallel. All ranks must call it.
     """
-    return _named(parallel, gather([*held_parameters(parallel), *held_buffers(parallel)]))
+    return gather_named([*held_parameters(parallel), *held_buffers(parallel)], parallel.entries)
 
 
 def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> None:
@@ -58,50 +57,43 @@ def put(held: Sequence[LocalShard], entries: Entries, state: Mapping[str, Tensor
     for name, first in entries.names.items():
         names.setdefault(first, []).append(name)
     for one in held:
-        aliases = names.get(one.name, [one.name])
-        full = next((state[name] for name in aliases if name in state), None)
-        if full is None:
-            raise InputError(
-                "state", aliases[0], "The state has no such entry. Give the state_dict of the whole model."
-            )
-        if tuple(full.shape) != one.shape:
-            remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
-            raise InputError("state", tuple(full.shape), remedy)
-        for chunk in one.chunks:
-            cut_box(one.tensor, chunk.local).copy_(cut_box(full, chunk.whole))
+        full = entry_of(state, names.get(one.name, [one.name]), one.shape)
+        one.items.copy_(cut_box(full, one.box))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    whole: Box
-    rank: int
+def entry_of(state: Mapping[str, Tensor], names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+    """The entry of a full state under one of its names; ``InputError`` where it is missing or of another shape."""
+    full = next((state[name] for name in names if name in state), None)
+    if full is None:
+        raise InputError("state", names[0], "The state has no such entry. Give the state_dict of the whole model.")
+    if tuple(full.shape) != shape:
+        remedy = f"{names[0]} has another shape, {shape}. Give the state_dict of the same model."
+        raise InputError("state", tuple(full.shape), remedy)
+    return full
 
 
 def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
-    """Full tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
+    """Full tensors, by name, on the CPU of every rank; all ranks must call it.
 
     Of ranks that have the same items the first one's count.
     """
-    rank = dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = {(one.name, chunk.whole): cut_box(one.tensor, chunk.local) for one in held for chunk in one.chunks}
-    listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
-    pieces: dict[tuple[str, Box], _Piece] = {}
-    for piece in (their for theirs in everyone(listed) for their in theirs):
-        pieces.setdefault((piece.name, piece.whole), piece)
-    tensors: dict[str, Tensor] = {}
-    for place, piece in pieces.items():
-        full = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        if piece.rank == rank:
-            cut_box(full, piece.whole).copy_(mine[place])
-    for source, several in groupby(pieces.values(), key=lambda piece: piece.rank):
-        broadcast_each([cut_box(tensors[piece.name], piece.whole) for piece in several], source, device)
+    tensors, sources = dict[str, Tensor](), dict[tuple[str, Box], int]()
+    for rank, theirs in enumerate(everyone([(one.name, one.shape, one.tensor.dtype, one.box) for one in held])):
+        for name, shape, dtype, box in theirs:
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+            if box.items:
+                sources.setdefault((name, box), rank)
+    for one in held:
+        if sources.get((one.name, one.box)) == dist.get_rank():
+            cut_box(tensors[one.name], one.box).copy_(one.items)
+    for source, places in groupby(sources, key=sources.__getitem__):
+        broadcast_each([cut_box(tensors[name], box) for name, box in places], source, device)
     return tensors
 
 
-def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor under all its names, in the model's order."""
-    return {name: tensors[first] for name, first in parallel.entries.names.items() if first in tensors}
+def gather_named(held: Sequence[LocalShard], entries: Entries) -> dict[str, Tensor]:
+    """``gather``, with each tensor under all its names, in the model's order."""
+    tensors = gather(held)
+    return {name: tensors[first] for name, first in entries.names.items() if first in tensors}

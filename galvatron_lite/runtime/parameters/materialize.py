@@ -93,22 +93,20 @@ class Materializer:
         devices = [] if self._device.type == "cpu" else [self._device]
         for path, module in modules:
             settled = [name for name, _ in module.named_parameters(recurse=False) if name not in fresh[path]]
-            touched = bool(fresh[path]) or (not settled and self._holds_fresh(path, fresh))
-            if not touched:
+            is_layers = all(path != name for name, _ in self._outside)
+            inner = is_layers and any(names and other.startswith(f"{path}.") for other, names in fresh.items())
+            if not fresh[path] and (settled or not inner):
                 continue
             kept = {name: module.get_parameter(name) for name in settled}
             for name, parameter in kept.items():
                 # shared with a layer that has its values, and perhaps its shards: what is drawn for it here is lost
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
             with torch.random.fork_rng(devices), torch.no_grad():
-                torch.manual_seed(_seed_of(self._seed, path))
+                digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:7], "big"))
                 self._run_initialisers(path, module)
             for name, parameter in kept.items():
                 setattr(module, name, parameter)
-
-    def _holds_fresh(self, path: str, fresh: dict[str, list[str]]) -> bool:
-        inside_layer = not any(path == name for name, _ in self._outside)
-        return inside_layer and any(names and other.startswith(f"{path}.") for other, names in fresh.items())
 
     def _run_initialisers(self, path: str, module: nn.Module) -> None:
         reset = getattr(module, "reset_parameters", None)
@@ -135,10 +133,6 @@ class Materializer:
                 chosen: InitFn = rule
                 return chosen
         return None
-
-
-def _seed_of(seed: int, path: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "big")
 
 
 def _marked(like: Tensor, device: torch.device) -> Tensor:

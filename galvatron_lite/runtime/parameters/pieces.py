@@ -17,7 +17,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
-from galvatron_lite.runtime.activations.layout import Box, all_of
+from galvatron_lite.runtime.activations.layout import Box, all_of, cut_box, nothing
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from galvatron_lite.runtime.stages import StageRuntime
 
@@ -26,21 +26,28 @@ RUNNING = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, slots=True)
-class ItemRun:
-    """Items that are in one place both in a rank's tensor and in the full one; the boxes' shapes are equal."""
-
-    local: Box  # where in the rank's tensor
-    whole: Box  # where in the full tensor
-
-
-@dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What a rank holds of one tensor."""
+    """Items of a tensor that lie together both in what a rank holds and in the full tensor.
+
+    A rank that holds several runs of items of a tensor has a shard for each; without a part, one without items.
+    """
 
     name: str  # the user's; of a shared parameter the first of its names in the model's ``state_dict()``
     shape: tuple[int, ...]  # of the full tensor
     tensor: Tensor  # this rank's, plain; it shares its storage with what training uses
-    chunks: tuple[ItemRun, ...]  # which items it has; none where the rank has no part
+    local: Box  # where in the rank's tensor
+    box: Box  # where in the full tensor, of the same shape
+
+    @property
+    def items(self) -> Tensor:
+        """A view of them."""
+        return cut_box(self.tensor, self.local)
+
+
+def complete_shard(name: str, tensor: Tensor) -> LocalShard:
+    """The shard of a rank that holds all items of a tensor."""
+    box = all_of(tensor.shape)
+    return LocalShard(name, tuple(tensor.shape), tensor, box, box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,6 @@ class Parallel(Protocol):
     def runtimes(self) -> Sequence[StageRuntime]:
         """The parts of the model that are on this rank."""
 
-    @property
-    def structures(self) -> Sequence[nn.Module]:
-        """The modules of each of these parts, under the names of the full model."""
-
 
 def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     """The entries of a full model's state; call it before the model is split."""
@@ -75,11 +78,14 @@ def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     for name, value in tensors.items():
         first.setdefault(id(value), name)
     names = {name: first[id(value)] for name, value in tensors.items()}
-    homes = {}
-    for name in (name for name, value in tensors.items() if not isinstance(value, nn.Parameter)):
-        holders = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
-        homes[name] = max(holders, default=(0, ""))[1]  # the layer with the longest module path
-    return Entries(names, homes)
+    buffers = (name for name, value in tensors.items() if not isinstance(value, nn.Parameter))
+    return Entries(names, {name: home_of(name, layers) for name in buffers})
+
+
+def home_of(name: str, layers: Sequence[Layer]) -> str:
+    """The layer that holds a tensor, which has the longest module path around it; empty where none does."""
+    holders = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
+    return max(holders, default=(0, ""))[1]
 
 
 def held_parameters(parallel: Parallel) -> list[LocalShard]:
@@ -89,36 +95,43 @@ def held_parameters(parallel: Parallel) -> list[LocalShard]:
     """
     for runtime in parallel.runtimes:
         runtime.updates.publish()
-    return [held_parameter(parallel, one) for runtime in parallel.runtimes for one in runtime.owned]
+    return [
+        shard
+        for runtime in parallel.runtimes
+        for one in runtime.owned
+        for shard in _shards(parameter_name(parallel, one), one.held.detach(), one)
+    ]
 
 
-def held_parameter(parallel: Parallel, one: ManagedParameter) -> LocalShard:
-    """What this rank holds of one parameter, as it was last published."""
-    return _held(parameter_name(parallel, one), one.held.detach(), one)
+def full_shape(one: ManagedParameter) -> tuple[int, ...]:
+    """Of the parameter in the unsplit model."""
+    return _shards("", one.held.detach(), one)[0].shape
 
 
 def held_gradients(parallel: Parallel) -> list[LocalShard]:
     """What this rank holds of the gradients that there are, named as their parameters."""
     return [
-        _held(parameter_name(parallel, one), gradient.detach(), one)
+        shard
         for runtime in parallel.runtimes
         for one in runtime.owned
         if (gradient := one.gradient) is not None
+        for shard in _shards(parameter_name(parallel, one), gradient.detach(), one)
     ]
 
 
-def held_states(parallel: Parallel, optimizer: Any) -> list[LocalShard]:
-    """What this rank holds of the tensors of an optimizer's ``state`` (by parameter), named ``PARAMETER/exp_avg``.
+def held_states(parallel: Parallel, states: Mapping[Any, Mapping[str, Any]]) -> list[LocalShard]:
+    """What this rank holds of the tensors of an optimizer's states (by parameter), named ``PARAMETER/exp_avg``.
 
     Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
     that are no tensors are left out.
     """
     return [
-        _held(f"{parameter_name(parallel, one)}/{key}", value.detach(), one)
+        shard
         for runtime in parallel.runtimes
         for one in runtime.owned
-        for key, value in optimizer.state.get(one.updated, {}).items()
+        for key, value in states.get(one.updated, {}).items()
         if isinstance(value, Tensor)
+        for shard in _shards(f"{parameter_name(parallel, one)}/{key}", value.detach(), one)
     ]
 
 
@@ -129,9 +142,9 @@ def held_buffers(parallel: Parallel) -> list[LocalShard]:
     where one value is needed.
     """
     return [
-        LocalShard(name, tuple(buffer.shape), buffer, chunks)
-        for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True))
-        for name, buffer, chunks in _buffers(runtime, tree, parallel.entries, is_first=place == 0)
+        shard
+        for runtime in parallel.runtimes
+        for shard in _buffers(runtime, parallel.entries, is_first=runtime is parallel.runtimes[0])
     ]
 
 
@@ -140,22 +153,20 @@ def parameter_name(parallel: Parallel, one: ManagedParameter) -> str:
     return parallel.entries.names.get(one.names[0], one.names[0])
 
 
-def _held(name: str, tensor: Tensor, one: ManagedParameter) -> LocalShard:
+def _shards(name: str, tensor: Tensor, one: ManagedParameter) -> list[LocalShard]:
     local, part, shape = _local_items(tensor, one)
-    chunks: tuple[ItemRun, ...] = (ItemRun(part.within(part), part),) if part.items else ()
+    boxes = [(part.within(part), part)] if part.items else []
     shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
     mine = tuple(one.parameter.shape)
     # it is cut where its parameter is: of its shape, or with extents 1 in other dims
     if shard is not None and _is_like(shape, mine) and shape[shard.dim] == mine[shard.dim]:
-        shape, chunks = _with_extent(shape, shard.dim, shard.shape[shard.dim]), _sliced_chunks(part, shard)
+        shape, boxes = _with_extent(shape, shard.dim, shard.shape[shard.dim]), _sliced_boxes(part, shard)
     if one.spread is not None and _is_like(shape, one.spread.local_shape):  # of some experts of a mixture
         ((start, _),) = one.spread.ranges
         shape = _with_extent(shape, 0, one.spread.shape[0])
-        moved = [(chunk, chunk.whole.ranges) for chunk in chunks]
-        chunks = tuple(
-            replace(chunk, whole=Box(((first + start, last + start), *rest))) for chunk, ((first, last), *rest) in moved
-        )
-    return LocalShard(name, shape, local, chunks)
+        boxes = [(inside, box.shifted(0, start)) for inside, box in boxes]
+    boxes = boxes or [(nothing(len(shape)),) * 2]
+    return [LocalShard(name, shape, local, inside, box) for inside, box in boxes]
 
 
 def _is_like(shape: Sequence[int], other: Sequence[int]) -> bool:
@@ -195,35 +206,32 @@ def _local_box(tensor: DTensor) -> Box:
     return Box(tuple(ranges))
 
 
-def _sliced_chunks(part: Box, shard: ParameterShard) -> tuple[ItemRun, ...]:
-    """Where the items of a part of a rank's slice lie in the full tensor: fused parts are sliced each by itself."""
-    chunks, offset = [], 0
+def _sliced_boxes(part: Box, shard: ParameterShard) -> list[tuple[Box, Box]]:
+    """Where the items of a part of a rank's slice lie in the part, and in the full tensor: fused parts are sliced each
+    by itself."""
+    boxes, offset = [], 0
     for start, length in shard.ranges:
         ranges = list(part.ranges)
         ranges[shard.dim] = (offset, offset + length)
         met = part.meet(Box(tuple(ranges)))
         if met.items:
-            full = list(met.ranges)
-            first, last = met.ranges[shard.dim]
-            full[shard.dim] = (first - offset + start, last - offset + start)
-            chunks.append(ItemRun(met.within(part), Box(tuple(full))))
+            boxes.append((met.within(part), met.shifted(shard.dim, start - offset)))
         offset += length
-    return tuple(chunks)
+    return boxes
 
 
-def _buffers(
-    runtime: StageRuntime, tree: nn.Module, entries: Entries, is_first: bool
-) -> Iterator[tuple[str, Tensor, tuple[ItemRun, ...]]]:
+def _buffers(runtime: StageRuntime, entries: Entries, is_first: bool) -> Iterator[LocalShard]:
     # those that no layer has are on every part
     here = {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
     groups = ((placed.layer.modules, runtime.meshes.groups(placed.strategy).channels) for placed in runtime.stage)
     sliced = {f"{path}.": group for modules, group in groups if group is not None for path in modules}
-    for name, buffer in tree.named_buffers():
+    for name, buffer in runtime.model.named_buffers():
         if entries.homes.get(name) not in here:
             continue
-        box = all_of(buffer.shape)
+        shard = complete_shard(entries.names[name], buffer)
         group = next((group for path, group in sliced.items() if name.startswith(path)), None)
         if group is not None and name.rpartition(".")[2] in RUNNING:
             start, length = share(buffer.shape[0], group.size(), group.rank())
-            box = Box(((start, start + length), *box.ranges[1:]))
-        yield entries.names[name], buffer, (ItemRun(box, box),) if box.items else ()
+            box = Box(((start, start + length), *shard.box.ranges[1:]))
+            shard = replace(shard, local=box, box=box)
+        yield shard

@@ -7,14 +7,14 @@ factor a dim). So a changed bit, exchanged, missing and repeated items are all s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.activations.layout import Box, all_of
-from galvatron_lite.runtime.reshard.routes import Everyone, LocalPart, LocalTensors, MovedTensor, first_only
+from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.parameters.pieces import LocalShard
 
 MODULUS = 2**64
 ITEMS = 2**21
@@ -24,47 +24,7 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 """Odd, one a dim, in turns."""
 
 
-def sums_before(
-    items: Sequence[MovedTensor], tensors: LocalTensors, device: torch.device
-) -> dict[str, tuple[int, int]]:
-    """The checksum of each tensor as the first holders have it, and the sum over all copies; all ranks call it."""
-    rank = dist.get_rank()
-    firsts, copies = [], []
-    for item in items:
-        parts = tensors.parts.get(item.name, [])
-        sums = {part.chunk.whole: checksum([part]) for part in parts}
-        firsts.append(sum(sums[box] for box in first_only(item.before)[rank]))
-        copies.append(sum(sums[part.chunk.whole] for part in parts))
-    totals = _added([*firsts, *copies], device)
-    return {item.name: (totals[place], totals[place + len(items)]) for place, item in enumerate(items)}
-
-
-def sums_after(items: Sequence[MovedTensor], tensors: LocalTensors) -> list[int]:
-    """Checksums of what this rank holds of each tensor."""
-    return [checksum(tensors.parts.get(item.name, ())) for item in items]
-
-
-def differing(
-    items: Sequence[MovedTensor], before: Mapping[str, tuple[int, int]], after: Sequence[int], device: torch.device
-) -> list[str]:
-    """Names of tensors with a copy that is not what it was; ``after`` is this rank's. All ranks call it."""
-    return [
-        item.name
-        for item, total in zip(items, _added(after, device), strict=True)
-        if total != _copies(item.after, item.shape) * before[item.name][0] % MODULUS
-    ]
-
-
-def copies_agree(item: MovedTensor, sums: tuple[int, int]) -> bool:
-    """Whether all copies of a tensor are equal before it moves."""
-    return _copies(item.before, item.shape) * sums[0] % MODULUS == sums[1]
-
-
-def _copies(everyone: Everyone, shape: tuple[int, ...]) -> int:
-    return sum(box.items for boxes in everyone for box in boxes) // max(1, all_of(shape).items)
-
-
-def _added(values: Sequence[int], device: torch.device) -> list[int]:
+def sum_over_ranks(values: Sequence[int], device: torch.device) -> list[int]:
     """Sums over the ranks modulo 2^64."""
     signed = [value % MODULUS - (MODULUS if value % MODULUS >= MODULUS // 2 else 0) for value in values]
     total = torch.tensor(signed, dtype=torch.int64, device=device)
@@ -73,9 +33,9 @@ def _added(values: Sequence[int], device: torch.device) -> list[int]:
     return [int(value) % MODULUS for value in total.tolist()]
 
 
-def checksum(parts: Iterable[LocalPart]) -> int:
+def checksum(parts: Iterable[LocalShard]) -> int:
     """The checksum in [0, 2^64) of parts of a tensor."""
-    return sum(_sum(part.items, part.chunk.whole) for part in parts) % MODULUS
+    return sum(_sum(part.items, part.box) for part in parts) % MODULUS
 
 
 def _sum(part: Tensor, box: Box) -> int:

@@ -20,6 +20,8 @@ from galvatron_lite.runtime.checkpoint.optimizer import NESTED, PER_GROUP
 from galvatron_lite.runtime.optimizer import PART_OF, split_groups
 
 Options = dict[str, Any]
+States = dict[Tensor, dict[str, Any]]
+"""By parameter, as an optimizer has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +86,13 @@ def merged(everyone: Sequence[OptimizerReport]) -> OptimizerReport:
     return all_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class States:
-    """States by parameter, in the form of an optimizer's."""
-
-    state: Mapping[Tensor, dict[str, Any]] = field(default_factory=dict)
-
-
 def blank_states(report: OptimizerReport, names: Mapping[nn.Parameter, str]) -> States:
     """The states of this rank's parameters under the other plan; tensors of a parameter's shape without values."""
-    return States({
+    return {
         parameter: {key: _blank(entry, parameter) for key, entry in report.states[name].items()}
         for parameter, name in names.items()
         if name in report.states
-    })  # fmt: skip
+    }
 
 
 def _blank(entry: StateEntry, parameter: nn.Parameter) -> Any:
@@ -166,7 +161,7 @@ def apply(optimizer: torch.optim.Optimizer, regrouping: Regrouping, states: Stat
         optimizer.param_groups[place].update(dict.fromkeys(flags, False))
     optimizer.param_groups.extend(options for options, _ in regrouping.added)
     optimizer.state.clear()
-    optimizer.state.update(states.state)
+    optimizer.state.update(states)
     leaders = [place or 0 for _, place in regrouping.added]
     for one in _schedulers(scheduler):
         for name in PER_GROUP:

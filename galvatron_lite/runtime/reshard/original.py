@@ -23,8 +23,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import place_layers
-from galvatron_lite.runtime.preparation import Prepared, prepare
-from galvatron_lite.runtime.stages import SetupOptions
+from galvatron_lite.runtime.preparation import Prepared, SetupOptions, prepare
 
 CONTAINERS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 """Attributes of a module that hold parameters, buffers, modules and hooks. Handles and iterators refer to the
@@ -38,17 +37,20 @@ PREPARED = 8
 
 @dataclass(slots=True)
 class OriginalModel:
-    """A model before it was split; make it with ``original_of``."""
+    """A model before it was split; make it before that."""
 
     model: nn.Module  # the user's, which is split in place
     layers: Sequence[Layer]
     batch: Any  # an example
     options: SetupOptions
     precision: str | None  # of compute, whatever plans say; None: as each plan says
-    unsplit: Structure  # its modules before, without values
+    unsplit: Structure = field(init=False)  # its modules before, without values
     split: Structure | None = None  # its modules right after the last split
     tensor_plans: dict[str, TensorPlan] = field(default_factory=dict)  # how layers can be split, as far as inferred
     prepared: dict[object, Prepared] = field(default_factory=dict)  # of the last plans, by their stages
+
+    def __post_init__(self) -> None:
+        self.unsplit = Structure(self.model.modules(), meta=True)
 
     def settle(self) -> None:
         """The model was split: later differences are the user's changes."""
@@ -77,19 +79,12 @@ class OriginalModel:
                 wanted = {layer.layer.name for layer in placed if lines_of(layer.strategy).matmuls.size > 1}
                 tensor = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
             group = rank // plan.stage_devices
-            prepared = prepare(self.model, plan, self.layers, batch, group, tensor, options.loss_fn)
-            self.tensor_plans.update(prepared.splits.tensor)
+            prepared = prepare(self.model, plan, self.layers, batch, group, replace(options, tensor_plans=tensor))
+            self.tensor_plans.update(prepared.examined.tensor)
         self.prepared[key] = prepared
         while len(self.prepared) > PREPARED:
             del self.prepared[next(iter(self.prepared))]
         return replace(prepared, plan=plan)
-
-
-def original_of(
-    model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions, precision: str | None
-) -> OriginalModel:
-    """Record a model; call it before the model is split."""
-    return OriginalModel(model, layers, batch, options, precision, Structure(model.modules(), meta=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +124,19 @@ class Structure:
 
     def __init__(self, modules: Iterable[nn.Module], meta: bool = False) -> None:
         shells: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._states = [_state_of(module, shells if meta else None) for module in modules]
+        self._states = []
+        for module in modules:
+            attributes = {name: value for name, value in vars(module).items() if name not in CONTAINERS}
+            contents = {name: value.copy() for name, value in vars(module).items() if name in CONTAINERS}
+            if meta:
+                parameters = contents["_parameters"].items()
+                contents["_parameters"] = {
+                    name: None if one is None else _shell(one, shells) for name, one in parameters
+                }
+            # private: torch keeps FSDP's states by module, has no public way to remove one, and refuses a second one
+            reference = _composable_state._module_state_mapping.get(module)
+            composable = None if reference is None else reference()
+            self._states.append(ModuleState(module, type(module), attributes, contents, composable))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -181,19 +188,6 @@ def _change(hooks: dict[Any, Any], changed: Mapping[Any, Any]) -> None:
             hooks.pop(key, None)
         else:
             hooks[key] = hook
-
-
-def _state_of(module: nn.Module, shells: dict[int, tuple[nn.Parameter, nn.Parameter]] | None) -> ModuleState:
-    attributes = {name: value for name, value in vars(module).items() if name not in CONTAINERS}
-    contents = {name: value.copy() for name, value in vars(module).items() if name in CONTAINERS}
-    if shells is not None:
-        contents["_parameters"] = {
-            name: None if parameter is None else _shell(parameter, shells)
-            for name, parameter in contents["_parameters"].items()
-        }
-    # private: torch keeps FSDP's states by module, has no public way to remove one, and refuses a second one
-    reference = _composable_state._module_state_mapping.get(module)
-    return ModuleState(module, type(module), attributes, contents, None if reference is None else reference())
 
 
 def _shell(parameter: nn.Parameter, shells: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> nn.Parameter:

@@ -11,40 +11,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.process_groups import ProcessGroups
-from galvatron_lite.plans.io import check_runs, read_plan
+from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Mode, Plan
-from galvatron_lite.runtime.activations.layout import all_of
-from galvatron_lite.runtime.checkpoint.plain import RandomStates
-from galvatron_lite.runtime.checkpoint.unsplit import ModelView
+from galvatron_lite.runtime.checkpoint.plain import generators, put_generators, share_generators
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
-from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.parallelize import build
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
-    ItemRun,
     LocalShard,
     Parallel,
+    complete_shard,
     held_buffers,
     held_parameters,
     held_states,
+    home_of,
 )
-from galvatron_lite.runtime.parameters.use import ParameterUse
 from galvatron_lite.runtime.peers import everyone, shares_samples
-from galvatron_lite.runtime.preparation import Prepared, make_pipeline_groups
+from galvatron_lite.runtime.preparation import Prepared, SetupOptions, make_pipeline_groups
 from galvatron_lite.runtime.reshard.optimizer import (
     OptimizerReport,
     Regrouping,
@@ -56,18 +52,17 @@ from galvatron_lite.runtime.reshard.optimizer import (
     report_of,
 )
 from galvatron_lite.runtime.reshard.original import Changes
-from galvatron_lite.runtime.reshard.routes import LocalTensors, moved_tensors
 from galvatron_lite.runtime.reshard.transfer import (
+    LocalTensors,
     Released,
     TensorTransfer,
     allocate,
     available_bytes,
+    moved_tensors,
     release,
     together,
 )
-from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.stage_calls import Calls
-from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
@@ -88,48 +83,6 @@ class Resharded:
     worst_bytes: int
     by_turns: bool  # whether old tensors were released as new ones arrived, because both plans' did not fit
     phases: dict[str, float]  # seconds of each phase
-
-
-class Resharding:
-    """The part of ``ParallelModel`` that changes its plan."""
-
-    plan: Plan
-    runtime: StageRuntime
-    scaler: LossScaler | None
-    copies: nn.ModuleList
-    use: ParameterUse
-    _runtimes: list[StageRuntime]
-    _compute: torch.dtype | None
-    _calls: Calls
-
-    def switch(
-        self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
-    ) -> Resharded:
-        """Train on under another plan (or the file that holds it), between two steps; all ranks call it.
-
-        See ``runtime.reshard.reshard.reshard``.
-        """
-        wanted = plan if isinstance(plan, Plan) else read_plan(plan)
-        with self._watched(StepPhase.SWITCHING):
-            return reshard(cast("ParallelModel", self), optimizer, wanted, scheduler, **options)
-
-    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: SetupOptions) -> None:
-        """Use the runtimes of another plan; called by ``reshard``."""
-        scaled = options.compute is torch.float16
-        self.plan, self._compute, self._calls = plan, options.compute, replace(self._calls, compute=options.compute)
-        self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
-        self._runtimes, self.runtime = list(runtimes), runtimes[0]
-        self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
-        self.use = ParameterUse(runtimes, plan)
-
-    def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _norm(self) -> Tensor:
-        raise NotImplementedError
-
-    def _multiply(self, factor: Tensor) -> None:
-        raise NotImplementedError
 
 
 def reshard(
@@ -161,11 +114,20 @@ def reshard(
         LaunchError: the plan is for another number of processes. The old plan stays.
         SwitchError: a rank failed. Every rank is on the plan it had.
     """
-    change = _Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None))
+    example = parallel.origin.batch if batch is None else batch
     with ExitStack() as undo:
-        transfer = change.run(memory, undo)
+        change = _Change(parallel, optimizer, plan, scheduler, example, observe or (lambda _: None), undo)
+        transfer = change.run(memory)
     phases = change.phases()
     return Resharded(sum(phases.values()), transfer.moved, transfer.worst, transfer.by_turns, phases)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The model as another plan splits it."""
+
+    entries: Entries
+    runtimes: Sequence[StageRuntime]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,56 +137,50 @@ class _Built:
     runtimes: list[StageRuntime]
     gradients: Released  # memory of gradient buffers
     tensors: LocalTensors
-    blank: dict[str, Released]  # memory of optimizer states, to be allocated later, by name
-    buffers: frozenset[str]  # names of buffers
     states: States  # of the optimizer
     regrouping: Regrouping  # of its groups
 
 
+@dataclass(slots=True)
 class _Change:
-    """A change of plan."""
+    """A change of plan; ``undo`` gets the steps of a roll-back, and is emptied by the commit."""
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        plan: Plan,
-        scheduler: Any,
-        batch: Any,
-        observe: Observe,
-    ) -> None:
-        self._parallel, self._optimizer, self._plan, self._scheduler = parallel, optimizer, plan, scheduler
-        self._origin, self._observe = parallel.origin, observe
-        self._batch = parallel.origin.batch if batch is None else batch
-        self._starts: list[tuple[str, float]] = []
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    scheduler: Any
+    batch: Any  # an example
+    observe: Observe
+    undo: ExitStack
+    starts: list[tuple[str, float]] = field(default_factory=list)  # of phases, and when they began
 
-    def run(self, memory: int | None, undo: ExitStack) -> TensorTransfer:
-        """Change the plan; ``undo`` gets the steps of a roll-back, and is emptied by the commit."""
-        parallel, plan, origin, device = self._parallel, self._plan, self._origin, self._parallel.device
-        former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), RandomStates()
+    def run(self, memory: int | None) -> TensorTransfer:
+        """Change the plan."""
+        parallel, plan, undo = self.parallel, self.plan, self.undo
+        origin, device = parallel.origin, parallel.device
+        former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), generators()
         options = origin.options_of(plan, groups)
         undo.callback(groups.destroy, kept=former)
-        undo.callback(random.restore)
+        undo.callback(put_generators, random)
         for runtime in parallel.runtimes:
             runtime.updates.publish()
         report, old = self._phase("validate", self._checked)
         reports = everyone((report, old.reports))
         report, before = merged([theirs for theirs, _ in reports]), [tensors for _, tensors in reports]
-        changes, prepared = self._phase("prepare", lambda: self._examined(report, options, undo))
+        changes, prepared = self._phase("prepare", lambda: self._examined(report, options))
         self._phase("groups", lambda: None)
         meshes = build_meshes(plan, device.type, groups)
         make_pipeline_groups(prepared, groups)
         shapes = {name: tensor.shape for tensors in before for name, tensor in tensors.items()}
-        new = self._phase("build", lambda: self._built(report, shapes, prepared, meshes, options, undo))
+        new = self._phase("build", lambda: self._built(report, shapes, prepared, meshes, options))
         after = everyone(self._phase("carry", lambda: new.tensors.reports))
-        items = moved_tensors(before, after)
-        transfer = TensorTransfer(items, old, new.tensors, new.blank, new.buffers, device, self._observe)
+        transfer = TensorTransfer(moved_tensors(before, after), old, new.tensors, device, self.observe)
         undo.callback(transfer.undo)
         transfer.run(available_bytes(device) if memory is None else memory)
         for runtime in new.runtimes:
             runtime.updates.take()
         if shares_samples(plan) and not shares_samples(parallel.plan):
-            random.share(device)
+            share_generators(random, device)
         self._phase("commit", lambda: None)
 
         undo.pop_all()
@@ -234,11 +190,11 @@ class _Change:
         _close(parallel.runtimes)
         allocate(new.gradients)
         parallel.adopt(plan, new.runtimes, options)
-        apply(self._optimizer, new.regrouping, new.states, self._scheduler)
-        origin.options, origin.batch = options, self._batch
+        apply(self.optimizer, new.regrouping, new.states, self.scheduler)
+        origin.options, origin.batch = options, self.batch
         origin.unsplit.take_in(changes)
         origin.settle()
-        random.restore()
+        put_generators(random)
         transfer.commit()
         release(copies)
         former.destroy(kept=groups)
@@ -247,45 +203,45 @@ class _Change:
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase, the last one up to now."""
-        ends = [*(start for _, start in self._starts[1:]), time.perf_counter()]
-        return {phase: end - start for (phase, start), end in zip(self._starts, ends, strict=True)}
+        ends = [*(start for _, start in self.starts[1:]), time.perf_counter()]
+        return {phase: end - start for (phase, start), end in zip(self.starts, ends, strict=True)}
 
     def _phase(self, phase: str, work: Callable[[], Result]) -> Result:
-        self._starts.append((phase, time.perf_counter()))
+        self.starts.append((phase, time.perf_counter()))
 
         def observed() -> Result:
-            self._observe(phase)
+            self.observe(phase)
             return work()
 
         return together(phase, observed)
 
     def _checked(self) -> tuple[OptimizerReport, LocalTensors]:
         """Check that the plan fits this world, and that this rank's tensors can be cut."""
-        parallel, optimizer = self._parallel, self._optimizer
-        check_plan(self._plan, parallel)
+        parallel, optimizer = self.parallel, self.optimizer
+        check_plan(self.plan, parallel)
         if parallel.plan_check is not None:
-            parallel.plan_check(self._plan)
-        check_idle(parallel, optimizer, self._scheduler)
+            parallel.plan_check(self.plan)
+        check_idle(parallel, optimizer, self.scheduler)
         for module in (module for runtime in parallel.runtimes for module in runtime.sharded.zero_modules):
             module.reshard()
         report = report_of(optimizer, _names(parallel.entries, parallel.runtimes))
-        states = _cut_states(report, held_states(parallel, optimizer))
-        buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self._origin.layers)]
-        return report, LocalTensors([*held_parameters(parallel), *states, *buffers])
+        states = _cut_states(report, held_states(parallel, optimizer.state))
+        buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self.parallel.origin.layers)]
+        return report, LocalTensors([*held_parameters(parallel), *states], buffers)
 
-    def _examined(self, report: OptimizerReport, options: SetupOptions, undo: ExitStack) -> tuple[Changes, Prepared]:
+    def _examined(self, report: OptimizerReport, options: SetupOptions) -> tuple[Changes, Prepared]:
         """Restore the user's modules without values, with the user's changes, and prepare them for the plan."""
-        origin = self._origin
+        origin = self.parallel.origin
         assert origin.split is not None
         changes = origin.split.changes()
-        undo.callback(origin.everything().restore)
-        undo.callback(allocate, _release_gradients(self._parallel.runtimes))
+        self.undo.callback(origin.everything().restore)
+        self.undo.callback(allocate, _release_gradients(self.parallel.runtimes))
         origin.unsplit.restore()
         changes.apply()
-        names = self._parallel.entries.names
+        names = self.parallel.entries.names
         for name, parameter in origin.model.named_parameters():
             parameter.requires_grad_(report.trained.get(names.get(name, name), parameter.requires_grad))
-        return changes, origin.prepare(self._plan, options, self._batch, dist.get_rank())
+        return changes, origin.prepare(self.plan, options, self.batch, dist.get_rank())
 
     def _built(
         self,
@@ -294,32 +250,28 @@ class _Change:
         prepared: Prepared,
         meshes: Meshes,
         options: SetupOptions,
-        undo: ExitStack,
     ) -> _Built:
         """Split the modules by the plan, without values; ``shapes`` are those of all tensors."""
-        origin, parallel = self._origin, self._parallel
-        places, blanks = dict[nn.Module, _BlankLayers](), list[tuple[str, Tensor]]()
+        origin, parallel = self.parallel.origin, self.parallel
+        places = dict[nn.Module, _BlankLayers]()
 
         def place(model: nn.Module, layer: Layer) -> None:
             if model not in places:
-                places[model] = _BlankLayers(model, origin.layers, parallel.device, shapes, blanks)
+                places[model] = _BlankLayers(model, origin.layers, parallel.device, shapes)
             places[model].place(layer)
 
         runtimes = build(origin.model, prepared, meshes, options, place)
-        undo.callback(_close, runtimes)
+        self.undo.callback(_close, runtimes)
         gradients = _release_gradients(runtimes)
-        view = ModelView(parallel.entries, runtimes, [runtime.model for runtime in runtimes])
+        view = _View(parallel.entries, runtimes)
         names = _names(parallel.entries, runtimes)
-        regrouping = regroup(self._optimizer, report, names, self._scheduler)
+        regrouping = regroup(self.optimizer, report, names, self.scheduler)
         states = blank_states(report, names)
         held = _cut_states(report, held_states(view, states))
-        blank: dict[str, Released] = {}
+        tensors = LocalTensors([*held_parameters(view), *held], _blank_buffers(view))
         for one in held:
-            blank.setdefault(one.name, []).extend(release([one.tensor]))
-        buffers = _blank_buffers(view, blanks)
-        tensors = LocalTensors([*held_parameters(view), *held, *buffers])
-        buffer_names = frozenset(buffer.name for buffer in buffers)
-        return _Built(runtimes, gradients, tensors, blank, buffer_names, states, regrouping)
+            tensors.blank.setdefault(one.name, []).extend(release([one.tensor]))
+        return _Built(runtimes, gradients, tensors, states, regrouping)
 
 
 def check_plan(plan: Plan, parallel: ParallelModel) -> None:
@@ -330,10 +282,10 @@ def check_plan(plan: Plan, parallel: ParallelModel) -> None:
             f"The plan is for {plan.devices} device(s), but {world} process(es) train. Give a plan for {world}, or "
             "save, start as many processes as the plan is for, and load."
         )
-    for one, field in ((parallel.plan, "present plan"), (plan, "plan")):
+    for one, what in ((parallel.plan, "present plan"), (plan, "plan")):
         if one.mode is not Mode.TRAINING or one.cyclic is not None or one.branches:
             remedy = "Plans for training without delayed gradients and branches can be changed; else save and load."
-            raise InputError(field, one.model, remedy)
+            raise InputError(what, one.model, remedy)
     check_runs(plan)
     check_compile(parallel.origin.options.compile, plan)
 
@@ -353,20 +305,14 @@ class _BlankLayers(Materializer):
 
     Args:
         shapes: of buffers by name, where they have changed since the model was made.
-        buffers: gets the buffers, with their names in the model.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Layer],
-        device: torch.device,
-        shapes: Mapping[str, tuple[int, ...]],
-        buffers: list[tuple[str, Tensor]],
+        self, model: nn.Module, layers: Sequence[Layer], device: torch.device, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         super().__init__(model, layers, device)
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._shapes, self._buffers = shapes, buffers
+        self._shapes = shapes
 
     def _place_tensors(self, module: nn.Module) -> list[str]:
         for _, parameter in list(module.named_parameters(recurse=False)):
@@ -379,33 +325,28 @@ class _BlankLayers(Materializer):
             path = f"{self._paths[id(module)]}.{name}".lstrip(".")
             # zeros: of running statistics a rank may fill its own channels alone
             zeros = torch.zeros(self._shapes.get(path, tuple(buffer.shape)), dtype=buffer.dtype, device=self._device)
-            self._buffers.append((path, zeros))
             setattr(module, name, zeros)
         return []
 
 
 def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[LocalShard]:
     """Buffers outside ``state_dict()`` that this rank's layers have, or no layer."""
-    for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True)):
+    for place, runtime in enumerate(parallel.runtimes):
         layer_names = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
-        for name, buffer in tree.named_buffers():
-            paths = [
-                (len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")
-            ]
-            if name not in parallel.entries.names and max(paths, default=(0, ""))[1] in layer_names:
-                yield _held_buffer(name, buffer)
+        for name, buffer in runtime.model.named_buffers():
+            if name not in parallel.entries.names and home_of(name, layers) in layer_names:
+                yield complete_shard(name, buffer)
 
 
-def _blank_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[LocalShard]:
+def _blank_buffers(parallel: Parallel) -> list[LocalShard]:
     """The buffers of a new split: complete but for the channels of other ranks."""
-    held = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}
-    buffers = [held.get(id(blank)) or _held_buffer(name, blank) for name, blank in blanks]
-    return [replace(buffer, name=parallel.entries.names.get(buffer.name, buffer.name)) for buffer in buffers]
-
-
-def _held_buffer(name: str, buffer: Tensor) -> LocalShard:
-    box = all_of(buffer.shape)
-    return LocalShard(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
+    held, names = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}, parallel.entries.names
+    return [
+        held.get(id(buffer)) or complete_shard(names.get(name, name), buffer)
+        for runtime in parallel.runtimes
+        for name, buffer in runtime.model.named_buffers()
+        if not buffer.is_meta
+    ]
 
 
 def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parameter, str]:

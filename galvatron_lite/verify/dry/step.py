@@ -306,8 +306,8 @@ class _Run:
 
     def _sort(self) -> None:
         ledger, owned = self.ledger, self._owned()
-        for structure in self.parallel.structures:
-            tensors = [*structure.parameters(), *structure.buffers()]
+        for runtime in self.parallel.runtimes:
+            tensors = [*runtime.model.parameters(), *runtime.model.buffers()]
             ledger.use(map(local_tensor, tensors), Use.PARAMETERS)
         ledger.use((local_tensor(one.parameter.detach()) for one in owned), Use.PARAMETERS)
         ledger.use((one.share.part.detach() for one in owned if one.share is not None), Use.PARAMETERS)
@@ -321,10 +321,10 @@ class _Run:
 
     def _attach(self) -> None:
         # in place of layers of other stages a structure has modules that pass on what they are given
-        for runtime, structure in zip(self.parallel.runtimes, self.parallel.structures, strict=True):
+        for runtime in self.parallel.runtimes:
             for layer in [placed.layer for placed in runtime.stage]:
                 for path in layer.modules:
-                    self._seen[layer.name].attach(structure.get_submodule(path))
+                    self._seen[layer.name].attach(runtime.model.get_submodule(path))
         for one in self._owned():
             if one.parameter.requires_grad:
                 one.parameter.register_post_accumulate_grad_hook(self._accumulated)

@@ -146,9 +146,7 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
 def _incomplete(parts: list[LocalShard], expected: Tensors) -> Iterator[str]:
     """Tensors of which all ranks together do not have every item; all ranks call it."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        every, {(part.name, str(box.whole.ranges)): box.whole.items for part in parts for box in part.chunks}
-    )
+    dist.all_gather_object(every, {(part.name, str(part.box.ranges)): part.box.items for part in parts})
     items = Counter[str]()
     for (name, _), size in {box: size for some in every for box, size in some.items()}.items():
         items[name] += size
@@ -172,20 +170,17 @@ def _differences(held: list[LocalShard], expected: Tensors, relative: float) -> 
     of the largest entry of all tensors is allowed as well.
     """
     noise = EPSILON * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=0.0)
+    errors: dict[str, list[Tensor]] = {}
     for one in held:
-        reference = expected.get(one.name)
-        if reference is None:
+        if one.name not in expected:
             yield f"{one.name} has some, but none in one process"
-            continue
-        scale = float(reference.abs().max()) if reference.numel() else 0.0
-        error = 0.0
-        for box in one.chunks:
-            part, other = cut_box(one.tensor, box.local), cut_box(reference, box.whole)
-            if part.numel():
-                difference = float((part.detach().to(other) - other).abs().max())
-                error = difference if difference != difference else max(error, difference)
+        elif one.box.items:
+            other = cut_box(expected[one.name], one.box)
+            errors.setdefault(one.name, []).append((one.items.detach().to(other) - other).abs().max())
+    for name, parts in errors.items():
+        error, scale = float(torch.stack(parts).max()), float(expected[name].abs().max())
         if not error <= relative * scale + noise:
-            yield f"{one.name} is off by {error:.3g} where the largest entry is {scale:.3g}"
+            yield f"{name} is off by {error:.3g} where the largest entry is {scale:.3g}"
 
 
 def training_fork(source: ModelSource, patience: float = PATIENCE) -> ForkedServer:

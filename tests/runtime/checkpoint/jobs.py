@@ -147,4 +147,10 @@ def moments(optimizer: torch.optim.Optimizer, parallel: ParallelModel) -> dict[s
     from galvatron_lite.runtime.parameters.full_state import gather
     from galvatron_lite.runtime.parameters.pieces import held_states
 
-    return gather(held_states(parallel, optimizer))
+    return gather(held_states(parallel, optimizer.state))
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from typer.testing import CliRunner
 
 from galvatron_lite import folders
@@ -30,7 +30,7 @@ from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
-from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, save
+from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, same, save
 from tests.runtime.cyclic.launched import launch
 from tests.runtime.plans import split_model
 
@@ -272,11 +272,6 @@ def split(model: nn.Module, strategy: Strategy) -> tuple[ParallelModel, Any]:
     tokens = torch.arange(32).reshape(4, 8)
     batch = {"input_ids": tokens, "labels": tokens}
     return split_model(model, batch, strategy), batch
-
-
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def there_and_back(folder: str) -> None:

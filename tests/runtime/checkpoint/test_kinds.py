@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
@@ -21,7 +20,7 @@ from tests.pool import WorkerPool
 from tests.runtime.branches.jobs import make_batch as branch_batch
 from tests.runtime.branches.jobs import make_branched
 from tests.runtime.branches.test_branches import TWO_PROCESSES
-from tests.runtime.checkpoint.jobs import moments
+from tests.runtime.checkpoint.jobs import moments, same
 from tests.runtime.examined import examined_once
 from tests.runtime.pictures import Pictures, make_parallel_net, make_pictures
 from tests.runtime.training import Case, make_batch, make_parallel
@@ -33,12 +32,6 @@ HOST = Strategy(zero=4, zero_stage=1, offload=Offload.STATES)
 HEADS = Strategy(zero=2, zero_stage=3, context=2, ulysses=True, offload=Offload.ACTIVATIONS)
 FILTERS, CHANNELS = Strategy(filters=4), Strategy(channels=4)
 Make = Callable[[], ParallelModel]
-
-
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
 
 
 @examined_once()

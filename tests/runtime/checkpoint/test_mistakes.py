@@ -24,12 +24,11 @@ from galvatron_lite.runtime.checkpoint.manifest import FORMAT, META, Manifest, r
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import copied, stored_files
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard
+from galvatron_lite.runtime.parameters.pieces import LocalShard
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint import jobs
-from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, moments, save
+from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, moments, same, save
 from tests.runtime.checkpoint.test_faults import ALONE
-from tests.runtime.checkpoint.test_kinds import same
 
 PAIR = Case([Strategy(data=2)] * 5)
 Data = dict[str, Any]
@@ -299,7 +298,7 @@ def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"folder of checkpoints \(step-1\)") as caught:
         parallel.load(tmp_path, optimizer)
     assert "delete" not in str(caught.value)
-    assert (caught.value.field, caught.value.value) == ("checkpoint", str(tmp_path))
+    assert (caught.value.field, caught.value.value) == ("checkpoint", tmp_path)
 
 
 def test_a_file_in_the_place_of_the_checkpoint(tmp_path: Path) -> None:
@@ -326,12 +325,8 @@ def test_a_file_without_a_tensor_and_a_folder_that_cannot_be_read(
 
 
 def test_no_more_is_copied_than_is_written() -> None:
-    tensor, first, last = torch.arange(4.0), all_of((2,)), ItemRun(Box(((2, 4),)), Box(((0, 2),)))
-    held = LocalShard("weight", (4,), tensor, (ItemRun(first, first), last))
-    assert copied(held).tensor.equal(tensor)
-    half = copied(replace(held, chunks=(last,)))
-    assert half.tensor.tolist() == [2.0, 3.0]
-    assert half.chunks == (ItemRun(first, last.whole),)
+    half = copied(LocalShard("weight", (4,), torch.arange(4.0), Box(((2, 4),)), Box(((0, 2),))))
+    assert (half.tensor.tolist(), half.local, half.box) == ([2.0, 3.0], all_of((2,)), all_of((2,)))
 
 
 def test_a_tensor_without_items_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

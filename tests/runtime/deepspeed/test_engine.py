@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.docs.pages import ROOT, blocks, text_of
 from tests.pool import WorkerPool
 from tests.runtime.cyclic.launched import launch
 from tests.runtime.deepspeed import jobs
+from tests.runtime.plans import clipped, losses_alone
 from tests.runtime.training import ADAMW, Case, Trained, assert_same, make_batch, make_model, train_alone
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -66,13 +68,8 @@ def _plainly(steps: int) -> tuple[list[float], torch.nn.Module, torch.optim.Opti
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     losses = []
     for _ in range(steps):
-        loss = model(**make_batch())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), jobs.CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses += losses_alone(model, optimizer, [make_batch()], partial(clipped, largest=jobs.CLIP))
         schedule.step()
-        losses.append(float(loss.detach()))
     return losses, model, optimizer
 
 
@@ -138,14 +135,7 @@ def test_deepspeed_goes_on_from_a_checkpoint_of_this_runtime(answers: dict[str, 
 def test_the_script_of_the_page_trains_like_one_process(answers: dict[str, Any]) -> None:
     model = make_model(jobs.MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    losses = []
-    for _ in range(3):
-        loss = model(**make_batch())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = losses_alone(model, optimizer, [make_batch()] * 3, partial(clipped, largest=1.0))
     torch.testing.assert_close(answers["page"], losses, rtol=1e-4, atol=0.0)
 
 

@@ -152,7 +152,7 @@ def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[
                 raise torch.OutOfMemoryError("as injected")
             raise EOFError  # it would wait in a collective for rank 1
 
-    next(iter(parallel.structures)).register_forward_pre_hook(fail)
+    parallel.runtime.model.register_forward_pre_hook(fail)
     losses, bytes_of = list[float](), list[int]()
     for step in range(5):
         try:

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.activations.layout import Box, all_of, route_boxes
-from galvatron_lite.runtime.parameters.pieces import ItemRun
+from galvatron_lite.runtime.activations.layout import Box, Everyone, all_of, first_only, route_boxes
+from galvatron_lite.runtime.parameters.pieces import LocalShard
 from galvatron_lite.runtime.reshard.checksums import checksum
 from galvatron_lite.runtime.reshard.original import Structure
-from galvatron_lite.runtime.reshard.routes import Everyone, LocalPart, covers, first_only
-from galvatron_lite.runtime.reshard.transfer import allocate, check_fits, nbytes, release
+from galvatron_lite.runtime.reshard.transfer import allocate, check_fits, covers, nbytes, release
 
 RANKS, ROWS, COLUMNS = 4, 7, 5
 
@@ -69,7 +68,7 @@ def _doubled(everyone: Everyone) -> Everyone:
 
 
 def _sum(*parts: tuple[Tensor, Box]) -> int:
-    return checksum([LocalPart(tensor, ItemRun(all_of(tensor.shape), box)) for tensor, box in parts])
+    return checksum([LocalShard("", tuple(tensor.shape), tensor, all_of(tensor.shape), box) for tensor, box in parts])
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -28,7 +28,8 @@ from tests.equivalence.training import SAMPLES as MIXED_SAMPLES
 from tests.runtime.assembly import assemble, show
 from tests.runtime.examined import examined_once
 from tests.runtime.pictures import SAMPLES, Pictures, make_net, make_parallel_net, make_pictures
-from tests.runtime.plans import make_plan
+from tests.runtime.plans import losses_alone, make_plan
+from tests.runtime.test_draws import Tower
 from tests.runtime.training import ADAMW, Case, make_batch, make_parallel, plan_of
 
 ADAM = partial(torch.optim.AdamW, **ADAMW)
@@ -74,7 +75,7 @@ PICTURES = [
 
 def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Whole parameters and optimizer states; copies must be equal."""
-    return assemble(show([*held_parameters(parallel), *held_states(parallel, optimizer)]))[0]
+    return assemble(show([*held_parameters(parallel), *held_states(parallel, optimizer.state)]))[0]
 
 
 def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -162,34 +163,9 @@ def _untouched(steps: int) -> list[float]:
     return [float(parallel.train_step(make_batch(), optimizer)) for _ in range(steps)]
 
 
-class Step(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.dropout, self.down = nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(self.dropout(self.up(hidden)).relu())
-
-
-class Tower(nn.Module):
-    """Blocks with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(Step() for _ in range(3))
-        self.last = nn.Linear(8, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return (self.last(hidden) ** 2).mean()
-
-
 def _tower(strategies: Sequence[Strategy]) -> tuple[Tower, ParallelModel, Any]:
     torch.manual_seed(0)
-    model, batch = Tower(), (torch.randn(8, 6),)
+    model, batch = Tower(rate=0.3), (torch.randn(8, 6),)
     layers = discover_layers(model, batch, blocks=[f"blocks.{number}" for number in range(3)])
     assert len(layers) == 5
 
@@ -233,7 +209,7 @@ def _objects_stay() -> None:
     batch, block, group = (torch.randn(8, 6),), model.blocks[1], optimizer.param_groups[0]
     parallel.train_step(batch, optimizer)
     late = model.blocks[0].register_forward_hook(lambda *_: calls.append(2))
-    model.blocks[2].dropout.p = 0.0
+    model.blocks[2].drop.p = 0.0
     model.first.weight.requires_grad_(False)
     parallel.eval()
     parallel.switch(plan([PAIR, ZERO, HALF, ZERO, PAIR]), optimizer)
@@ -242,7 +218,7 @@ def _objects_stay() -> None:
     assert optimizer.param_groups[0] is group
     assert not model.blocks[0].training
     assert not parallel.training
-    assert model.blocks[2].dropout.p == 0.0
+    assert model.blocks[2].drop.p == 0.0
     assert not model.first.weight.requires_grad
     assert model.last.weight.requires_grad
     assert {p for g in optimizer.param_groups for p in g["params"]} <= set(parallel.parameters())
@@ -312,13 +288,8 @@ def pictures_run() -> tuple[list[float], list[float]]:
         assert_bits(parallel.full_state_dict(), before)
         losses += [float(parallel.train_step(batch, optimizer)) for _ in range(2)]
     model = make_net(PICTURES[0])
-    plain, wanted = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
-    for _ in losses:
-        plain.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        plain.step()
-        wanted.append(float(loss.detach()))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wanted = losses_alone(model, plain, [batch] * len(losses))
     for name, value in parallel.full_state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name])
     return losses, wanted
