@@ -21,53 +21,73 @@ from galvatron_lite.model.shapes.tape import Tape, with_skips
 from galvatron_lite.units import activation_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A U-Net of two convolutions a level."""
+
+    widths: tuple[int, ...]  # channels of each level, the lowest last
+    classes: int  # of a pixel
+    padded: bool = True  # whether convolutions keep the extent
+    strided: bool = False  # whether a convolution halves the picture, else maximum pooling before it
+    norm: bool = False  # whether normalisation follows every convolution
+    bilinear: bool = False  # whether interpolation doubles the picture, else a transposed convolution
+
+
+MEDICAL = {
+    "unet_medical": (1, (572, 572), Levels((64, 128, 256, 512, 1024), 2, padded=False)),
+    "nnunet_2d": (4, (192, 160), Levels((32, 64, 128, 256, 512, 512), 4, strided=True, norm=True)),
+    "nnunet_3d": (4, (128, 128, 128), Levels((32, 64, 128, 256, 320, 320), 4, strided=True, norm=True)),
+}
+"""Channels and pixels of the picture, and levels, by the names of published runs."""
+
+
+def medical_graph(net: NetworkBuilder, name: str) -> ModelGraph:
+    """A U-Net of medical pictures."""
+    net.channels, net.extent, levels = MEDICAL[name]
+    return _levels_graph(net, levels, named=False)
+
+
 def unet_graph(net: NetworkBuilder, shape: UNetShape) -> ModelGraph:
-    """Down and up again; every level's picture on the way down goes to its neighbour on the way up."""
-    norm, less = shape.norm, 2 if shape.bilinear else 1
+    """A U-Net of padded convolutions; one that interpolates has half of the channels in the lowest level."""
     widths = [shape.base * 2**level for level in range(shape.levels)]
-    net.stem(_double, width=shape.base, middle=shape.base, norm=norm)
-    down = ["before"]
-    for level, width in enumerate([*widths[1:], 2 * widths[-1] // less]):
-        down.append(net.block(_unet_down, f"downs.{level}", width=width, norm=norm))
-    readers = {}
-    for level, (producer, width) in enumerate(zip(reversed(down[:-1]), reversed(widths), strict=True)):
-        settings = {"skip": width, "width": max(width // less, shape.base), "norm": norm, "bilinear": shape.bilinear}
-        readers[producer] = net.block(_unet_up, f"ups.{level}", **settings)
-    return skipping(net.end(_unet_head, classes=shape.classes), readers)
+    lowest = 2 * widths[-1] // (2 if shape.bilinear else 1)
+    spec = Levels((*widths, lowest), shape.classes, norm=shape.norm, bilinear=shape.bilinear)
+    return _levels_graph(net, spec, named=True)
 
 
-def _double(flow: ImageFlow, width: int, middle: int, norm: bool) -> None:
-    for out in (middle, width):
-        _unit(flow, out, norm)
+def _levels_graph(net: NetworkBuilder, spec: Levels, named: bool) -> ModelGraph:
+    """Down and up again; each picture on the way down goes to its neighbour on the way up (its middle, where that is
+    larger)."""
+    net.stem(_level, spec=spec, width=spec.widths[0])
+    down, readers = ["before"], {}
+    for level, width in enumerate(spec.widths[1:]):
+        down.append(net.block(_level_down, f"downs.{level}" * named, spec=spec, width=width))
+    for level, (producer, skip) in enumerate(zip(down[-2::-1], spec.widths[-2::-1], strict=True)):
+        width = max(skip // 2, spec.widths[0]) if spec.bilinear else skip
+        readers[producer] = net.block(_level_up, f"ups.{level}" * named, spec=spec, skip=skip, width=width)
+    return skipping(net.end(lambda flow: compare(flow.convolve(spec.classes, bias=True))), readers)
 
 
-def _unit(flow: ImageFlow, out: int, norm: bool, stride: int = 1, padding: int | None = None) -> None:
-    flow.convolve(out, 3, stride, bias=not norm, padding=padding)
-    (flow.normalise() if norm else flow).activate()
+def _level(flow: ImageFlow, spec: Levels, width: int, stride: int = 1, middle: int = 0) -> None:
+    for out, step in ((middle or width, stride), (width, 1)):
+        flow.convolve(out, 3, step, bias=not spec.norm, padding=None if spec.padded else 0)
+        (flow.normalise() if spec.norm else flow).activate()
 
 
-def _unet_down(flow: ImageFlow, width: int, norm: bool) -> None:
-    _double(flow.pool(2, 2, padding=0), width, width, norm)
+def _level_down(flow: ImageFlow, spec: Levels, width: int) -> None:
+    _level(flow if spec.strided else flow.pool(2, 2, padding=0), spec, width, 2 if spec.strided else 1)
 
 
-def _unet_up(flow: ImageFlow, skip: int, width: int, norm: bool, bilinear: bool) -> None:
-    flow.double(0 if bilinear else flow.channels // 2).beside(skip)
-    _double(flow, width, flow.channels // 2 if bilinear else width, norm)
-
-
-def _unet_head(flow: ImageFlow, classes: int) -> None:
-    compare(flow.convolve(classes, bias=True))
+def _level_up(flow: ImageFlow, spec: Levels, skip: int, width: int) -> None:
+    flow.double(0 if spec.bilinear else skip).beside(skip)
+    _level(flow, spec, width, middle=flow.channels // 2 if spec.bilinear else 0)
 
 
 def pooled_graph(net: NetworkBuilder, count: str, base: str) -> ModelGraph:
     """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910): the picture before each pooling goes across; ``count``
     convolutions a level, five levels that double ``base`` channels."""
-    each, widths, (side, _), skips = (
-        int(count),
-        [int(base) * 2**level for level in range(5)],
-        net.extent,
-        list[Passed](),
-    )
+    each, side, skips = int(count), net.extent[0], list[Passed]()
+    widths = [int(base) * 2**level for level in range(5)]
     net.stem(_pooled_level, widths=(widths[0],) * each, halves=True)
     down = ["before", *(net.block(_pooled_level, widths=(width,) * each, halves=True) for width in widths[1:])]
     net.block(_pooled_level, widths=(*(2 * widths[-1],) * (each - 1), widths[-1]), halves=False)
@@ -94,51 +114,6 @@ def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
     flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
     flow.tape.memory("enlarge", (x,), flow.value, 2 * flow.value.bytes, count=2)
     _pooled_level(flow, widths, halves=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Medical:
-    """A U-Net of medical pictures."""
-
-    inputs: int  # channels of the picture
-    extent: tuple[int, ...]  # pixels along its sides
-    widths: tuple[int, ...]  # channels of each level, the lowest last
-    classes: int  # of a pixel
-    padded: bool = True  # whether convolutions keep the extent
-    strided: bool = True  # whether a convolution halves the picture, else maximum pooling before it
-    norm: bool = True  # whether normalisation follows every convolution
-
-
-MEDICAL = {
-    "unet_medical": Medical(1, (572, 572), (64, 128, 256, 512, 1024), 2, padded=False, strided=False, norm=False),
-    "nnunet_2d": Medical(4, (192, 160), (32, 64, 128, 256, 512, 512), 4),
-    "nnunet_3d": Medical(4, (128, 128, 128), (32, 64, 128, 256, 320, 320), 4),
-}
-"""By the names of published runs."""
-
-
-def medical_graph(net: NetworkBuilder, name: str) -> ModelGraph:
-    """Levels down and up again; each picture on the way down goes to its neighbour on the way up."""
-    spec = MEDICAL[name]
-    net.channels, net.extent = spec.inputs, spec.extent
-    net.stem(_medical_level, spec=spec, width=spec.widths[0], halves=False)
-    down = ["before", *(net.block(_medical_level, spec=spec, width=width, halves=True) for width in spec.widths[1:])]
-    levels = zip(reversed(down[:-1]), spec.widths[-2::-1], strict=True)
-    readers = {producer: net.block(_medical_up, spec=spec, width=width) for producer, width in levels}
-    return skipping(net.end(_unet_head, classes=spec.classes), readers)
-
-
-def _medical_level(flow: ImageFlow, spec: Medical, width: int, halves: bool) -> None:
-    if halves and not spec.strided:
-        flow.pool(2, 2, padding=0)
-    _unit(flow, width, spec.norm, 2 if halves and spec.strided else 1, None if spec.padded else 0)
-    _unit(flow, width, spec.norm, 1, None if spec.padded else 0)
-
-
-def _medical_up(flow: ImageFlow, spec: Medical, width: int) -> None:
-    """The picture at twice the size, that of the way down (its middle, where that is larger) before it."""
-    flow.double(width).beside(width)
-    _medical_level(flow, spec, width, halves=False)
 
 
 _VIEW = "before"  # what gives the bird's-eye view
