@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
-from typing import TypeAlias
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.cluster.cluster import Cluster, Collective, Device
+from galvatron_lite.model.trace.meta import dtype_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.profiler.memory import storage_bytes, track_peak
 from galvatron_lite.profiler.schema import CollectivePoint, OptimizerCost, Overlap, Throughput
-from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, of_all_ranks, time_call
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _SHAPES = {
     "cpu": ((128, 256, 1024), (256, 256, 256), (512, 512, 512), (1024, 512, 512)),
     "cuda": ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 4096, 11008), (8192, 8192, 8192)),
@@ -38,7 +37,7 @@ _STREAM = {"cpu": 2**23, "cuda": 2**28}
 
 def measure_throughput(device: torch.device, precision: str = "fp32", rule: TimingRule = DEFAULT_RULE) -> Throughput:
     """Measure this device (all ranks at the same moment) at one precision."""
-    dtype = _DTYPES[precision]
+    dtype = dtype_of(precision)
     matmul = max(_matmul(shape, device, dtype, rule) for shape in _SHAPES[device.type])
     return Throughput(matmul, _attention(device, dtype, rule), _stream(device, rule), _launch(device, rule))
 
@@ -231,17 +230,6 @@ _WIDTH = {"cpu": 256, "cuda": 4096}
 _ROUNDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """One all-reduce under compute: how long it took, and how many pieces of compute were done meanwhile."""
-
-    seconds: float
-    pieces: float
-
-
-_Run: TypeAlias = Callable[[torch.Tensor, Callable[[], None], float, float], _Together]
-
-
 def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Overlap:
     """Measure it on the whole world; both factors are 1 where there is nobody to communicate with.
 
@@ -257,33 +245,26 @@ def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Ov
     def piece() -> None:
         torch.mm(left, left, out=out)
 
-    together = _cuda_round if device.type == "cuda" else _cpu_round
-    rounds = [_round(message, piece, together, device, rule) for _ in range(_ROUNDS)]
-    compute, communication = (median(column) for column in zip(*rounds, strict=True))
-    return _agreed(compute, communication)
+    rounds = [_round(message, piece, device, rule) for _ in range(_ROUNDS)]
+    own = tuple(median(column) for column in zip(*rounds, strict=True))
+    means = map(fmean, zip(*of_all_ranks(own), strict=True))
+    return Overlap(*(max(1.0, slowdown) for slowdown in means))  # nothing runs faster for being disturbed
 
 
 def _round(
-    message: torch.Tensor, piece: Callable[[], None], together: _Run, device: torch.device, rule: TimingRule
+    message: torch.Tensor, piece: Callable[[], None], device: torch.device, rule: TimingRule
 ) -> tuple[float, float]:
     """Slow-down of compute and of communication, each against itself alone just before."""
     brief = replace(rule, warmup=1, most=rule.least, seconds=rule.seconds / _ROUNDS)
     alone = time_call(lambda: dist.all_reduce(message), device, brief, Across.MAX).seconds
     each = time_call(piece, device, brief).seconds
-    seconds = together(message, piece, alone, each)
-    return seconds.seconds / (max(seconds.pieces, 0.5) * each), seconds.seconds / alone
+    cuda = device.type == "cuda"
+    seconds, pieces = _cuda_round(message, piece, alone, each) if cuda else _cpu_round(message, piece)
+    return seconds / (max(pieces, 0.5) * each), seconds / alone
 
 
-def _agreed(compute: float, communication: float) -> Overlap:
-    """The mean over the ranks; nothing runs faster for being disturbed."""
-    everyone = [(compute, communication)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (compute, communication))
-    means = [mean(column) for column in zip(*everyone, strict=True)]
-    return Overlap(max(1.0, means[0]), max(1.0, means[1]))
-
-
-def _cpu_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:  # noqa: ARG001
-    """Compute until the communication thread is done."""
+def _cpu_round(message: torch.Tensor, piece: Callable[[], None]) -> tuple[float, int]:
+    """Seconds of one all-reduce under compute, and pieces of compute done meanwhile, until its thread is done."""
     dist.barrier()
     start, pieces = time.perf_counter(), 0
     work = dist.all_reduce(message, async_op=True)
@@ -292,11 +273,11 @@ def _cpu_round(message: torch.Tensor, piece: Callable[[], None], alone: float, e
         pieces += 1
     seconds = time.perf_counter() - start
     work.wait()
-    return _Together(seconds, pieces)
+    return seconds, pieces
 
 
-def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:
-    """Queue more compute than the all-reduce can last, and see by events how much was done when it ended."""
+def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> tuple[float, int]:
+    """The same: queue more compute than the all-reduce can last, and see by events how much was done when it ended."""
     dist.barrier()
     torch.cuda.synchronize(message.device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(int(4 * alone / each) + 2)]  # type: ignore[no-untyped-call]
@@ -311,5 +292,4 @@ def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, 
         event.record()
     torch.cuda.synchronize(message.device)
     seconds = events[0].elapsed_time(done) / 1e3
-    pieces = sum(events[0].elapsed_time(event) / 1e3 <= seconds for event in events[1:])
-    return _Together(seconds, pieces)
+    return seconds, sum(events[0].elapsed_time(event) / 1e3 <= seconds for event in events[1:])

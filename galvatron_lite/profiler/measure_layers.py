@@ -118,30 +118,17 @@ def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[s
             yield from ((by, degree) for degree in degrees if degree > 1 and divides(kind, by, degree))
 
 
-@dataclass(frozen=True, slots=True)
-class Slicing:
-    """The first device's slice of a layer."""
+def first_channels(value: Any, plan: ChannelPlan | None) -> Any:
+    """Arguments as the first device gets them: its channels of every tensor, where inputs are shared."""
+    if plan is None or plan.by != "channels":
+        return value
 
-    plan: ChannelPlan | None = None  # how channels are shared; None: they are not
-
-    def slice(self, layer: nn.Module) -> None:
-        """Slice a layer's weights in place; it then runs without the other devices."""
-        if self.plan is not None:
-            shard_channels(layer, self.plan, ShapeOnlyAxisGroup(self.plan.degree))
-
-    def entering(self, value: Any) -> Any:
-        """Arguments as the device gets them: its channels of every tensor, where inputs are shared."""
-        if self.plan is None or self.plan.by != "channels":
-            return value
-        return map_tensors(value, self._share_of)
-
-    def _share_of(self, tensor: Tensor) -> Tensor:
-        if self.plan is None or tensor.dim() < _PICTURE or not tensor.is_floating_point():
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() < _PICTURE or not tensor.is_floating_point():
             return tensor
-        return tensor.narrow(1, *share(tensor.shape[1], self.plan.degree, 0)).contiguous()
+        return tensor.narrow(1, *share(tensor.shape[1], plan.degree, 0)).contiguous()
 
-
-UNSLICED = Slicing()  # the whole layer
+    return map_tensors(value, cut)
 
 
 _MOST_COPIES = 4
@@ -192,8 +179,8 @@ def measure_block(
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    cut = slicing_of(block, call, setting)
-    share = replace(share, args=cut.entering(share.args), kwargs=cut.entering(share.kwargs))
+    cut = infer_channels(block, call.args, call.kwargs, setting.by, setting.ways) if setting.ways > 1 else None
+    share = replace(share, args=first_channels(share.args, cut), kwargs=first_channels(share.kwargs, cut))
     with holding_copies(compute_dtype(precision), device):
         shard = make_shard(block, setting, chosen, device, precision, cut)
         memory = block_memory(shard, share, device)
@@ -221,26 +208,20 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
     )
 
 
-def slicing_of(block: nn.Module, call: SegmentCall, setting: LayerSetting) -> Slicing:
-    """How the channels of a block are sliced under a setting."""
-    if setting.ways == 1:
-        return Slicing()
-    return Slicing(infer_channels(block, call.args, call.kwargs, setting.by, setting.ways))
-
-
 def make_shard(
     block: nn.Module,
     setting: LayerSetting,
     plan: TensorPlan,
     device: torch.device,
     precision: str = "fp32",
-    cut: Slicing = UNSLICED,
+    cut: ChannelPlan | None = None,
 ) -> nn.Module:
     """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
     shard = copy.deepcopy(block)
     if compute_dtype(precision) is not None:
         narrow_experts(shard)
-    cut.slice(shard)
+    if cut is not None:
+        shard_channels(shard, cut, ShapeOnlyAxisGroup(cut.degree))
     if setting.tensor > 1:
         regather = setting.recompute is Recompute.NONE
         shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel, regather=regather)

@@ -97,6 +97,18 @@ def chain_run(chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], Non
     return once
 
 
+def _longer(
+    run: Callable[[Lap], object], plain: Callable[[Lap], object], *less: Term, device: torch.device, rule: TimingRule,
+    share: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds by which a layer of a chain takes longer than one of a plain chain, less other times; at least 0.
+
+    ``share``: of the difference, what counts.
+    """
+    each = share / CHAIN_LAYERS
+    return max(time_difference((Term(each, run), Term(-each, plain), *less), device, rule).seconds, 0.0)
+
+
 _SMALL = 4096
 
 
@@ -138,24 +150,15 @@ def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rul
     gather, scatter = (
         single_part(prepare(kind, size, None, device)) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    terms = (
-        Term(1.0 / CHAIN_LAYERS, chain_run(sharded, call)),
-        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
-        Term(-2.0, gather, Across.MAX),
-        Term(-1.0, scatter, Across.MAX),
-    )
-    return max(time_difference(terms, device, rule).seconds, 0.0)
+    collectives = Term(-2.0, gather, Across.MAX), Term(-1.0, scatter, Across.MAX)
+    return _longer(chain_run(sharded, call), chain_run(plain, call), *collectives, device=device, rule=rule)
 
 
 def _data_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
     """By how much longer a block takes with gradients collected in buckets, but not sent."""
     plain, watched = BlockChain(block), BlockChain(block)
     reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
-    terms = (
-        Term(1.0 / CHAIN_LAYERS, chain_run(watched, call, reducer.watch)),
-        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
-    )
-    return max(time_difference(terms, device, rule).seconds, 0.0)
+    return _longer(chain_run(watched, call, reducer.watch), chain_run(plain, call), device=device, rule=rule)
 
 
 def _spatial_point(
@@ -171,9 +174,8 @@ def _spatial_point(
     local, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
-    terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, local)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, local))
     try:
-        return size, max(time_difference(terms, device, rule).seconds, 0.0)
+        return size, _longer(chain_run(shared, local), chain_run(plain, local), device=device, rule=rule)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return size, 0.0
 
@@ -205,13 +207,8 @@ def _exchange_seconds(
         Term(-each * one.count, single_part(prepare(one.collective, round(one.size), group, device)), Across.MAX)
         for one in moved
     )
-    terms = (
-        Term(each / CHAIN_LAYERS, chain(pair, pair.rank)),
-        Term(-each / CHAIN_LAYERS, chain(None, 0)),
-        *transfers,
-    )
     try:
-        return max(time_difference(terms, device, rule).seconds, 0.0)
+        return _longer(chain(pair, pair.rank), chain(None, 0), *transfers, device=device, rule=rule, share=each)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return 0.0
 
