@@ -13,6 +13,7 @@ dropout a mask of one byte an item, log-softmax its output.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
@@ -190,9 +191,8 @@ def linear(
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
         sharding, precision=narrow_precision(tape) if fp8 else "", reads=x.key,
     )  # fmt: skip
-    rebuilt = (x,) if tape.regathers(x) else ()
-    # a share where the gathered input is gathered again
-    saved = (replace(kept, part=tape.kept_form(x).part) if tape.regathers(x) else kept,)
+    again = tape.regathers(x)  # of the gathered input a share is kept
+    rebuilt, saved = ((x,), (narrow(kept),)) if again else ((), (kept,))
     # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
     summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
     anchor = replace(out, part=Division.SEQUENCE) if summed else out
@@ -315,12 +315,12 @@ def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> V
     return tape.memory("", (x, dropped), out, 0, count=0, shares_gradient=True, fusible=True)
 
 
-def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
+def dropout(tape: Tape, name: str, x: Value, probability: float, **traits: Any) -> Value:
     """Dropout: keeps a mask of one byte an item; nothing happens where the probability is 0."""
     if not probability:
         return x
     out, mask = tape.value(x.items, x.part), tape.value(x.items, x.part, 1, grad=False)
-    return tape.memory(name, (x,), out, 2 * x.bytes + mask.bytes, saved=(mask,), fusible=True)
+    return tape.memory(name, (x,), out, 2 * x.bytes + mask.bytes, saved=(mask,), fusible=True, **traits)
 
 
 def rotary(tape: Tape, name: str, x: Value) -> Value:
@@ -357,7 +357,7 @@ def positions(tape: Tape, name: str, x: Value, table: int) -> Value:
     return tape.memory(name, (x,), out, 2 * x.bytes, x.bytes, weight_bytes=weights, shares_gradient=True)
 
 
-def reshape(tape: Tape, name: str, x: Value, items: int) -> Value:
+def reshape(tape: Tape, name: str, x: Value, items: int, **traits: Any) -> Value:
     """Copy into another shape (concatenate a class token, take one token): keeps nothing."""
     out = tape.value(items, x.part)
-    return tape.memory(name, (x,), out, x.bytes + out.bytes)
+    return tape.memory(name, (x,), out, x.bytes + out.bytes, **traits)

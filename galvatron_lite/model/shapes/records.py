@@ -45,6 +45,10 @@ class Value:
         """Bytes per sample that live while it does."""
         return self.storage or self.bytes
 
+    def view(self, items: int) -> Value:
+        """Part of the tensor, in its storage."""
+        return replace(self, items=items, storage=self.held)
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeCall:
@@ -148,11 +152,6 @@ def whole_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
     """The same where no tokens are shared, or no more than ``limit`` bytes of them are not."""
     changed = split.sequence if limit is None else min(split.sequence, limit)
     return TensorSplit(tensor=split.tensor, sequence=split.sequence - changed, whole=split.whole + changed)
-
-
-def share_of(value: Value) -> Value:
-    """The value's share under sequence parallelism."""
-    return replace(value, part=Division.SEQUENCE)
 
 
 def _total(values: Sequence[Value]) -> int:

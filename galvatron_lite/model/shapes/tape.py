@@ -45,13 +45,11 @@ from galvatron_lite.model.shapes.records import (
     runs_again,
     saved_by,
     selected,
-    share_of,
     split_of,
     whole_tokens,
 )
 from galvatron_lite.model.trainable import LayerTraining, layer_training
 
-_UNSHARED = {Sharding.SEQUENCE: Sharding.NONE}  # where tokens are not shared
 _SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 
 
@@ -118,10 +116,6 @@ class Tape:
         """The value gathered over the tensor group: every device holds all of it while it computes."""
         self._gathered.add(value.key)
         return replace(value, part=Division.WHOLE)
-
-    def kept_form(self, value: Value) -> Value:
-        """What a matmul keeps of its input: of a gathered one its share, where it is gathered again in backward."""
-        return share_of(value) if self.regathers(value) else value
 
     def regathers(self, value: Value) -> bool:
         """Whether a gathered input is gathered again in backward."""
@@ -227,29 +221,18 @@ class Tape:
         self.records.append((ShapeCall((), nothing), operator))
 
     def kind(
-        self,
-        name: str,
-        outputs: tuple[Value, ...],
-        dims: SplitDims,
-        tensor_degrees: int = 1,
-        tensor_reason: str = "",
-        tensor_collectives: int = 0,
-        sequence_parallel: bool = False,
-        gathered: Value | None = None,
-        loss_bytes: int = 0,
-        recomputed: bool = True,
-        regions: tuple[int, int] | None = None,
-    ) -> LayerKind:
+        self, name: str, outputs: tuple[Value, ...], dims: SplitDims, *, gathered: Value | None = None,
+        recomputed: bool = True, regions: tuple[int, int] | None = None, sequence_parallel: bool = False, **traits: Any,
+    ) -> LayerKind:  # fmt: skip
         """Sum the tape up.
 
         Temporary results of all tokens count as whole in backward: a collective holds the whole tensor beside its
         shares. In forward one of them does: the sum that is scattered at a region's end.
 
         Args:
-            name, dims, tensor_degrees, tensor_reason, tensor_collectives, sequence_parallel: see ``LayerKind``.
+            name, dims, sequence_parallel, traits: see ``LayerKind``.
             outputs: boundary tensors that leave.
             gathered: the output that is gathered after a column-split last matmul.
-            loss_bytes: see ``LayerKind``.
             recomputed: whether recomputation is offered; only blocks can be run again.
             regions: gathers and scatters of one forward pass (see ``LayerKind``), where not half of the collectives
                 each.
@@ -262,30 +245,26 @@ class Tape:
         backward = [*backward_peak(calls, outputs), *self.lent]
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
+        if not sequence_parallel:
+            operators = tuple(
+                replace(one, sharding=Sharding.NONE) if one.sharding is Sharding.SEQUENCE else one for one in operators
+            )
+            kept = {choice: whole_tokens(split) for choice, split in kept.items()}
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
             frozen=TensorSplit(tensor=self.frozen[Division.TENSOR], whole=self.frozen[Division.WHOLE]),
             frozen_experts=self.frozen_experts,
-            operators=operators
-            if sequence_parallel
-            else tuple(
-                replace(operator, sharding=_UNSHARED.get(operator.sharding, operator.sharding))
-                for operator in operators
-            ),
-            kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
+            operators=operators,
+            kept=kept,
             working=whole_tokens(excess(self._kept(backward), saved)),
             forward_working=self._forward_working(forward, saved, sum(value.bytes for value in outputs)),
             input_bytes=sum(value.bytes for value in self.inputs),
             output_bytes=sum(value.bytes for value in outputs),
             dims=dims,
             buffer_bytes=self.buffer_bytes,
-            tensor_degrees=tensor_degrees,
-            tensor_reason=tensor_reason,
-            tensor_collectives=tensor_collectives,
             sequence_parallel=sequence_parallel,
             gathered_output_bytes=0 if gathered is None else gathered.bytes,
-            loss_bytes=loss_bytes,
             tensor_gathers=regions[0] if regions else None,
             tensor_scatters=regions[1] if regions else None,
             boundaries=self._boundaries(),
@@ -294,6 +273,7 @@ class Tape:
             expert_parameters=self.expert_items,
             dispatched_bytes=self.dispatched_bytes,
             routing=self.routing,
+            **traits,
         )
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
@@ -326,11 +306,6 @@ class Tape:
 def sharding_of(value: Value) -> Sharding:
     """How tensor parallelism divides the work on a value."""
     return _SHARDING[value.part]
-
-
-def widen(value: Value) -> Value:
-    """The value gathered over the tensor group: every device holds all of it, and keeps all of it."""
-    return replace(value, part=Division.WHOLE)
 
 
 def narrow(value: Value) -> Value:

@@ -180,7 +180,7 @@ class ImageFlow:
     def view(self, channels: int) -> ImageFlow:
         """The first of the channels, a view, on a branch of its own."""
         items = self.value.items * channels // self.channels
-        return ImageFlow(self.tape, replace(self.value, items=items, storage=self.value.held), channels, self.extent)
+        return ImageFlow(self.tape, self.value.view(items), channels, self.extent)
 
     def mixed(self, out: int, kernels: tuple[int, ...], stride: int = 1, *, depthwise: bool = False) -> ImageFlow:
         """Convolutions of several kernels, each of its share of the channels (Tan and Le 2019, arXiv:1907.09595)."""
