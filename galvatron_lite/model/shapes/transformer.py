@@ -81,9 +81,9 @@ def head_kind(layer: AnyLayer, tokens: int) -> LayerKind:
     return edge_kind(layer, "after", (loss,), tokens, logits)
 
 
-def _masked_head_kind(layer: LayerWriter[EncoderShape], tokens: int) -> LayerKind:
+def _masked_head_kind(layer: AnyLayer, shape: EncoderShape, tokens: int) -> LayerKind:
     """``after`` of a BERT: transform, head with a bias over the vocabulary, loss; pooler and next-sentence head."""
-    shape, tape, x = layer.shape, layer.tape, layer.enter(tokens)
+    tape, x = layer.tape, layer.enter(tokens)
     picked = ops.reshape(tape, "predicted", x, shape.predicted * shape.hidden) if shape.predicted else x
     transformed = ops.linear(tape, "transform", picked, shape.hidden, shape.hidden, Division.WHOLE, bias=True)
     logits, loss = head(layer, layer.norm("norm", ops.activation(tape, "transform.act", transformed)), bias=True)
@@ -334,11 +334,10 @@ def _load_note(excess: float) -> str:
 def encoder_graph(shape: EncoderShape, precision: str, kernels: Kernels) -> ModelGraph:
     """Embedding with norm, equal post-norm blocks, masked-language-model head and loss."""
     tokens, write = shape.seq_len, writer(precision, kernels)
-    last = LayerWriter(shape, write(shape).tape)
     kinds = (
         embedding_kind(write(shape), tokens),
         _post_norm_block(write(shape), tokens),
-        _masked_head_kind(last, tokens),
+        _masked_head_kind(write(shape), shape, tokens),
     )
     middle = blocks("layers", "block", shape.layers)
     return assemble(
