@@ -51,7 +51,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
         return _repeated_blocks(model) or _parts(model) or _sequential_children(model)
     names = [blocks] if isinstance(blocks, (str, type)) else blocks
     paths = {path for name in names for path in _named(model, name)}
-    return [path for path, _ in model.named_modules() if path in paths]
+    return [path for path, _ in model.named_modules(remove_duplicate=False) if path in paths]
 
 
 def _named(model: nn.Module, name: str | type[nn.Module]) -> list[str]:
@@ -130,7 +130,7 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
     if isinstance(model, nn.Sequential):
         return []
     weights = {  # modules inside that have parameters of their own
-        name: sum(any(True for _ in part.parameters(recurse=False)) for part in child.modules())
+        name: sum(_is_weighty(part, recurse=False) for part in child.modules())
         for name, child in model.named_children()
     }
     for name, leaves in weights.items():
@@ -154,8 +154,9 @@ def _sequential_children(model: nn.Module) -> list[str]:
     return [_join(path, name) for name, _ in chain.named_children()]
 
 
-def _is_weighty(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _is_weighty(module: nn.Module, recurse: bool = True) -> bool:
+    """Whether a module has parameters."""
+    return any(True for _ in module.parameters(recurse))
 
 
 def signature(module: nn.Module) -> Hashable:
@@ -211,9 +212,7 @@ def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -
     for path in walk(model, ""):
         first.setdefault(id(model.get_submodule(path)), path)
     owners = {  # modules that hold parameters themselves
-        path: {
-            id(one) for one in model.get_submodule(path).modules() if any(True for _ in one.parameters(recurse=False))
-        }
+        path: {id(one) for one in model.get_submodule(path).modules() if _is_weighty(one, recurse=False)}
         for path in first.values()
     }
     used = {path for path in owners if path in ran or path in chosen}
@@ -348,9 +347,8 @@ def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks
     """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork."""
     forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
     inner_blocks = forks.blocks_of("", blocks)
-    if inner_blocks is None:
-        return None
-    return [path for path, _ in model.named_modules() if path in inner_blocks]
+    chosen = set(inner_blocks or ())
+    return None if inner_blocks is None else [path for path, _ in model.named_modules() if path in chosen]
 
 
 @dataclass(frozen=True, slots=True)
