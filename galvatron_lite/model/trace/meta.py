@@ -51,7 +51,11 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     Parameters that are tied stay tied. It runs as the model does in training; see ``prepare_for_training``.
     """
     dtype = None if precision is None else dtype_of(precision)
-    _check_hooks(model)
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    # torch cannot make copies of weights that old hooks compute, once they have run
+    if old := next((type(hook) for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))), None):
+        parametrized = old.__module__.replace("utils.", "utils.parametrizations.")
+        raise TraceError("model", old.__module__, f"Use {parametrized}, whose modules can be copied.")
     memo: dict[int, Any] = {}
     for module in model.modules():
         loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
@@ -65,16 +69,6 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         _simplify(module)
     prepare_for_training(twin)
     return twin.train()
-
-
-def _check_hooks(model: nn.Module) -> None:
-    """Refuse weights that old hooks compute, of which torch cannot make copies once they have run."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    old = next((type(hook) for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))), None)
-    if old is not None:
-        name = old.__module__
-        remedy = f"Use {name.replace('utils.', 'utils.parametrizations.')}, whose modules can be copied."
-        raise TraceError("model", name, remedy)
 
 
 def _simplify(module: nn.Module) -> None:
