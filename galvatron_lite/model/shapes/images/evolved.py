@@ -62,7 +62,8 @@ def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
     """
     normal, channels = [False] * (int(layers) // 3), int(filters) // 4
     net.autocast = False
-    net.stem(_stem, channels=channels)
+    width = channels
+    net.stem(lambda flow: flow.rectify().convolve(width, 3, 2).normalise())
     names, pictures = ["before"], [(net.channels, net.extent)]
     for reduction in (True, True, *normal, True, *normal, True, *normal):
         channels *= 2 if reduction else 1
@@ -71,7 +72,13 @@ def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
             net.block(_cell, f"cells.{len(net.layers)}", before=before, channels=channels, reduction=reduction)
         )
         pictures.append((net.channels, net.extent))
-    graph = net.end(_classifier, skip=pictures[-2])
+
+    def classifier(flow: ImageFlow) -> None:
+        """The mean of all pixels by a window of their extent."""
+        _enter(flow, pictures[-2])
+        compare(flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(1000))
+
+    graph = net.end(classifier)
     readers = [tuple(names[place + 1 : place + 3]) or ("after",) for place in range(len(names))]
     sizes = [_items(picture) * activation_bytes(net.precision) for picture in pictures]
     return replace(graph, tensors=tuple(map(Passed, names, readers, sizes)))
@@ -79,10 +86,6 @@ def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
 
 def _items(picture: Picture) -> int:
     return picture[0] * prod(picture[1])
-
-
-def _stem(flow: ImageFlow, channels: int) -> None:
-    flow.rectify().convolve(channels, 3, 2).normalise()
 
 
 def _enter(flow: ImageFlow, picture: Picture) -> ImageFlow:
@@ -121,9 +124,3 @@ def _fitted(before: ImageFlow, extent: Extent, channels: int) -> ImageFlow:
         halves = [half.convolve(channels // 2, 1, 2) for half in (before.fork(), other)]
         return halves[0].concatenate(halves[1]).normalise()
     return before if before.channels == channels else _unit(before, channels, (1, 1))
-
-
-def _classifier(flow: ImageFlow, skip: Picture) -> None:
-    """The mean of all pixels by a window of their extent."""
-    _enter(flow, skip)
-    compare(flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(1000))

@@ -215,34 +215,39 @@ _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 
 def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelGraph:
     """Blocks, then two layers whose attention is the class token's only."""
     width, heads = _XCIT[size]
+
+    def stem(flow: ImageFlow) -> None:
+        """3 x 3 convolutions that halve the picture; 64 waves make positions."""
+        for left in reversed(range(3 if patch == "8" else 4)):
+            flow.convolve(width // 2**left, 3, 2).normalise()
+            if left:
+                flow.activate("gelu")
+        flow.tape.count(65 * width)
+        flow.mix("positions", (3, 1), keeps=False)
+
+    def block(flow: ImageFlow) -> None:
+        """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
+        x = flow.fork()
+        _scaled_sum(flow.layer_norm().linear(3 * width).covary(heads).linear(width), x)
+        x = flow.fork()
+        flow.layer_norm().mix("permute", (2, 2), keeps=False).convolve(width, 3, 1, width, bias=True).activate("gelu")
+        _scaled_sum(flow.normalise().convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2), keeps=False), x)
+        x = flow.fork()
+        _scaled_sum(flow.layer_norm().linear(4 * width).activate("gelu").linear(width), x)
+
+    def class_layer(flow: ImageFlow) -> None:
+        """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
+        x = flow.fork()
+        flow.layer_norm()
+        flow.fork().linear(2 * width).mix("attend", (2, 4))
+        flow.tape.count(10 * width * width + 9 * width)
+        flow.add(x)
+
     net.kernels = replace(EAGER, autocast=net.autocast)
-    net.stem(_xcit_stem, width=width, halvings=3 if patch == "8" else 4)
-    for _ in range(int(depth)):
-        net.block(_xcit_block, heads=heads)
-    for _ in range(2):
-        net.block(_class_layer)
+    net.stem(stem)
+    for step in (block,) * int(depth) + (class_layer,) * 2:
+        net.block(step)
     return net.end(classify, prepare=ImageFlow.layer_norm)
-
-
-def _xcit_stem(flow: ImageFlow, width: int, halvings: int) -> None:
-    """3 x 3 convolutions that halve the picture; 64 waves make positions."""
-    for left in reversed(range(halvings)):
-        flow.convolve(width // 2**left, 3, 2).normalise()
-        if left:
-            flow.activate("gelu")
-    flow.tape.count(65 * width)
-    flow.mix("positions", (3, 1), keeps=False)
-
-
-def _xcit_block(flow: ImageFlow, heads: int) -> None:
-    """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
-    x, width = flow.fork(), flow.channels
-    _scaled_sum(flow.layer_norm().linear(3 * width).covary(heads).linear(width), x)
-    x = flow.fork()
-    flow.layer_norm().mix("permute", (2, 2), keeps=False).convolve(width, 3, 1, width, bias=True).activate("gelu")
-    _scaled_sum(flow.normalise().convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2), keeps=False), x)
-    x = flow.fork()
-    _scaled_sum(flow.layer_norm().linear(4 * width).activate("gelu").linear(width), x)
 
 
 def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
@@ -254,12 +259,3 @@ def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
     flow.scale().add(x)
     if flow.value.item_bytes < FP32:
         flow.mix("widen", (2, 9), count=0, keeps=False)
-
-
-def _class_layer(flow: ImageFlow) -> None:
-    """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
-    x, width = flow.fork(), flow.channels
-    flow.layer_norm()
-    flow.fork().linear(2 * width).mix("attend", (2, 4))
-    flow.tape.count(10 * width * width + 9 * width)
-    flow.add(x)

@@ -153,18 +153,15 @@ def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     layers = tuple(
         replace(layer, modules=(layer.name,)) if layer.role is Role.BLOCK else layer for layer in graph.layers
     )
-    dead = () if shape.chained else _dropped(graph, shape)
+    dead: tuple[DeadParameters, ...] = ()
+    if not shape.chained:  # all levels of the segmentation network but the finest are computed and dropped
+        lower = range(1, shape.levels)
+        names = [f"segmentation.{part}.{level}" for part in ("downs", "sides") for level in lower]
+        names += [f"segmentation.ups.{level - 1}" for level in lower]
+        items = {layer.name: graph.kind_of(layer).parameters.total for layer in graph.layers}
+        dead = tuple(DeadParameters(name, items[name]) for name in names)
     notes = (*graph.notes, *dead_note(dead, graph.parameters, "what the model returns"))
     return replace(graph, layers=layers, tensors=wiring.tensors(graph), dead=dead, notes=notes)
-
-
-def _dropped(graph: ModelGraph, shape: PerceptionShape) -> tuple[DeadParameters, ...]:
-    """Levels of the segmentation network that are computed and dropped: all but the finest."""
-    lower = range(1, shape.levels)
-    names = [f"segmentation.{part}.{level}" for part in ("downs", "sides") for level in lower]
-    names += [f"segmentation.ups.{level - 1}" for level in lower]
-    items = {layer.name: graph.kind_of(layer).parameters.total for layer in graph.layers}
-    return tuple(DeadParameters(name, items[name]) for name in names)
 
 
 def _segmentation(wiring: _Wiring, shape: PerceptionShape) -> str:
