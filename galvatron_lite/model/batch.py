@@ -95,21 +95,19 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
     Raises:
         InputError: no scalar tensor can be found.
     """
-    loss = _default_loss(output) if loss_fn is None else loss_fn(output, batch)
+    if loss_fn is not None:
+        loss: Any = loss_fn(output, batch)
+    elif isinstance(output, Tensor):
+        loss = output
+    else:
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, Mapping):
+            loss = output.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     remedy = "Return a scalar tensor (or an output with .loss), give the labels in the batch, or pass loss_fn."
     returned = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
     raise InputError("loss", returned, remedy)
-
-
-def _default_loss(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    return loss
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

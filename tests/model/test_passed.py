@@ -85,15 +85,6 @@ def test_exchanges_of_a_stage_are_between_its_own_layers() -> None:
     assert chain.exchanges(range(2, 5)) == ((2, 3, chain.crossing(3)), (3, 4, chain.crossing(4)))
 
 
-def test_the_least_exchange_is_told_where_all_layers_are_joined() -> None:
-    graph = load_model("t5-3b", precision="bf16")
-    assert graph.least_exchange == 512 * 1024 * HALF
-    apart = tuple(tensor for tensor in graph.tensors if tensor.readers != ("encoder.layers.3",))
-    assert replace(graph, tensors=apart).least_exchange is None
-    chain = load_model("gpt2")
-    assert chain.least_exchange == min(chain.crossings()[1:-1])
-
-
 def u_net() -> ModelGraph:
     return build_graph(UNetShape(base=8, levels=4, image_size=64, channels=3), precision="fp32")
 

@@ -185,7 +185,9 @@ def linear(
     sharding = sharding_of(out if part is Division.TENSOR else x)
     kept = cast_input(tape, name, x, out, weight) if fp8 else (keeps or x)
     if tape.kernels.autocast and tape.item_bytes < FP32:
-        _cast_weight(tape, name, out, weight)
+        # autocast's copy of a weight (fp32 read, half written), and its gradient's way back, once a call
+        cast = memory_operator(f"{name}.weight_cast", out, 0, 1, (FP32 + tape.item_bytes) * weight)
+        tape.extra(replace(cast, sharding=sharding_of(out)))
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
@@ -247,13 +249,6 @@ def cast_input(tape: Tape, name: str, x: Value, out: Value, weight: int) -> Valu
 def narrow_precision(tape: Tape) -> str:
     """What an fp8 matmul computes in: scales of tensors and of rows have kernels of their own."""
     return "fp8-rowwise" if tape.kernels.fp8_rows else "fp8"
-
-
-def _cast_weight(tape: Tape, name: str, out: Value, weight: int) -> None:
-    """Autocast's copy of a weight (fp32 read, half written), and its gradient's way back, once a call."""
-    moved = (FP32 + tape.item_bytes) * weight
-    operator = memory_operator(f"{name}.weight_cast", out, 0, 1, moved)
-    tape.extra(replace(operator, sharding=sharding_of(out)))
 
 
 def activation(tape: Tape, name: str, x: Value, *, keeps_output: bool = False) -> Value:

@@ -241,8 +241,15 @@ class Tape:
         calls = [call for call, _ in records]
         lasting = selected(records, self.inputs, "norms") if self.kernels.remade else saved_by(calls)
         saved = self._kept([*lasting, *self.lent])
-        forward = [[*values, *self.lent] for values in forward_peak(calls, self.inputs, outputs)]
         backward = [*backward_peak(calls, outputs), *self.lent]
+        output_bytes = sum(value.bytes for value in outputs)
+        # bytes beyond those that suffice at the moment of the most bytes, and at that of the most that are not split
+        most, widest = (
+            whole_tokens(excess(self._kept([*values, *self.lent]), saved), output_bytes)
+            for values in forward_peak(calls, self.inputs, outputs)
+        )
+        apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
+        forward_working = TensorSplit(max(most.total - sum(apart), 0), *apart)
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
         if not sequence_parallel:
@@ -258,9 +265,9 @@ class Tape:
             operators=operators,
             kept=kept,
             working=whole_tokens(excess(self._kept(backward), saved)),
-            forward_working=self._forward_working(forward, saved, sum(value.bytes for value in outputs)),
+            forward_working=forward_working,
             input_bytes=sum(value.bytes for value in self.inputs),
-            output_bytes=sum(value.bytes for value in outputs),
+            output_bytes=output_bytes,
             dims=dims,
             buffer_bytes=self.buffer_bytes,
             sequence_parallel=sequence_parallel,
@@ -278,12 +285,6 @@ class Tape:
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
         return split_of(value for value in values if value.key not in self.borrowed)
-
-    def _forward_working(self, moments: Sequence[Sequence[Value]], saved: TensorSplit, tokens: int) -> TensorSplit:
-        """Bytes beyond ``saved`` that suffice at the moment of the most bytes, and at that of the most not split."""
-        most, widest = (whole_tokens(excess(self._kept(values), saved), tokens) for values in moments)
-        apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
-        return TensorSplit(max(most.total - sum(apart), 0), *apart)
 
     def _recomputed(self, records: list[Record], saved: TensorSplit) -> dict[Recompute, TensorSplit]:
         """Kept bytes under recomputation: the inputs, and what the kernels' meaning of selective keeps.
@@ -329,17 +330,11 @@ def merged(records: Sequence[Record], kernels: Kernels | None) -> tuple[Operator
     return tuple(operators.values())
 
 
+_SUMMED = ("count", "flops", "backward_flops", "moved", "backward_moved", "weight_bytes", "statistics")
+
+
 def _sum(first: Operator, second: Operator) -> Operator:
-    return replace(
-        first,
-        count=first.count + second.count,
-        flops=first.flops + second.flops,
-        backward_flops=first.backward_flops + second.backward_flops,
-        moved=first.moved + second.moved,
-        backward_moved=first.backward_moved + second.backward_moved,
-        weight_bytes=first.weight_bytes + second.weight_bytes,
-        statistics=first.statistics + second.statistics,
-    )
+    return replace(first, **{name: getattr(first, name) + getattr(second, name) for name in _SUMMED})
 
 
 def memory_operator(

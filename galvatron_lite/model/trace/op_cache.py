@@ -59,7 +59,8 @@ class OpCache:
         if answer is not None:
             # private, as in torch's own fake tensors: what is made here is no operation of the model's
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                return self._repeat(answer, tensors)
+                made = [self._make(one, tensors) for one in answer.made]
+                return answer.sequence(made) if answer.sequence else made[0] if made else None
         outputs = compute(*args, **kwargs)
         if full_key not in self._answers:
             if len(self._answers) >= MOST:
@@ -78,11 +79,6 @@ class OpCache:
     def dress(self, bare: Tensor, device: torch.device | None) -> Tensor:  # noqa: ARG002 - for those that have another
         """A result, from a tensor on the meta device."""
         return bare
-
-    def _repeat(self, answer: CachedOutputs, tensors: list[Tensor]) -> Any:
-        if answer.sequence is None:
-            return self._make(answer.made[0], tensors) if answer.made else None
-        return answer.sequence([self._make(one, tensors) for one in answer.made])
 
     def _make(self, one: OutputSpec, tensors: list[Tensor]) -> Tensor:
         if one.same:

@@ -79,7 +79,7 @@ def _level_down(flow: ImageFlow, spec: Levels, width: int) -> None:
 
 
 def _level_up(flow: ImageFlow, spec: Levels, skip: int, width: int) -> None:
-    flow.double(0 if spec.bilinear else skip).beside(skip)
+    (flow.interpolate() if spec.bilinear else flow.transpose(skip, 2, 2)).beside(skip)
     _level(flow, spec, width, middle=flow.channels // 2 if spec.bilinear else 0)
 
 
@@ -202,7 +202,7 @@ def _down(flow: ImageFlow, width: int, kernel: int) -> None:
 
 def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: int) -> None:
     """Twice the size (and a pixel more) with half of the channels, another picture beside, convolutions."""
-    flow.double(flow.channels // 2, more).normalise().activate()
+    flow.transpose(flow.channels // 2, 2, 2 + more).normalise().activate()
     if skip:
         flow.beside(skip)
     for place, width in enumerate(widths):
