@@ -304,6 +304,9 @@ def estimate_profile(
             ),
         )
 
+    # parameters are gathered in the precision of compute where it is as wide as the stack's
+    as_wide = ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(states.gather, 1) == ITEM_BYTES[wide]
+    gathered = wide if as_wide else states.gather
     slowest, unlike = figures(machines, ""), zip(machines, devices, strict=True) if len(devices) > 1 else ()
     return Profile(
         version=PROFILE_VERSION,
@@ -322,7 +325,7 @@ def estimate_profile(
         sharing=host.sharing,
         overhead=slowest.overhead,
         types=tuple(figures([machine], device.name) for machine, device in unlike),
-        gather_precision=_gathered(states.gather, wide),
+        gather_precision=gathered,
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
         bucket_bytes=states.bucket_bytes,
@@ -349,11 +352,6 @@ def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     """Legal tensor-parallel degrees of a kind on up to so many devices: divisors of what its structure allows."""
     largest = min(LARGEST_DEGREE, devices, kind.tensor_degrees)
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
-
-
-def _gathered(precision: str, wide: str) -> str:
-    """Parameters are gathered in the precision of compute where it is as wide as the stack's."""
-    return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
 
 
 def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float], each: bool) -> Iterator[_Choice]:

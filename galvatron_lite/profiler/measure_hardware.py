@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.cluster.cluster import Cluster, Collective, Device
+from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.model.trace.meta import dtype_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
@@ -44,14 +44,13 @@ def measure_throughput(device: torch.device, precision: str = "fp32", rule: Timi
 
 def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) -> Cluster:
     """The cluster with measured figures; peaks of a data sheet stay, since utilisation refers to them."""
-    groups = tuple(replace(group, device=_device(group.device, throughput, precision)) for group in cluster.groups)
-    return replace(cluster, groups=groups)
-
-
-def _device(device: Device, throughput: Throughput, precision: str) -> Device:
-    peaks = {} if device.source == "measured" else device.peak
-    peak = {**device.peak, precision: max(throughput.matmul, throughput.attention), **peaks}
-    return replace(device, peak=peak, memory_bandwidth=throughput.bandwidth, launch_overhead=throughput.launch)
+    bandwidth, launch, groups = throughput.bandwidth, throughput.launch, []
+    for group in cluster.groups:
+        device, measured = group.device, {precision: max(throughput.matmul, throughput.attention)}
+        peak = device.peak | measured if device.source == "measured" else measured | device.peak
+        device = replace(device, peak=peak, memory_bandwidth=bandwidth, launch_overhead=launch)
+        groups.append(replace(group, device=device))
+    return replace(cluster, groups=tuple(groups))
 
 
 def _matmul(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
