@@ -86,24 +86,20 @@ def measure_edges(
     compute = compute_dtype(edges.precision)
     if compute is not None:
         narrow_norms(edges.skeleton.model)
+
+    def once(lap: Lap) -> None:
+        """Before's forward, after's forward, after's backward, before's backward."""
+        _step(edges, lap)
+        lap()
+
     with holding_copies(compute, device):
         memory = edge_memory(edges, device)
-        timing = time_edges(edges, device, rule)
+        timing = time_laps(once, device, rule)
     laps = timing.laps
     halves = (laps[0], laps[3]), (laps[1], laps[2])
     timings = [Timing(half, timing.repetitions, timing.spread) for half in halves]
     before, after = (layer_point(*parts) for parts in zip(settings, timings, memory, strict=True))
     return before, after
-
-
-def time_edges(edges: EdgeInput, device: torch.device, rule: TimingRule) -> Timing:
-    """Seconds of before's forward, after's forward, after's backward, before's backward."""
-
-    def once(lap: Lap) -> None:
-        _step(edges, lap)
-        lap()
-
-    return time_laps(once, device, rule)
 
 
 def edge_memory(edges: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:

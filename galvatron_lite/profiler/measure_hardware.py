@@ -47,7 +47,7 @@ def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) ->
     bandwidth, launch, groups = throughput.bandwidth, throughput.launch, []
     for group in cluster.groups:
         device, measured = group.device, {precision: max(throughput.matmul, throughput.attention)}
-        peak = device.peak | measured if device.source == "measured" else measured | device.peak
+        peak = device.peak | measured | (device.peak if device.source != "measured" else {})
         device = replace(device, peak=peak, memory_bandwidth=bandwidth, launch_overhead=launch)
         groups.append(replace(group, device=device))
     return replace(cluster, groups=tuple(groups))

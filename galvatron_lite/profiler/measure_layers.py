@@ -184,7 +184,9 @@ def measure_block(
     with holding_copies(compute_dtype(precision), device):
         shard = make_shard(block, setting, chosen, device, precision, cut)
         memory = block_memory(shard, share, device)
-        copies = _copies(shard, memory, device)
+        room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_ROOM
+        each = 2 * storage_bytes(shard.parameters()) + memory.working
+        copies = max(1, min(_MOST_COPIES, room // max(each, 1)))
         shards = [shard, *(make_shard(block, setting, chosen, device, precision, cut) for _ in range(copies - 1))]
         return layer_point(setting, time_blocks(shards, share, device, rule), memory)
 
@@ -357,9 +359,3 @@ def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.devic
     timing = time_laps(once, device, rule)
     _, forward, backward = timing.laps
     return Timing((forward / len(modules), backward / len(modules)), timing.repetitions, timing.spread)
-
-
-def _copies(shard: nn.Module, memory: SegmentMemory, device: torch.device) -> int:
-    room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_ROOM
-    each = 2 * storage_bytes(shard.parameters()) + memory.working
-    return max(1, min(_MOST_COPIES, room // max(each, 1)))

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -144,9 +145,10 @@ def time_difference(terms: Sequence[Term], device: torch.device | str, rule: Tim
     begun, rows = time.perf_counter(), list[list[float]]()
     while True:
         rows += _combine([in_turn() for _ in range(rule.least)], across)
-        difference = _difference(
-            [sum(t.weight * seconds for t, seconds in zip(terms, row, strict=True)) for row in rows]
-        )
+        sums = [sum(t.weight * seconds for t, seconds in zip(terms, row, strict=True)) for row in rows]
+        low, middle, high = quantiles(sums, n=4) if len(sums) > 1 else sums * 3
+        # the standard error of a median is 1.253 s / sqrt(n), with s by the quartiles (range / 1.349)
+        difference = Difference(middle, 1.253 * (high - low) / 1.349 / sqrt(len(sums)), len(sums))
         spent = max(of_all_ranks(time.perf_counter() - begun))
         patience = 1 if difference.is_clear else _PATIENCE
         # a moment in which the machine stood still may have taken all of the time
@@ -220,12 +222,6 @@ def _spread(rows: list[list[float]]) -> float:
     return (high - low) / middle if middle > 0 else 0.0
 
 
-def _difference(totals: Sequence[float]) -> Difference:
-    """The median, and the standard error of a median, 1.253 s / sqrt(n), with s by the quartiles (range / 1.349)."""
-    low, middle, high = quantiles(totals, n=4) if len(totals) > 1 else [*totals] * 3
-    return Difference(middle, 1.253 * (high - low) / 1.349 / sqrt(len(totals)), len(totals))
-
-
 _IDENTITY = "identity"
 
 
@@ -276,16 +272,11 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     if len(lines) < len(raw):
         with path.open("r+b") as stream:
             stream.truncate(len(lines))
-    parsed = [_parse(line) for line in lines.splitlines()]
-    return [line for line in parsed if line is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    parsed = []
+    for line in lines.splitlines():
+        with suppress(ValueError):
+            parsed.append(json.loads(line))
+    return [line for line in parsed if isinstance(line, dict)]
 
 
 Results: TypeAlias = dict[str, Any]  # plain data of finished tasks by key
@@ -311,13 +302,14 @@ def run_tasks(tasks: Sequence[MeasureTask], journal: Journal | None, progress: P
         Plain data by key, the same (rank 0's) on every rank.
     """
     results: Results = agree(dict(journal.finished) if journal else {})
+    tell = progress if progress is not None and journal is not None else lambda *_: None
     for place, task in enumerate(tasks):
-        _tell(journal, progress, place, len(tasks), task.label)
+        tell(place, len(tasks), task.label)
         if task.key not in results:
             results[task.key] = agree(task.run(results))
             if journal:
                 journal.add(task.key, results[task.key])
-    _tell(journal, progress, len(tasks), len(tasks), "done")
+    tell(len(tasks), len(tasks), "done")
     return results
 
 
@@ -333,11 +325,6 @@ def agree(value: Any) -> Any:
 def first_rank() -> bool:
     """Whether this process is the one that writes files."""
     return not launched() or dist.get_rank() == 0
-
-
-def _tell(journal: Journal | None, progress: Progress | None, done: int, total: int, label: str) -> None:
-    if progress is not None and journal is not None:
-        progress(done, total, label)
 
 
 EVERY = 15.0  # seconds between lines
