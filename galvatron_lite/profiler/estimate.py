@@ -270,7 +270,11 @@ def estimate_profile(
         context: devices that share the tokens of a sample.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
-    host = _of_graph(stack_constants(stack, calibration), graph)
+    host = stack_constants(stack, calibration)
+    if any(is_picture(kind) for kind in graph.kinds.values()):  # some constants are of networks of pictures only
+        host = replace(host, memory=host.pictures or host.memory)
+    else:
+        host = replace(host, sharing=0.0)
     if context > 1:
         host = replace(host, attention=host.attention * host.ring)
     devices = list({group.device.name: group.device for group in cluster.groups}.values())
@@ -285,14 +289,17 @@ def estimate_profile(
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
     near = cluster.levels[0].size
     each = stack.pictures.gathers_each
-    every = _every(graph, cluster.devices, near, samples, each)
-    strategies = tuple(every if wanted is None else _offered(graph, wanted, expert))
+    choices = list(_every(graph, cluster.devices, near, samples, each)) if wanted is None else []
+    for item in wanted or ():
+        kind = graph.kinds.get(item[0])
+        if kind is not None and item[3] in kind.kept:
+            choices.append(_Choice(*item, expert if kind.expert_parameters else 1))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
         return DeviceFigures(
             device,
-            tuple(_points(graph, machines, stack, strategies)),
+            tuple(_points(graph, machines, stack, choices)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
             HostOverhead(
                 step=host.step_host,
@@ -341,13 +348,6 @@ def stack_constants(stack: Stack, calibration: Calibration) -> StackConstants:
     return stack.constants if stack.constants != StackConstants() else constants_for_stack(calibration, stack.name)
 
 
-def _of_graph(host: StackConstants, graph: ModelGraph) -> StackConstants:
-    """What a stack costs on a model: some constants are of networks of pictures only."""
-    if any(is_picture(kind) for kind in graph.kinds.values()):
-        return replace(host, memory=host.pictures or host.memory)
-    return replace(host, sharing=0.0)
-
-
 def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     """Legal tensor-parallel degrees of a kind on up to so many devices: divisors of what its structure allows."""
     largest = min(LARGEST_DEGREE, devices, kind.tensor_degrees)
@@ -391,14 +391,6 @@ def _shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, ...]:
         return ()
     most = min(kind.dims.sequence // (LEAST_TOKENS * slices), devices)
     return tuple(2.0**-power for power in range(most.bit_length() - 1, 0, -1))
-
-
-def _offered(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iterator[_Choice]:
-    """What is wanted and can be run; a choice that a kind does not offer is left out."""
-    for item in wanted:
-        kind = graph.kinds.get(item[0])
-        if kind is not None and item[3] in kind.kept:
-            yield _Choice(*item, expert if kind.expert_parameters else 1)
 
 
 def _points(

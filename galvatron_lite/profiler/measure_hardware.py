@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 
 import torch
@@ -33,13 +34,35 @@ _SHAPES = {
 }
 _ATTENTION = {"cpu": (2, 4, 256, 64), "cuda": (8, 16, 2048, 128)}
 _STREAM = {"cpu": 2**23, "cuda": 2**28}
+_LAUNCHES = 100
 
 
 def measure_throughput(device: torch.device, precision: str = "fp32", rule: TimingRule = DEFAULT_RULE) -> Throughput:
     """Measure this device (all ranks at the same moment) at one precision."""
-    dtype = dtype_of(precision)
-    matmul = max(_matmul(shape, device, dtype, rule) for shape in _SHAPES[device.type])
-    return Throughput(matmul, _attention(device, dtype, rule), _stream(device, rule), _launch(device, rule))
+
+    def random(*sizes: int) -> Tensor:
+        return torch.rand(*sizes, device=device).to(dtype_of(precision))
+
+    def seconds(run: Callable[[], object]) -> float:
+        return time_call(run, device, rule).seconds
+
+    matmul = 0.0
+    for rows, inner, columns in _SHAPES[device.type]:
+        product = partial(torch.mm, random(rows, inner), random(inner, columns), out=random(rows, columns))
+        matmul = max(matmul, 2.0 * rows * inner * columns / seconds(product))
+    samples, heads, tokens, size = _ATTENTION[device.type]
+    q, k, v = (random(samples, heads, tokens, size) for _ in range(3))
+    attend = partial(F.scaled_dot_product_attention, q, k, v)
+    attention = 4.0 * samples * heads * tokens * tokens * size / seconds(attend)
+    left, right, out = (torch.ones(_STREAM[device.type], device=device) for _ in range(3))
+    bandwidth = 3 * left.nbytes / seconds(lambda: torch.add(left, right, out=out))
+    scalar = torch.ones(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            scalar.add_(1.0)
+
+    return Throughput(matmul, attention, bandwidth, seconds(launch) / _LAUNCHES)
 
 
 def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) -> Cluster:
@@ -51,38 +74,6 @@ def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) ->
         device = replace(device, peak=peak, memory_bandwidth=bandwidth, launch_overhead=launch)
         groups.append(replace(group, device=device))
     return replace(cluster, groups=tuple(groups))
-
-
-def _matmul(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
-    rows, inner, columns = shape
-    left = torch.rand(rows, inner, device=device).to(dtype)
-    right = torch.rand(inner, columns, device=device).to(dtype)
-    out = torch.empty(rows, columns, device=device, dtype=dtype)
-    return 2.0 * rows * inner * columns / time_call(lambda: torch.mm(left, right, out=out), device, rule).seconds
-
-
-def _attention(device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
-    samples, heads, tokens, size = _ATTENTION[device.type]
-    q, k, v = (torch.rand(samples, heads, tokens, size, device=device).to(dtype) for _ in range(3))
-    seconds = time_call(lambda: F.scaled_dot_product_attention(q, k, v), device, rule).seconds
-    return 4.0 * samples * heads * tokens * tokens * size / seconds
-
-
-def _stream(device: torch.device, rule: TimingRule) -> float:
-    left, right, out = (torch.ones(_STREAM[device.type], device=device) for _ in range(3))
-    moved = 3 * left.nbytes
-    return moved / time_call(lambda: torch.add(left, right, out=out), device, rule).seconds
-
-
-def _launch(device: torch.device, rule: TimingRule) -> float:
-    one = torch.ones(1, device=device)
-    calls = 100
-
-    def many() -> None:
-        for _ in range(calls):
-            one.add_(1.0)
-
-    return time_call(many, device, rule).seconds / calls
 
 
 _LARGE = {"cpu": 2**20, "cuda": 2**26}
@@ -100,10 +91,19 @@ def measure_optimizer(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> 
     large = _optimizer(4, items, device)
     per_tensor = time_call(small.step, device, rule).seconds / _SMALL_TENSORS
     many = time_call(large.step, device, rule).seconds
-    one, two = (_working(count, items, device) for count in (1, 2))
+    peaks = []
+    for count in (1, 2):
+        optimizer = _optimizer(count, items, device)
+        with track_peak(device) as tracked:
+            optimizer.step()
+        peaks.append(tracked.peak)
+    one, two = peaks
+    states: list[object] = [value for state in large.state.values() for value in state.values()]
+    # the step counters (scalars) are left out
+    moments = storage_bytes(value for value in states if isinstance(value, Tensor) and value.dim() > 0)
     return OptimizerCost(
         name="adamw",
-        state_bytes=_state_bytes(large),
+        state_bytes=round(moments / (4 * items)),
         seconds_per_item=max(many - 4 * per_tensor, many / 2) / (4 * items),
         seconds_per_tensor=per_tensor,
         working_bytes=one / items,
@@ -118,22 +118,6 @@ def _optimizer(tensors: int, items: int, device: torch.device) -> torch.optim.Op
     optimizer = torch.optim.AdamW(parameters)
     optimizer.step()
     return optimizer
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state for one item; the step counters (scalars) are left out."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states: list[object] = [value for parameter in parameters for value in optimizer.state[parameter].values()]
-    moments = storage_bytes(value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0)
-    items: int = sum(parameter.numel() for parameter in parameters)
-    return round(moments / items)
-
-
-def _working(tensors: int, items: int, device: torch.device) -> int:
-    optimizer = _optimizer(tensors, items, device)
-    with track_peak(device) as tracked:
-        optimizer.step()
-    return tracked.peak
 
 
 SIZES = tuple(4096 * 4**power for power in range(8))  # message sizes in bytes, 4 KiB to 64 MiB

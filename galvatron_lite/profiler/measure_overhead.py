@@ -74,11 +74,9 @@ class BlockChain(nn.Module):
         return seeded([tensor for output in outputs for tensor in output], leaves[0].device)
 
 
-def _leave(_: Tensor) -> None:
-    return None
-
-
-def chain_run(chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
+def chain_run(
+    chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], None] = lambda _: None
+) -> Callable[[Lap], object]:
     """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
 
     ``watch`` sees the chain's scalar before backward.
@@ -126,7 +124,9 @@ def measure_overhead(
     """
     call = calls[min(calls)]
     step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
-    data = _data_seconds(block, call, device, rule)
+    plain, watched = BlockChain(block), BlockChain(block)  # of which one collects gradients in buckets, but sends none
+    reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
+    data = _longer(chain_run(watched, call, reducer.watch), chain_run(plain, call), device=device, rule=rule)
     spatial = line_through([_spatial_point(block, kind, *item, device, rule) for item in calls.items()])
     overhead = HostOverhead(data=data, step=step, spatial=spatial.fixed, spatial_per_byte=spatial.per_byte)
     if not launched():
@@ -152,13 +152,6 @@ def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rul
     )
     collectives = Term(-2.0, gather, Across.MAX), Term(-1.0, scatter, Across.MAX)
     return _longer(chain_run(sharded, call), chain_run(plain, call), *collectives, device=device, rule=rule)
-
-
-def _data_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
-    """By how much longer a block takes with gradients collected in buckets, but not sent."""
-    plain, watched = BlockChain(block), BlockChain(block)
-    reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
-    return _longer(chain_run(watched, call, reducer.watch), chain_run(plain, call), device=device, rule=rule)
 
 
 def _spatial_point(
@@ -254,19 +247,13 @@ def measure_waiting(
     Returns:
         Zero where the world or the block allows no tensor parallelism.
     """
-    degree = largest_degree(plan)
+    world = dist.get_world_size() if launched() and plan.collectives else 1
+    degree = max(degree for degree in range(1, world + 1) if world % degree == plan.max_degree % degree == 0)
     if degree == 1:
         return BlockingCost()
-    group = make_group(GroupShape(degree, 1, dist.get_world_size() // degree))
+    group = make_group(GroupShape(degree, 1, world // degree))
     points = [_point(block, plan, call, ProcessTensorGroup(group), device, rule) for call in calls]
     return line_through(points)
-
-
-def largest_degree(plan: TensorPlan) -> int:
-    """The largest degree that divides both the world and what the block allows."""
-    world = dist.get_world_size() if launched() else 1
-    legal = [degree for degree in range(1, world + 1) if world % degree == 0 and plan.max_degree % degree == 0]
-    return max(legal) if plan.collectives else 1
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> BlockingCost:

@@ -75,12 +75,6 @@ def embedding_kind(layer: AnyLayer, tokens: int) -> LayerKind:
     return edge_kind(layer, "before", (layer.dropout("dropout", x),), tokens)
 
 
-def head_kind(layer: AnyLayer, tokens: int) -> LayerKind:
-    """``after`` of a decoder: final norm, head, loss."""
-    logits, loss = head(layer, layer.norm("norm", layer.enter(tokens)))
-    return edge_kind(layer, "after", (loss,), tokens, logits)
-
-
 def _masked_head_kind(layer: AnyLayer, shape: EncoderShape, tokens: int) -> LayerKind:
     """``after`` of a BERT: transform, head with a bias over the vocabulary, loss; pooler and next-sentence head."""
     tape, x = layer.tape, layer.enter(tokens)
@@ -312,7 +306,15 @@ def decoder_graph(shape: DecoderShape | MoeShape, precision: str, kernels: Kerne
             of = DecoderShape(**{one.name: getattr(shape, one.name) for one in fields(TransformerShape)})
             kinds[name] = pre_norm_block(write(of if dense else shape), tokens, name, window=shape.window * windowed)
         layers.append(replace(layer, kind=name))
-    kinds["after"] = head_kind(write(shape), tokens)
+    last = write(shape)
+    logits, loss = head(last, last.norm("norm", last.enter(tokens)))
+    kinds["after"] = edge_kind(last, "after", (loss,), tokens, logits)
+    notes = []
+    if isinstance(shape, MoeShape) and shape.expert_excess:
+        more = f"{shape.expert_excess:.0%} more tokens than the mean (expert_excess)."
+        notes = [f"The most loaded expert is taken to have {more}"]
+    elif isinstance(shape, MoeShape):
+        notes = ["Tokens are taken to be spread evenly over the experts."]
     return assemble(
         shape.name,
         list(kinds.values()),
@@ -320,15 +322,8 @@ def decoder_graph(shape: DecoderShape | MoeShape, precision: str, kernels: Kerne
         sequence=tokens,
         precision=precision,
         ties=ties_of(shape, "after"),
-        notes=(_load_note(shape.expert_excess),) if isinstance(shape, MoeShape) else (),
+        notes=tuple(notes),
     )
-
-
-def _load_note(excess: float) -> str:
-    """How tokens are taken to be spread over experts."""
-    if not excess:
-        return "Tokens are taken to be spread evenly over the experts."
-    return f"The most loaded expert is taken to have {excess:.0%} more tokens than the mean (expert_excess)."
 
 
 def encoder_graph(shape: EncoderShape, precision: str, kernels: Kernels) -> ModelGraph:

@@ -60,15 +60,18 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     for module in model.modules():
         loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *loose]:
-            memo.setdefault(id(tensor), _meta_tensor(tensor, dtype))
+            kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="meta")
+            trains = isinstance(tensor, nn.Parameter)
+            memo.setdefault(id(tensor), nn.Parameter(twin, tensor.requires_grad) if trains else twin)
     try:
-        twin = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except Exception as cause:
         raise TraceError("model", type(model).__name__, f"It must allow copy.deepcopy: {cause}") from cause
-    for module in twin.modules():
+    for module in copied.modules():
         _simplify(module)
-    prepare_for_training(twin)
-    return twin.train()
+    prepare_for_training(copied)
+    return copied.train()
 
 
 def _simplify(module: nn.Module) -> None:
@@ -94,12 +97,6 @@ def normalise_alone(module: nn.Module) -> None:
 def _alone(norm: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
     statistics = norm.running_mean, norm.running_var
     return batch_norm(tensor, *statistics, norm.weight, norm.bias, True, norm.momentum or 0.0, norm.eps)
-
-
-def _meta_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="meta")
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def dtype_of(precision: str) -> torch.dtype:
