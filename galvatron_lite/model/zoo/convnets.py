@@ -105,12 +105,24 @@ class AlexNet(PlainClassifier):
         super().__init__(config, units, hidden_layers(config, dropout_first=True))
 
 
-def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:
-    """So many 3 x 3 convolutions with ReLU, then max pooling, which halves the picture."""
-    parts: list[nn.Module] = []
-    for index in range(depth):
-        parts += [nn.Conv2d(outer if index else inner, outer, 3, padding=1), nn.ReLU(inplace=True)]
-    return nn.Sequential(*parts, nn.MaxPool2d(2, 2))
+def convolutions(
+    widths: Sequence[int], kernel: int = 3, *, norm: bool = False, bias: bool = True, slope: float = 0.0
+) -> Iterator[nn.Module]:
+    """Convolutions that keep the extent, each with an activation in place.
+
+    Args:
+        widths: channels that enter, and those after each convolution.
+        kernel: of the first convolution; 3 of the others.
+        norm: whether batch normalisation follows each convolution.
+        bias: whether they have biases.
+        slope: of the activation below zero.
+    """
+    for place, (inner, outer) in enumerate(pairwise(widths)):
+        size = 3 if place else kernel
+        yield nn.Conv2d(inner, outer, size, padding=size // 2, bias=bias)
+        if norm:
+            yield nn.BatchNorm2d(outer)
+        yield nn.LeakyReLU(slope, inplace=True) if slope else nn.ReLU(inplace=True)
 
 
 class VGG(PlainClassifier):
@@ -118,7 +130,10 @@ class VGG(PlainClassifier):
 
     def __init__(self, config: VggShape) -> None:
         pairs = pairwise((config.channels, *config.widths))
-        groups = (conv_group(*pair, depth) for pair, depth in zip(pairs, config.depths, strict=True))
+        groups = (
+            nn.Sequential(*convolutions((inner, *(outer,) * depth)), nn.MaxPool2d(2, 2))
+            for (inner, outer), depth in zip(pairs, config.depths, strict=True)
+        )
         super().__init__(config, groups, hidden_layers(config, dropout_first=False))
 
 
