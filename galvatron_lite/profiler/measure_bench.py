@@ -231,8 +231,7 @@ class LayerBench:
     def _measured(self, setting: LayerSetting) -> LayerPoint:
         call, block = self._calls_at(ceil(setting.samples))[setting.kind], self._blocks[setting.kind]
         kind = self.graph.kinds[setting.kind]
-        args, kwargs = (cut_pictures(values, kind, setting.grid) for values in (call.args, call.kwargs))
-        call = replace(call, args=args, kwargs=kwargs)
+        call = call.with_arguments(lambda value: cut_pictures(value, kind, setting.grid))
         if setting.tensor > 1 and setting.kind not in self._plans:
             self._plans[setting.kind] = infer_block(block, call.args, call.kwargs)
         plan = self._plans.get(setting.kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,15 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid, rank: int = 0) -> Any:
     if grid == WHOLE:
         return value
     degrees = grid[len(grid) - _sides(kind) :]
-    return map_tensors(value, lambda tensor: _cut(tensor, degrees, rank))
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() != _PICTURE + len(degrees) or not tensor.is_floating_point():
+            return tensor
+        for dim, degree in enumerate(degrees, _PICTURE):
+            tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, min(rank, degree - 1)))
+        return tensor.contiguous()
+
+    return map_tensors(value, cut)
 
 
 def on_share(
@@ -101,14 +110,6 @@ def on_share(
 
 def _sides(kind: LayerKind) -> int:
     return sum(extent > 0 for extent in (kind.dims.depth, kind.dims.height, kind.dims.width))
-
-
-def _cut(tensor: Tensor, degrees: Sequence[int], rank: int) -> Tensor:
-    if tensor.dim() != _PICTURE + len(degrees) or not tensor.is_floating_point():
-        return tensor
-    for dim, degree in enumerate(degrees, _PICTURE):
-        tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, min(rank, degree - 1)))
-    return tensor.contiguous()
 
 
 def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -180,7 +181,7 @@ def measure_block(
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
     cut = infer_channels(block, call.args, call.kwargs, setting.by, setting.ways) if setting.ways > 1 else None
-    share = replace(share, args=first_channels(share.args, cut), kwargs=first_channels(share.kwargs, cut))
+    share = share.with_arguments(partial(first_channels, plan=cut))
     with holding_copies(compute_dtype(precision), device):
         shard = make_shard(block, setting, chosen, device, precision, cut)
         memory = block_memory(shard, share, device)
@@ -256,7 +257,7 @@ def local_call(call: SegmentCall, degree: int) -> SegmentCall:
     def cut(tensor: Tensor) -> Tensor:
         return tensor.chunk(degree, dim=1)[0].contiguous() if tensor is hidden else tensor
 
-    return replace(call, args=map_tensors(call.args, cut), kwargs=map_tensors(call.kwargs, cut))
+    return call.with_arguments(lambda value: map_tensors(value, cut))
 
 
 def give_gradients(module: nn.Module) -> None:

@@ -163,8 +163,8 @@ def _spatial_point(
     if grid is None:
         return 0.0, 0.0
     size = kind.kept[Recompute.NONE].total * samples * share_on(kind, grid)
-    args, kwargs = (cut_pictures(values, kind, grid) for values in (call.args, call.kwargs))
-    local, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
+    local = call.with_arguments(lambda value: cut_pictures(value, kind, grid))
+    plain, shared = BlockChain(block), BlockChain(block)
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
     try:
@@ -189,11 +189,10 @@ def _exchange_seconds(
     pair = ProcessAxisGroup(group)
 
     def chain(axis: AxisGroup | None, rank: int) -> Callable[[Lap], object]:
-        args, kwargs = (cut_pictures(value, kind, grid, rank) for value in (call.args, call.kwargs))
         shared = BlockChain(block)
         for layer in shared.blocks:
             on_share(layer, call, kind, grid, axis)
-        return chain_run(shared, replace(call, args=args, kwargs=kwargs))
+        return chain_run(shared, call.with_arguments(lambda value: cut_pictures(value, kind, grid, rank)))
 
     each = 1.0 / sum(one.count for one in moved)
     transfers = (

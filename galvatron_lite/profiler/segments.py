@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,10 @@ class SegmentCall:
     args: tuple[Any, ...]  # args, kwargs: detached arguments
     kwargs: dict[str, Any]
     result: Any  # what it returned, tensors on the meta device
+
+    def with_arguments(self, change: Callable[[Any], Any]) -> SegmentCall:
+        """The call with other arguments: what ``change`` makes of them."""
+        return replace(self, args=change(self.args), kwargs=change(self.kwargs))
 
 
 class PassThrough(nn.Module):
