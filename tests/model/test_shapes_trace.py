@@ -54,6 +54,8 @@ def test_layers_and_parameters_are_equal(graphs: tuple[ModelGraph, ModelGraph]) 
     assert [layer.kind for layer in traced.layers] == [layer.kind for layer in built.layers]
     assert traced.sequence == built.sequence
     assert traced.ties == built.ties
+    boundaries = [(graph.kinds["block"].input_bytes, graph.kinds["block"].output_bytes) for graph in graphs]
+    assert boundaries[0] == boundaries[1]
     for key, kind in traced.kinds.items():
         assert kind.parameters.total == built.kinds[key].parameters.total
         assert kind.dims == built.kinds[key].dims
@@ -88,33 +90,17 @@ def test_working_bytes_of_a_share_are_an_upper_bound(graphs: tuple[ModelGraph, M
             assert real <= bound <= 1.05 * real, (degree, shared, figure)
 
 
-def test_working_bytes_of_a_block_are_equal(graphs: tuple[ModelGraph, ModelGraph]) -> None:
-    block, built = (graph.kinds["block"] for graph in graphs)
-    assert built.working.total == block.working.total
-    assert built.forward_working.total == block.forward_working.total
-
-
-def test_working_bytes_of_the_head_are_close(graphs: tuple[ModelGraph, ModelGraph]) -> None:
+def test_working_bytes_are_equal_in_blocks_and_close_in_heads(graphs: tuple[ModelGraph, ModelGraph]) -> None:
     """Apart from the labels, which belong to the batch."""
-    head, built = (graph.kinds["after"] for graph in graphs)
-    assert built.working.total == pytest.approx(head.working.total, abs=8 * TOKENS)
-    assert built.forward_working.total == pytest.approx(head.forward_working.total, abs=8 * TOKENS)
+    for (key, apart), figure in product((("block", 0), ("after", 8 * TOKENS)), ("working", "forward_working")):
+        traced, built = (getattr(graph.kinds[key], figure).total for graph in graphs)
+        assert built == pytest.approx(traced, abs=apart), (key, figure)
 
 
 def test_moved_bytes_are_close(graphs: tuple[ModelGraph, ModelGraph]) -> None:
-    traced, built = graphs
-    for key in ("block", "after"):
-        for figure in ("moved", "backward_moved"):
-            sums = [sum(getattr(part, figure) for part in graph.kinds[key].operators) for graph in (built, traced)]
-            assert sums[0] == pytest.approx(sums[1], rel=0.02), (key, figure)
-
-
-def test_boundaries_of_blocks_are_equal(graphs: tuple[ModelGraph, ModelGraph]) -> None:
-    traced, built = graphs
-    blocks = [layer for layer in traced.layers if layer.role is Role.BLOCK]
-    assert len(blocks) == 3
-    for figure in ("input_bytes", "output_bytes"):
-        assert getattr(traced.kinds["block"], figure) == getattr(built.kinds["block"], figure)
+    for key, figure in product(("block", "after"), ("moved", "backward_moved")):
+        traced, built = (sum(getattr(part, figure) for part in graph.kinds[key].operators) for graph in graphs)
+        assert built == pytest.approx(traced, rel=0.02), (key, figure)
 
 
 WAYS = {
