@@ -62,11 +62,13 @@ _PAIR = 2  # ranks between which exchanges of pixels are measured
 
 
 class BlockChain(nn.Module):
-    """Equal blocks that run one after another, each on its own copy of the input."""
+    """Equal blocks that run one after another, each on its own copy of the input; ``change`` changes each of them."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, change: Callable[[nn.Module], object] = lambda _: None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(CHAIN_LAYERS))
+        for layer in self.blocks:
+            change(layer)
 
     def forward(self, call: SegmentCall, leaves: list[Tensor]) -> Tensor:
         """A scalar whose backward runs through every block."""
@@ -141,10 +143,9 @@ def measure_overhead(
 
 def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
     """Beside a layer's collectives under ZeRO-3: two gathers of its parameters, one reduction of its gradients."""
-    plain, sharded = BlockChain(block), BlockChain(block)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in sharded.blocks:
-        shard_group(ZeroGroup((layer,), mesh, STAGE_3), ())
+    plain = BlockChain(block)
+    sharded = BlockChain(block, lambda layer: shard_group(ZeroGroup((layer,), mesh, STAGE_3), ()))
     apply_root(sharded, mesh)
     size = storage_bytes(block.parameters())
     gather, scatter = (
@@ -164,11 +165,9 @@ def _spatial_point(
         return 0.0, 0.0
     size = kind.kept[Recompute.NONE].total * samples * share_on(kind, grid)
     local = call.with_arguments(lambda value: cut_pictures(value, kind, grid))
-    plain, shared = BlockChain(block), BlockChain(block)
-    for layer in shared.blocks:
-        on_share(layer, call, kind, grid)
+    shared = chain_run(BlockChain(block, lambda layer: on_share(layer, call, kind, grid)), local)
     try:
-        return size, _longer(chain_run(shared, local), chain_run(plain, local), device=device, rule=rule)
+        return size, _longer(shared, chain_run(BlockChain(block), local), device=device, rule=rule)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return size, 0.0
 
@@ -189,9 +188,7 @@ def _exchange_seconds(
     pair = ProcessAxisGroup(group)
 
     def chain(axis: AxisGroup | None, rank: int) -> Callable[[Lap], object]:
-        shared = BlockChain(block)
-        for layer in shared.blocks:
-            on_share(layer, call, kind, grid, axis)
+        shared = BlockChain(block, lambda layer: on_share(layer, call, kind, grid, axis))
         return chain_run(shared, call.with_arguments(lambda value: cut_pictures(value, kind, grid, rank)))
 
     each = 1.0 / sum(one.count for one in moved)
@@ -274,10 +271,7 @@ def _point(
     size = storage_bytes([hidden_state(call.args, call.kwargs)])
 
     def chain(shards: TensorGroup) -> Callable[[Lap], object]:
-        blocks = BlockChain(block)
-        for layer in blocks.blocks:
-            shard_layer(layer, plan, shards)
-        return chain_run(blocks, call)
+        return chain_run(BlockChain(block, lambda layer: shard_layer(layer, plan, shards)), call)
 
     # forward and backward of a block together reduce as often as its forward gathers and scatters
     each = 1.0 / (CHAIN_LAYERS * plan.collectives)
