@@ -63,14 +63,14 @@ class _LeftOut:
 
     def _cut_off(self, call: BlockCall) -> tuple[Any, Any, tuple[int, ...]]:
         """New leaves shaped like what a call gave, what is handed on of them, and its storages' numbers."""
-        leaves = map_tensors(call.output, _fresh)
+
+        def fresh(tensor: Tensor) -> Tensor:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            return empty.requires_grad_(tensor.requires_grad)
+
+        leaves = map_tensors(call.output, fresh)
         output = map_tensors(leaves, entered)
         return leaves, output, tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return twin.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

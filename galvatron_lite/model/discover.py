@@ -475,19 +475,17 @@ class _Forks:
         Modules without parameters that run inside it stay the code of others; those at its ends are layers.
         """
         others = [unit for unit in units if unit not in part]
-        roots = dict.fromkeys(self._root(unit, others) for unit in part)
+        roots = dict[str, None]()
+        for unit in part:  # the outermost module around it that holds none of the others, and runs once
+            above = [unit.rsplit(".", cut)[0] for cut in range(unit.count("."), -1, -1)]
+            free = (path for path in above if self.calls[path] == 1 and not any(at(other, path) for other in others))
+            roots[next(free, unit)] = None
         ran = sorted((inner for root in roots for inner in self._inner(root)), key=self.places.__getitem__)
         weighty = [place for place, unit in enumerate(ran) if _is_weighty(self._module(unit))]
         inner = range(weighty[0], weighty[-1]) if weighty else range(0)
         return [
             unit for place, unit in enumerate(ran) if place in weighty or (place not in inner and self.calls[unit] == 1)
         ]
-
-    def _root(self, unit: str, others: Sequence[str]) -> str:
-        """The outermost module around a unit that holds none of the others, and runs once."""
-        above = [unit.rsplit(".", cut)[0] for cut in range(unit.count("."), -1, -1)]
-        free = (path for path in above if self.calls[path] == 1 and not any(at(other, path) for other in others))
-        return next(free, unit)
 
     def _module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)

@@ -220,12 +220,12 @@ class _Choice(NamedTuple):
 
     kind: str
     tensor: int
-    sequence_parallel: bool
+    split: bool  # whether tokens are shared, too
     recompute: Recompute
     samples: float
     expert: int = 1
     by: str = ""  # the field of ``Strategy`` that splits channels
-    slices: int = 1  # its degree
+    ways: int = 1  # its degree
 
 
 __all__ = [
@@ -399,13 +399,13 @@ def _points(
     times: dict[_Choice, LayerTimes] = {}
     kinds: dict[tuple[str, str, int], LayerKind] = {}
     for choice in choices:
-        name, by, slices = key = choice.kind, choice.by, choice.slices
+        name, by, ways = key = choice.kind, choice.by, choice.ways
         if key not in kinds:
             whole = graph.kinds[name]
-            kinds[key] = sliced_kind(whole, by, slices, stack.pictures.gathers_each) if by else whole
+            kinds[key] = sliced_kind(whole, by, ways, stack.pictures.gathers_each) if by else whole
         plain = choice._replace(recompute=Recompute.NONE)
         if plain not in times:
-            where = choice.samples, choice.tensor, choice.sequence_parallel, choice.expert, stack.early_stop
+            where = choice.samples, choice.tensor, choice.split, choice.expert, stack.early_stop
             every = [layer_times(machine, kinds[key], stack.states, *where) for machine in machines]
             times[plain] = max(every, key=lambda item: item.forward + item.backward)
         yield _point(choice, kinds[key], times[plain])
@@ -413,7 +413,7 @@ def _points(
 
 def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
     """One point; under recompute all that a plain layer keeps lives again while its backward runs."""
-    samples, degree, split = choice.samples, choice.tensor, choice.sequence_parallel
+    samples, degree, split = choice.samples, choice.tensor, choice.split
     kept = kind.kept[choice.recompute].at(degree, split) * samples
     plain = kind.kept.get(Recompute.NONE, kind.kept[choice.recompute]).at(degree, split) * samples
     spared = kind.spared_bytes / degree if degree > 1 else 0.0
@@ -430,6 +430,6 @@ def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
         working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
         expert=choice.expert,
-        filters=choice.slices if choice.by == "filters" else 1,
-        channels=choice.slices if choice.by == "channels" else 1,
+        filters=choice.ways if choice.by == "filters" else 1,
+        channels=choice.ways if choice.by == "channels" else 1,
     )

@@ -213,7 +213,11 @@ def _latent_attention(layer: LayerWriter[TransformerShape], x: Value, causal: bo
     """Multi-head latent attention of ``x`` over itself; the result is summed over the tensor group."""
     shape, tape = layer.shape, layer.tape
     heads = Heads(shape.heads, shape.heads, shape.head_dim, shape.value_dim or shape.head_dim)
-    q = _latent_queries(layer, x)
+    if shape.q_rank:
+        small = tape.gather(_compressed(layer, "q", x, shape.q_rank, shape.q_rank))
+        q = layer.linear("attention.q_up", small, shape.q_rank, shape.attention_width)
+    else:
+        q = layer.linear("attention.q", tape.gather(x), shape.hidden, shape.attention_width)
     keys, values = _latent_keys_and_values(layer, x, heads)
     # rotary positions on part of the items, written beside the rest
     turned = x.items // shape.hidden * shape.heads * shape.rope_dim * q.item_bytes
@@ -229,14 +233,6 @@ def _compressed(layer: LayerWriter[TransformerShape], name: str, x: Value, colum
     """A projection to few items and its norm; every device does it on its share of the tokens."""
     down = layer.linear(f"attention.{name}_down", narrow(x), layer.shape.hidden, columns, Division.WHOLE)
     return layer.rms_norm(f"attention.{name}_norm", narrow(down), rank)
-
-
-def _latent_queries(layer: LayerWriter[TransformerShape], x: Value) -> Value:
-    shape, tape = layer.shape, layer.tape
-    if not shape.q_rank:
-        return layer.linear("attention.q", tape.gather(x), shape.hidden, shape.attention_width)
-    small = tape.gather(_compressed(layer, "q", x, shape.q_rank, shape.q_rank))
-    return layer.linear("attention.q_up", small, shape.q_rank, shape.attention_width)
 
 
 def _latent_keys_and_values(layer: LayerWriter[TransformerShape], x: Value, heads: Heads) -> tuple[Value, Value]:

@@ -63,19 +63,15 @@ def birds_eye_view(scans: Sequence[Tensor], grid: VoxelGrid, count: int = 16) ->
         shape = tuple(scans.shape) if isinstance(scans, Tensor) else len(scans)
         raise InputError("scans", shape, f"Give a list of {count} point clouds (points, 3), oldest first.")
     for place, scan in enumerate(scans):
-        _check(scan, place)
+        if not isinstance(scan, Tensor):
+            raise InputError(f"scans[{place}]", type(scan).__name__, "Give a tensor (points, 3).")
+        if scan.dim() != 2 or scan.shape[1] != 3:
+            raise InputError(f"scans[{place}]", tuple(scan.shape), "Give (points, 3): x, y and z of every point.")
+        if not scan.is_floating_point():
+            raise InputError(f"scans[{place}]", scan.dtype, "Give metres as floating-point numbers (scan.float()).")
     view = torch.zeros(count * grid.side**2, device=scans[0].device)
     view[torch.cat([_cells(scan, grid) + place * grid.side**2 for place, scan in enumerate(scans)])] = 1.0
     return view.view(1, count, grid.side, grid.side)
-
-
-def _check(scan: Tensor, place: int) -> None:
-    if not isinstance(scan, Tensor):
-        raise InputError(f"scans[{place}]", type(scan).__name__, "Give a tensor (points, 3).")
-    if scan.dim() != 2 or scan.shape[1] != 3:
-        raise InputError(f"scans[{place}]", tuple(scan.shape), "Give (points, 3): x, y and z of every point.")
-    if not scan.is_floating_point():
-        raise InputError(f"scans[{place}]", scan.dtype, "Give metres as floating-point numbers (scan.float()).")
 
 
 def _cells(scan: Tensor, grid: VoxelGrid) -> Tensor:
