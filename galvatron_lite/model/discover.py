@@ -180,14 +180,6 @@ def _is_setting(name: str, value: Any) -> bool:
     return not name.startswith("_") and not places and all(isinstance(item, _SETTING_TYPES) for item in items)
 
 
-def kind_names(signatures: list[Hashable]) -> list[str]:
-    """A kind name for every block: ``block`` where all are equal, else ``block0``, ``block1``, ... by first use."""
-    order = {key: place for place, key in enumerate(dict.fromkeys(signatures))}
-    if len(order) <= 1:
-        return ["block"] * len(signatures)
-    return [f"block{order[key]}" for key in signatures]
-
-
 def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -> list[str]:
     """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once.
 
@@ -269,7 +261,8 @@ def arrange_layers(
     again = [path for path in inner if path in between and calls[path] > 1]
     middle = [path for path in inner if path in chosen or (path in between and calls[path] == 1)]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
-    kinds = kind_names(keys)
+    numbers = {key: place for place, key in enumerate(dict.fromkeys(keys))}  # by first use
+    kinds = [f"block{numbers[key]}" if len(numbers) > 1 else "block" for key in keys]
     before = Layer("before", "before", Role.BEFORE, (*ran[:first], *again))
     after = Layer("after", "after", Role.AFTER, tuple(ran[last + 1 :]))
     layers = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]

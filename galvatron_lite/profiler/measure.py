@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -27,7 +27,7 @@ from galvatron_lite.cluster.probe import probe
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.batch import LossFn, batch_size
 from galvatron_lite.model.discover import BlockNames
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.model.trace.meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
@@ -199,23 +199,15 @@ def _open_journal(path: Path, scope: Scope, resume: bool) -> Journal | None:
     return Journal(path, data_hash(about), resume)
 
 
+def _kinds(scope: Scope, *roles: Role) -> dict[str, LayerKind]:
+    return {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role in roles}
+
+
 def layer_settings(scope: Scope) -> list[LayerSetting]:
     """Every point of every kind of block: shares of a sample's pixels, then fewest samples first."""
-    kinds = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is Role.BLOCK}
-    shares = [
-        LayerSetting(name, share_on(kind, grid), recompute=recompute, grid=grid)
-        for name, kind in kinds.items()
-        for grid in (() if scope.whole else measured_grids(kind))
-        for recompute in kind.kept
-    ]
-    slices = [
-        LayerSetting(name, samples, recompute=recompute, by=by, ways=ways)
-        for samples in scope.samples[::2]
-        for name, kind in kinds.items()
-        for by, ways in measured_slices(kind, scope.degrees)
-        for recompute in kind.kept
-    ]
-    return [*shares, *slices] + [
+    kinds = _kinds(scope, Role.BLOCK)
+    cut = [*_shares(scope, kinds), *sliced_settings(scope, kinds)]
+    return [replace(setting, recompute=choice) for setting in cut for choice in kinds[setting.kind].kept] + [
         LayerSetting(name, samples, degree, shared, recompute)
         for samples in scope.samples
         for name, kind in kinds.items()
@@ -229,22 +221,21 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
 
 def stem_settings(scope: Scope) -> list[LayerSetting]:
     """Points of the layer before the blocks on shares of a sample's pixels."""
-    if scope.whole:
-        return []
-    name = next(layer.kind for layer in scope.graph.layers if layer.role is Role.BEFORE)
-    kind = scope.graph.kinds[name]
-    return [LayerSetting(name, share_on(kind, grid), grid=grid) for grid in measured_grids(kind)]
+    return list(_shares(scope, _kinds(scope, Role.BEFORE)))
 
 
-def sliced_edges(scope: Scope) -> list[LayerSetting]:
-    """Points of the layers before and after the blocks with slices of their weights."""
-    edges = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is not Role.BLOCK}
-    return [
-        LayerSetting(name, samples, by=by, ways=ways)
-        for samples in scope.samples[::2]
-        for name, kind in edges.items()
-        for by, ways in measured_slices(kind, scope.degrees)
-    ]
+def _shares(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
+    """Shares of a sample's pixels."""
+    for name, kind in kinds.items():
+        for grid in () if scope.whole else measured_grids(kind):
+            yield LayerSetting(name, share_on(kind, grid), grid=grid)
+
+
+def sliced_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
+    """Points of kinds of layers with slices of their weights."""
+    for samples, (name, kind) in product(scope.samples[::2], kinds.items()):
+        for by, ways in measured_slices(kind, scope.degrees):
+            yield LayerSetting(name, samples, by=by, ways=ways)
 
 
 def layer_key(setting: LayerSetting) -> str:
@@ -271,7 +262,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
         add(f"{EDGES}/samples {samples}/tensor {degree}", bench.measure_edges, samples, degree)
     for setting in stem_settings(scope):
         add(f"{EDGES}/pixels {setting.samples}", bench.measure_stem, setting)
-    for setting in sliced_edges(scope):
+    for setting in sliced_settings(scope, _kinds(scope, Role.BEFORE, Role.AFTER)):
         key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.ways}"
         add(key, bench.measure_sliced_edge, setting)
     add("optimizer", measure_optimizer, device, rule)

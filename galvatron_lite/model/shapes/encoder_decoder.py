@@ -97,12 +97,17 @@ def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, kernels: K
     def write() -> Stacks:
         return LayerWriter(shape, Tape(activation_bytes(precision), kernels))
 
+    first, last = write(), write()
+    _count_buckets(first)
+    entering = first.dropout("dropout", embed(first, shape.seq_len))
+    leaving = last.norm("norm", last.enter(shape.decoder_seq_len))
+    logits, loss = head(last, last.dropout("norm.dropout", leaving))
     kinds = (
-        _before_kind(write()),
+        edge_kind(first, "before", (entering,), shape.seq_len),
         pre_norm_block(write(), shape.seq_len, "encoder_block", causal=False),
         _bridge_kind(write()),
         _decoder_kind(write()),
-        _after_kind(write()),
+        edge_kind(last, "after", (loss,), shape.decoder_seq_len, logits),
     )
     encoder = blocks("encoder.layers", "encoder_block", shape.layers)
     decoder = blocks("decoder.layers", "decoder_block", shape.decoder_layers)
@@ -133,12 +138,6 @@ def _count_buckets(layer: Stacks) -> None:
         layer.tape.count(layer.shape.buckets * layer.shape.heads)
 
 
-def _before_kind(layer: Stacks) -> LayerKind:
-    _count_buckets(layer)
-    tokens = layer.shape.seq_len
-    return edge_kind(layer, "before", (layer.dropout("dropout", embed(layer, tokens)),), tokens)
-
-
 def _bridge_kind(layer: Stacks) -> LayerKind:
     """Keeps the encoder's output too: the decoder blocks' key and value projections read it in backward."""
     _count_buckets(layer)
@@ -157,10 +156,3 @@ def _decoder_kind(layer: Stacks) -> LayerKind:
     x = layer.residual("cross_attention", x, attend(layer, layer.norm("norm2", x), source=memory))
     x = layer.residual("mlp", x, mlp(layer, layer.norm("norm3", x)))
     return block_kind(layer, "decoder_block", (x, memory), tokens, collectives=6)
-
-
-def _after_kind(layer: Stacks) -> LayerKind:
-    tokens = layer.shape.decoder_seq_len
-    x = layer.dropout("norm.dropout", layer.norm("norm", layer.enter(tokens)))
-    logits, loss = head(layer, x)
-    return edge_kind(layer, "after", (loss,), tokens, logits)

@@ -124,22 +124,18 @@ def load_model(
 
 def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = None) -> Shape:
     """The shape of a shipped model or of a model file; see ``load_model``."""
-    path = _find(name_or_path)
+    path = Path(name_or_path)
+    if path.suffix not in _SUFFIXES:
+        names = model_names()
+        plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
+        if plain is None:
+            raise unknown("model", name_or_path, names, "Or give a .yaml file.")
+        path = config_folder("models") / f"{plain}.yaml"
     data = read_data(path)
     if not isinstance(data, dict):
         raise FileFormatError(str(path), kind_of(data), "A model file holds one mapping of fields.")
     name = os.fsencode(path.stem).decode("utf-8", "replace")  # LC_ALL=C has no characters but those of ASCII
     return shape_from_data({"name": name} | data | dict(overrides or {}), str(path))
-
-
-def _find(name_or_path: str) -> Path:
-    if Path(name_or_path).suffix in _SUFFIXES:
-        return Path(name_or_path)
-    names = model_names()
-    plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
-    if plain:
-        return config_folder("models") / f"{plain}.yaml"
-    raise unknown("model", name_or_path, names, "Or give a .yaml file.")
 
 
 def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
