@@ -41,10 +41,16 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 def model_inputs(model: nn.Module, batch: Any) -> Any:
     """The entries of a batch that the model's ``forward`` takes; the others are for ``loss_fn`` alone."""
-    names, positions = _parameters_of(model.forward)
-    if isinstance(batch, Mapping):
-        return batch if names is None else {key: value for key, value in batch.items() if key in names}
-    return batch[:positions] if isinstance(batch, (tuple, list)) else batch
+    kind, parameters = inspect.Parameter, inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(batch, Mapping) and kind.VAR_KEYWORD not in kinds:
+        named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
+        names = {parameter.name for parameter in parameters if parameter.kind in named}
+        return {key: value for key, value in batch.items() if key in names}
+    if isinstance(batch, (tuple, list)) and kind.VAR_POSITIONAL not in kinds:
+        placed = (kind.POSITIONAL_OR_KEYWORD, kind.POSITIONAL_ONLY)
+        return batch[: sum(parameter.kind in placed for parameter in parameters)]
+    return batch
 
 
 def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
@@ -62,20 +68,6 @@ def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
     remedy = "Rename the entry, or pass loss_fn, which is called with the output and the batch."
     raise InputError(
         "batch", ", ".join(map(str, surplus)), f"{type(model).__name__}.forward takes no such entry. {remedy}"
-    )
-
-
-def _parameters_of(forward: Callable[..., Any]) -> tuple[frozenset[str] | None, int | None]:
-    """Names that a function takes by keyword, and how many arguments by position; None: any."""
-    kind = inspect.Parameter
-    parameters = inspect.signature(forward).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
-    named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
-    placed = (kind.POSITIONAL_OR_KEYWORD, kind.POSITIONAL_ONLY)
-    names = frozenset(parameter.name for parameter in parameters if parameter.kind in named)
-    return (
-        None if kind.VAR_KEYWORD in kinds else names,
-        None if kind.VAR_POSITIONAL in kinds else sum(parameter.kind in placed for parameter in parameters),
     )
 
 
