@@ -18,7 +18,6 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, Shape, VggShape, VitShape
 from galvatron_lite.model.shapes.images.convnets import picture_graph
-from galvatron_lite.model.shapes.images.evolved import evolved_graph
 from galvatron_lite.model.shapes.images.families import (
     CrossStage,
     NormFree,
@@ -29,7 +28,7 @@ from galvatron_lite.model.shapes.images.families import (
     normfree_graph,
     xcit_graph,
 )
-from galvatron_lite.model.shapes.images.mirrored import medical_graph, pooled_graph
+from galvatron_lite.model.shapes.images.mirrored import evolved_graph, medical_graph, pooled_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_networks
 from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.images.residual import TRAINED, detector_graph, residual_graph, residual_of
