@@ -51,7 +51,7 @@ class _LeftOut:
             self.exit += tensors_of(leaves)
             self.earlier += numbers
             module = self.twin.get_submodule(inner.path)
-            with _replaced([module], lambda *_args, given=output, **_kwargs: given):
+            with _replaced([module], lambda *_args, output=output, **_kwargs: output):
                 module(*inner.args, **inner.kwargs)
         self.earlier += self.numbers
         leaves, output, self.numbers = self._cut_off(call)
@@ -259,11 +259,11 @@ def _run_share(
         runs.append(run_block(twin, taken, chain))
     rows = {row for region in plan.regions for row in region.rows}
     share = figures(*runs, rows=rows, degree=degree if sequence_parallel else 1)
-    counts: dict[int, Counter[str]] = defaultdict(Counter)  # what was asked of the group, by bytes a sample
+    counts: dict[int, Counter[str]] = defaultdict(Counter)  # collectives of the group, by bytes a sample
     for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
         counts[slope(small, large)][count] += 1
-    asked = tuple(TensorBoundary(size, sequence_parallel, **count) for size, count in counts.items())
-    return share, _sharded(shards), asked
+    boundaries = tuple(TensorBoundary(size, sequence_parallel, **count) for size, count in counts.items())
+    return share, _sharded(shards), boundaries
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
@@ -321,8 +321,8 @@ def split_edges(
     returns = any(count == "returns" for count, _ in groups[0].heard)
     silent = (TensorBoundary(0),) if plans[1].heads and not returns else ()  # nothing before it trains
     # of a loss on shares of logits; none where whole ones were asked for
-    given = slope(*(sum(group.figures) // group.size for group in groups))
-    return first, replace(last, loss_bytes=0 if any(group.outputs for group in groups) else given, boundaries=silent)
+    sent = slope(*(sum(group.figures) // group.size for group in groups))
+    return first, replace(last, loss_bytes=0 if any(group.outputs for group in groups) else sent, boundaries=silent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,16 +272,17 @@ class _Capture:
             kind: sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
             for kind, layer in first.items()
         }
-        sides = [figure.whole.side - borrowed[kind] for kind, (_, figure, _) in captured.items()]
+        regions = {kind: figure.whole for kind, (_, figure, _) in captured.items()}
+        sides = [region.side - borrowed[kind] for kind, region in regions.items()]
         (before, opening), (after, closing) = self._edges(batches, loss_fn, max(sides, default=0))
-        wholes = {"before": opening, "after": closing} | {kind: own[1].whole for kind, own in captured.items()}
+        regions |= {"before": opening, "after": closing}
         # an activation in place at a layer's end keeps its output: one tensor, counted with the layer that it enters,
         # also where that does not keep it itself
         extra = dict.fromkeys(("before", *blocks, "after"), 0)
         for left, right in pairwise(self.layers):
-            extra[right.kind] = max(extra[right.kind], wholes[left.kind].held - wholes[right.kind].handed)
-        made = {"before": before, **blocks, "after": after}
-        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in made.items()}, tensors
+            extra[right.kind] = max(extra[right.kind], regions[left.kind].held - regions[right.kind].handed)
+        kinds = {"before": before, **blocks, "after": after}
+        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}, tensors
 
     def output_bytes(self) -> dict[str, int]:
         """Bytes per sample that each block gives."""
@@ -308,7 +309,7 @@ class _Capture:
         same = [[call for call in chained if call.path in alike] for chained in self.calls]
         # the first of which some input takes a gradient; the first where there is none
         trained = [(call for call in calls if any(one.requires_grad for one in call.inputs)) for calls in same]
-        calls = [next(found, chained[0]) for found, chained in zip(trained, same, strict=True)]
+        calls = [next(training, alike_calls[0]) for training, alike_calls in zip(trained, same, strict=True)]
         chains = [chain_inputs(chained, alike) for chained in self.calls]
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
         entering = slope(*[_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])

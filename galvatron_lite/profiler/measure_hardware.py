@@ -229,8 +229,8 @@ def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Ov
         torch.mm(left, left, out=out)
 
     rounds = [_round(message, piece, device, rule) for _ in range(_ROUNDS)]
-    own = tuple(median(column) for column in zip(*rounds, strict=True))
-    means = map(fmean, zip(*of_all_ranks(own), strict=True))
+    slowdowns = tuple(median(column) for column in zip(*rounds, strict=True))
+    means = map(fmean, zip(*of_all_ranks(slowdowns), strict=True))
     return Overlap(*(max(1.0, slowdown) for slowdown in means))  # nothing runs faster for being disturbed
 
 

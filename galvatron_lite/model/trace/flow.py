@@ -116,8 +116,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         A buffer that the outputs read may have been written in the run before.
         """
         attributes = (vars(module).items() for module in model.modules())
-        own = ("_parameters", "_buffers", "_modules")
-        remembered = [value for items in attributes for name, value in items if name not in own]
+        registered = ("_parameters", "_buffers", "_modules")
+        remembered = [value for items in attributes for name, value in items if name not in registered]
         bits = self.made_of(outputs) | self._decided | self.made_of(tensors_of(remembered))
         written = {bit: self.made_of([model.get_buffer(name)]) for name, bit in self.buffers.items()}
         while True:

@@ -59,8 +59,8 @@ class OpCache:
         if answer is not None:
             # private, as in torch's own fake tensors: what is made here is no operation of the model's
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                made = [self._make(one, tensors) for one in answer.made]
-                return answer.sequence(made) if answer.sequence else made[0] if made else None
+                outputs = [self._make(spec, tensors) for spec in answer.made]
+                return answer.sequence(outputs) if answer.sequence else outputs[0] if outputs else None
         outputs = compute(*args, **kwargs)
         if full_key not in self._answers:
             if len(self._answers) >= MOST:
