@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.model.shapes import ConvNextShape
-from galvatron_lite.model.zoo.convnext import ConvNeXt
+from galvatron_lite.model.zoo.convnets import ConvNeXt
 
 CLASSES = 6
 SIDE = 256

@@ -56,23 +56,19 @@ def find_config(name: str) -> Path | None:
         return path if isinstance(data, dict) and {"model_type", "architectures"} & data.keys() else None
     if not _HUB.fullmatch(name) or path.suffix in (".yaml", ".yml") or path.exists():
         return None
-    return _in_cache(name)
-
-
-def _in_cache(name: str) -> Path:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        path = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json")
     except (ImportError, ValueError):  # huggingface_hub's error for a name that no repository may have
-        path = None
-    if not isinstance(path, str):
+        cached = None
+    if not isinstance(cached, str):
         remedy = (
             "It is no file here, and the Hugging Face hub's local cache does not hold its config.json. Download it "
             f"(hf download {name} config.json), or give the path of a config.json."
         )
         raise InputError("model", name, remedy)
-    return Path(path)
+    return Path(cached)
 
 
 def graph_of_config(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -35,9 +36,6 @@ _NAMES = {
 """What configs call each dim: those of Hugging Face first, then our own."""
 
 
-_MIXING = (OperatorClass.MATMUL, OperatorClass.ATTENTION)
-
-
 def split_dims(
     model: nn.Module,
     modules: Sequence[nn.Module],
@@ -57,24 +55,23 @@ def split_dims(
         entering: shape of one sample of what enters.
     """
     config = getattr(model, "config", None)
-    found = {name: value for name in _NAMES if (value := _from_config(config, name))}
-    dims = _structure(modules, operators) | found
+    dims = _read_off(modules, operators)
+    for name, aliases in _NAMES.items():
+        values = (getattr(config, alias, None) for alias in aliases)
+        if value := next((value for value in values if isinstance(value, int) and value > 0), 0):
+            dims[name] = value
     if role is Role.BLOCK:
-        heavy = _block_dims(dims, operators)
-    else:
-        heavy = {name: dims[name] for name in ("hidden", "vocab") if name in dims}
+        attention = [operator.shape for operator in operators if operator.kind is OperatorClass.ATTENTION]
+        heads, kv_heads = attention[0][:2] if attention else (0, 0)
+        heads = dims.get("heads", heads)
+        dims = dims | {"heads": heads, "kv_heads": dims.get("kv_heads", min(kv_heads, heads) or heads)}
+    held = ("hidden", "vocab") if role is not Role.BLOCK else ("hidden", "ffn_hidden", "experts", "heads", "kv_heads")
+    heavy = {name: dims[name] for name in held if name in dims}
     return SplitDims(sequence=sequence, **heavy, **_picture_dims(modules, operators, entering))
 
 
-def _from_config(config: Any, name: str) -> int:
-    for alias in _NAMES[name]:
-        value = getattr(config, alias, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 0
-
-
-def _structure(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> dict[str, int]:
+def _read_off(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> dict[str, int]:
+    """What tables of embeddings and matmuls say of a layer's dims."""
     parts = [part for module in modules for part in module.modules()]
     tables = [(part.num_embeddings, part.embedding_dim) for part in parts if isinstance(part, nn.Embedding)]
     matmuls = [operator.shape for operator in operators if operator.kind is OperatorClass.MATMUL]
@@ -82,14 +79,6 @@ def _structure(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> d
     if matmuls:
         extents |= {"hidden": matmuls[0][1], "ffn_hidden": max(shape[2] for shape in matmuls)}
     return extents
-
-
-def _block_dims(dims: dict[str, int], operators: Sequence[Operator]) -> dict[str, int]:
-    kept = {name: dims[name] for name in ("hidden", "ffn_hidden", "experts") if name in dims}
-    attention = [operator.shape for operator in operators if operator.kind is OperatorClass.ATTENTION]
-    heads, kv_heads = attention[0][:2] if attention else (0, 0)
-    heads = dims.get("heads", heads)
-    return kept | {"heads": heads, "kv_heads": dims.get("kv_heads", min(kv_heads, heads) or heads)}
 
 
 def _picture_dims(
@@ -101,39 +90,28 @@ def _picture_dims(
     pixels, or has no weights but one for each channel. Where something else enters, the first convolution's input is
     the picture.
     """
-    convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
+    by_kind = {kind: [one for one in operators if one.kind is kind] for kind in OperatorClass}
+    convolutions, matmuls = by_kind[OperatorClass.CONVOLUTION], by_kind[OperatorClass.MATMUL]
     vectors = all(tuple(p.shape) == tuple(entering[:1]) for module in modules for p in module.parameters())
-    light = not any(operator.kind in _MIXING for operator in operators) and vectors
-    inner = [operator.shape[1] for operator in operators if operator.kind is OperatorClass.MATMUL]
-    flattens = len(entering) > 2 and inner[:1] == [prod(entering)]  # the first matmul takes all pixels as one row
-    taken = [operator.shape[0] for operator in convolutions[:1]] + _pooled_channels(operators)
-    taken += entering[:1] if light or flattens else ()
+    light = not matmuls and not by_kind[OperatorClass.ATTENTION] and vectors
+    # the first matmul takes all pixels as one row
+    flattens = len(entering) > 2 and [one.shape[1] for one in matmuls[:1]] == [prod(entering)]
+    memory = by_kind[OperatorClass.MEMORY]  # windows and means of channels
+    taken = [one.shape[1] for one in memory if len(one.shape) > 1] + [one.statistics for one in memory]
+    taken += [one.shape[0] for one in convolutions[:1]] + list(entering[:1] if light or flattens else ())
     if entering and entering[0] in taken and len(entering) - 1 in (2, 3):
         channels, extents = entering[0], tuple(entering[1:])
     elif convolutions:
         channels, extents = convolutions[0].shape[0], tuple(side.extent for side in sides_of(convolutions[0]))
     else:
         return {}
-    named = zip(SIDES[-len(extents) :], extents, strict=True)
-    return {"in_channels": channels, "out_channels": _leaving(operators, channels), **dict(named)}
-
-
-def _pooled_channels(operators: Sequence[Operator]) -> list[int]:
-    """Channels that windows pass over, or of which the mean is taken."""
-    memory = [operator for operator in operators if operator.kind is OperatorClass.MEMORY]
-    channels = [operator.shape[1] for operator in memory if len(operator.shape) > 1]
-    return channels + [operator.statistics for operator in memory if operator.statistics]
-
-
-def _leaving(operators: Sequence[Operator], inner: int) -> int:
-    """Output channels of the last operator with weights; those that enter where there is none."""
-    heavy = [
-        operator.shape[1] if operator.kind is OperatorClass.CONVOLUTION else operator.shape[2]
-        for operator in operators
-        if operator.kind is OperatorClass.CONVOLUTION
-        or (operator.kind is OperatorClass.MATMUL and operator.weight_bytes)
+    weighted = [
+        one.shape[1] if one.kind is OperatorClass.CONVOLUTION else one.shape[2]
+        for one in operators
+        if one.kind is OperatorClass.CONVOLUTION or (one.kind is OperatorClass.MATMUL and one.weight_bytes)
     ]
-    return heavy[-1] if heavy else inner
+    named = zip(SIDES[-len(extents) :], extents, strict=True)
+    return {"in_channels": channels, "out_channels": weighted[-1] if weighted else channels, **dict(named)}
 
 
 def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
@@ -262,37 +240,35 @@ def _lent(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Se
     return ""
 
 
+def _nodes_behind(tensors: Sequence[Tensor], ends: Set[Node | None]) -> Iterator[Node]:
+    """The calls that tensors were made by, and those before them; what is before ``ends`` left out."""
+    waiting, met = [tensor.grad_fn for tensor in tensors], set(ends)
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            yield node
+            waiting += [one for one, _ in node.next_functions]
+
+
+def _block_ends(seen: Observation) -> set[Node | None]:
+    return {tensor.grad_fn for call in seen.calls for tensor in tensors_of(call.output)}
+
+
 def _heard_of(seen: Observation, ends: Sequence[Tensor]) -> str:
     """A module inside a block of whose output, which a hook of the model took, the loss is made."""
     heard = {tensor.grad_fn: one.path for call in seen.calls for one in call.heard for tensor in tensors_of(one.output)}
-    met: set[Node | None] = {tensor.grad_fn for call in seen.calls for tensor in tensors_of(call.output)}
-    waiting: list[Node | None] = [tensor.grad_fn for tensor in ends] if heard else []
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node in heard:
-            return heard[node]
-        if node is not None and node not in met:
-            met.add(node)
-            waiting += [one for one, _ in node.next_functions]
-    return ""
+    behind = _nodes_behind(ends if heard else (), _block_ends(seen) - heard.keys())
+    return next((heard[node] for node in behind if node in heard), "")
 
 
 def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tensors: Sequence[Tensor]) -> str:
     """A parameter that no layer's modules hold and of which code between layers made one of the tensors."""
     inside = {id(parameter) for path in held for parameter in model.get_submodule(path).parameters()}
     loose = {id(one): name for name, one in model.named_parameters() if id(one) not in inside}
-    if not loose:
-        return ""
-    waiting: list[Node | None] = [tensor.grad_fn for tensor in tensors]
-    met = {tensor.grad_fn for call in seen.calls for tensor in tensors_of(call.output)}
-    direct = next((loose[id(tensor)] for tensor in tensors if id(tensor) in loose), "")
-    while waiting and not direct:
-        node = waiting.pop()
-        if node is not None and node not in met:
-            met.add(node)
-            direct = loose.get(id(getattr(node, "variable", None)), "")
-            waiting += [one for one, _ in node.next_functions]
-    return direct
+    behind = _nodes_behind(tensors if loose else (), _block_ends(seen))
+    read = chain(tensors, (getattr(node, "variable", None) for node in behind))
+    return next((loose[id(one)] for one in read if id(one) in loose), "")
 
 
 def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[DeadParameters, ...]:
@@ -338,15 +314,9 @@ def everything_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         yield value
     elif id(value) not in met and not isinstance(value, (str, bytes, int, float, nn.Module, type, type(None))):
         met.add(id(value))
-        for part in _parts(value):
+        if is_dataclass(value) and not isinstance(value, Collection):
+            value = [getattr(value, field.name) for field in fields(value)]
+        elif not isinstance(value, Collection):
+            value = getattr(value, "__dict__", {})
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from everything_in(part, met)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return [*value.values()]
-    if isinstance(value, Collection):
-        return [*value]
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    return [*vars(value).values()] if hasattr(value, "__dict__") else []

@@ -122,16 +122,12 @@ def _graph_of(
         size = size_named(name)
         if error.field == "model" and size is None:
             besides = "Or give a .yaml file, a transformers config.json or FILE.py:FACTORY."
-            raise unknown("--model", name, (*model_names(), *_small()), besides) from error
+            shipped = {shipped.replace("-", "") for shipped in model_names()}
+            small = (size for size in SIZES if size.replace("-", "") not in shipped)
+            raise unknown("--model", name, (*model_names(), *small), besides) from error
         if size is None or name.replace("-", "") in {model_name.replace("-", "") for model_name in model_names()}:
             raise
         return _traced(size, sequence, precision, trainable)
-
-
-def _small() -> tuple[str, ...]:
-    """Sizes of the zoo that ``configs/models`` does not have."""
-    shipped = {name.replace("-", "") for name in model_names()}
-    return tuple(size for size in SIZES if size.replace("-", "") not in shipped)
 
 
 def _traced(size: str, sequence: int | None, precision: str, trainable: Trainable | None) -> ModelGraph:

@@ -49,25 +49,18 @@ def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
         for name in parameters:
             first.setdefault(name, layer)
     owned = {layer: {n: p for n, p in held.items() if first[n] == layer} for layer, held in everything.items()}
-    return Owners(owned, everything, _buffer_bytes(model, layers), _ties(everything, first))
-
-
-def _buffer_bytes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
-    total = {layer.name: 0 for layer in layers}
-    for layer in layers:
-        for path in layer.modules:
-            total[layer.name] += sum(buffer.nbytes for buffer in model.get_submodule(path).buffers())
-    total[layers[0].name] += sum(buffer.nbytes for buffer in model.buffers()) - sum(total.values())
-    return total
-
-
-def _ties(everything: dict[str, dict[str, nn.Parameter]], first: dict[str, str]) -> tuple[Tie, ...]:
     shared: dict[tuple[str, str], list[nn.Parameter]] = {}
     for layer, parameters in everything.items():
         for name, parameter in parameters.items():
             if first[name] != layer:
                 shared.setdefault((first[name], layer), []).append(parameter)
-    return tuple(Tie(*pair, items_of(both), items_of(both, frozen=True)) for pair, both in shared.items())
+    ties = tuple(Tie(*pair, items_of(both), items_of(both, frozen=True)) for pair, both in shared.items())
+    buffers = {
+        layer.name: sum(buffer.nbytes for path in layer.modules for buffer in model.get_submodule(path).buffers())
+        for layer in layers
+    }
+    buffers[layers[0].name] += sum(buffer.nbytes for buffer in model.buffers()) - sum(buffers.values())
+    return Owners(owned, everything, buffers, ties)
 
 
 def items_of(parameters: Iterable[nn.Parameter], *, frozen: bool = False) -> int:
@@ -143,7 +136,8 @@ def _sent(
     borrowed = {layer.name: borrowing.get(layer.kind, ()) for layer in layers if layer.role is Role.BLOCK}
     sight = _Sight(place, needs, layers[0].name)
     for number, call in enumerate(seen.calls):
-        reader = _running(owner, place, sight.current, call.path)
+        home = owner.get(call.path, sight.current)  # a module that runs again is part of what runs now
+        reader = home if place[home] >= place[sight.current] else sight.current
         for index, tensor in enumerate(call.inputs):
             sight.read(tensor, reader, (number, -1 - index), index in borrowed.get(call.path, ()))
         sight.current = reader
@@ -205,12 +199,6 @@ class _Sight:
             elif edge[0] is not None and edge not in met and edge not in self.heard:
                 met.add(edge)
                 waiting += edge[0].next_functions
-
-
-def _running(owner: Mapping[str, str], place: Mapping[str, int], current: str, path: str) -> str:
-    """The layer that a module's call belongs to: its own, but a module run again is part of what runs now."""
-    home = owner.get(path, current)
-    return home if place[home] >= place[current] else current
 
 
 def _edge(tensor: Tensor) -> _Edge:
@@ -303,10 +291,7 @@ def read_elsewhere(flow: DataFlow, model: nn.Module, layers: Sequence[Layer]) ->
                 if any(at(path, module) or at(module, path) for module in modules)
             ]
             users = near if 0 < len(near) < len(groups) else [layers[-1].name]
-            for pair in () if _inside(path, holders, groups) else product(holders, users):
+            inside = any(at(path, module) for holder in holders for module in groups[holder])
+            for pair in () if inside else product(holders, users):
                 readers[pair] = readers.get(pair, 0) + items[parameter]
     return tuple(Tie(one, other, size) for (one, other), size in readers.items() if one != other)
-
-
-def _inside(path: str, holders: Collection[str], groups: Mapping[str, Collection[str]]) -> bool:
-    return any(at(path, module) for holder in holders for module in groups[holder])

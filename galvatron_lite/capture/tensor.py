@@ -46,31 +46,31 @@ class _LeftOut:
             self.entry = [*tensors_of(args), *tensors_of(kwargs)]
         self.recorder.target = None
         call = self.calls[self._done]
-        for inner in call.heard:
-            self._tell(inner)
-        leaves = map_tensors(call.output, _fresh)
-        output = map_tensors(leaves, entered)
+        for inner in call.heard:  # the model's own hooks on modules inside hear of what they gave
+            leaves, output, numbers = self._cut_off(inner)
+            self.exit += tensors_of(leaves)
+            self.earlier += numbers
+            module = self.twin.get_submodule(inner.path)
+            with _replaced([module], lambda *_args, output=output, **_kwargs: output):
+                module(*inner.args, **inner.kwargs)
         self.earlier += self.numbers
-        self.numbers = tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
+        leaves, output, self.numbers = self._cut_off(call)
         self._done += 1
         if self._done == len(self.calls):
             self.exit += tensors_of(leaves)
             self.recorder.target = self.after
         return output
 
-    def _tell(self, call: BlockCall) -> None:
-        """Call a module inside a block that gives what it gave, so that the model's own hooks on it hear of it."""
-        leaves = map_tensors(call.output, _fresh)
+    def _cut_off(self, call: BlockCall) -> tuple[Any, Any, tuple[int, ...]]:
+        """New leaves shaped like what a call gave, what is handed on of them, and its storages' numbers."""
+
+        def fresh(tensor: Tensor) -> Tensor:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            return empty.requires_grad_(tensor.requires_grad)
+
+        leaves = map_tensors(call.output, fresh)
         output = map_tensors(leaves, entered)
-        self.exit += tensors_of(leaves)
-        self.earlier += [self.recorder.number(tensor) for tensor in tensors_of(output)]
-        with _replaced([self.twin.get_submodule(call.path)], lambda *_args, **_kwargs: output):
-            self.twin.get_submodule(call.path)(*call.args, **call.kwargs)
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return twin.requires_grad_(tensor.requires_grad)
+        return leaves, output, tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
 
 
 @contextmanager
@@ -151,8 +151,17 @@ class TensorFigures:
     boundaries: tuple[TensorBoundary, ...] = ()  # of its regions
 
     def split(self, figure: str) -> TensorSplit:
-        """The parts of a figure of ``RegionFigures`` by how they are divided."""
-        return self.parts(*(getattr(region, figure) for region in (self.whole, self.share, self.tokens)))
+        """The parts of a figure of ``RegionFigures`` by how they are divided.
+
+        From share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The sum
+        is always what one device holds that has the whole layer, so copies that only a split layer makes are left out.
+        """
+        total, share, tokens = (getattr(region, figure) for region in (self.whole, self.share, self.tokens))
+        if self.degree == 1:
+            return TensorSplit(whole=total)
+        tensor = _part(total - share, self.degree, total)
+        sequence = _part(share - tokens, self.degree, total - tensor)
+        return TensorSplit(tensor=tensor, sequence=sequence, whole=total - tensor - sequence)
 
     def with_whole(self, more: RegionFigures | None, times: int) -> TensorFigures:
         """With a region that is not split and runs so many times beside it."""
@@ -171,44 +180,30 @@ class TensorFigures:
         )
         return replace(self, whole=full, share=share, tokens=tokens)
 
-    def parts(self, total: int, share: int, tokens: int) -> TensorSplit:
-        """The parts of a figure that has these three values.
-
-        From share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The sum
-        is always what one device holds that has the whole layer, so copies that only a split layer makes are left out.
-        """
-        if self.degree == 1:
-            return TensorSplit(whole=total)
-        tensor = _part(total - share, self.degree, total)
-        sequence = _part(share - tokens, self.degree, total - tensor)
-        return TensorSplit(tensor=tensor, sequence=sequence, whole=total - tensor - sequence)
-
     def shardings(self) -> dict[tuple[str, OperatorClass], Sharding]:
         """How each module's calls of each class are divided."""
         if self.degree == 1:
             return {}
         full, share, tokens = (_work(region) for region in (self.whole, self.share, self.tokens))
-        return {key: self._sharding(work, share.get(key, 0), tokens.get(key, 0)) for key, work in full.items()}
 
-    def _sharding(self, total: int, share: int, tokens: int) -> Sharding:
-        if total == 0:
-            return Sharding.NONE
-        if abs(share * self.degree - total) <= _CLOSE * total:
-            return Sharding.TENSOR
-        return Sharding.SEQUENCE if abs(tokens * self.degree - total) <= _CLOSE * total else Sharding.NONE
+        def divided(part: int, total: int) -> bool:
+            return total > 0 and abs(part * self.degree - total) <= _CLOSE * total
+
+        shardings = dict.fromkeys(full, Sharding.NONE)
+        shardings |= {key: Sharding.SEQUENCE for key, total in full.items() if divided(tokens[key], total)}
+        return shardings | {key: Sharding.TENSOR for key, total in full.items() if divided(share[key], total)}
 
 
 def _part(less: int, degree: int, most: int) -> int:
     return min(max(0, less * degree // (degree - 1)), most)
 
 
-def _work(region: RegionFigures) -> dict[tuple[str, OperatorClass], int]:
+def _work(region: RegionFigures) -> Counter[tuple[str, OperatorClass]]:
     """Forward FLOPs, or bytes where there are none, by module and class."""
-    work: dict[tuple[str, OperatorClass], int] = {}
+    work: Counter[tuple[str, OperatorClass]] = Counter()
     for call in region.calls:
         if not call.backward:
-            key = (call.path, call.kind)
-            work[key] = work.get(key, 0) + (call.flops or call.moved)
+            work[call.path, call.kind] += call.flops or call.moved
     return work
 
 
@@ -264,15 +259,11 @@ def _run_share(
         runs.append(run_block(twin, taken, chain))
     rows = {row for region in plan.regions for row in region.rows}
     share = figures(*runs, rows=rows, degree=degree if sequence_parallel else 1)
-    return share, _sharded(shards), _boundaries(groups, sequence_parallel)
-
-
-def _boundaries(groups: Sequence[ListeningGroup], shared: bool) -> tuple[TensorBoundary, ...]:
-    """What was asked of a group at both batch sizes, by bytes a sample."""
-    counts: dict[int, Counter[str]] = defaultdict(Counter)
+    counts: dict[int, Counter[str]] = defaultdict(Counter)  # collectives of the group, by bytes a sample
     for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
         counts[slope(small, large)][count] += 1
-    return tuple(TensorBoundary(size, shared, **count) for size, count in counts.items())
+    boundaries = tuple(TensorBoundary(size, sequence_parallel, **count) for size, count in counts.items())
+    return share, _sharded(shards), boundaries
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
@@ -329,14 +320,9 @@ def split_edges(
     first, last = (TensorFigures(wholes[i], plans[i], degree, shares[i], shares[i], sharded[i]) for i in (0, 1))
     returns = any(count == "returns" for count, _ in groups[0].heard)
     silent = (TensorBoundary(0),) if plans[1].heads and not returns else ()  # nothing before it trains
-    return first, replace(last, loss_bytes=_loss_bytes(groups), boundaries=silent)
-
-
-def _loss_bytes(groups: Sequence[ListeningGroup]) -> int:
-    """Bytes per sample that a device gives of a loss on shares of logits; 0 where whole ones were asked for."""
-    if any(group.outputs for group in groups):
-        return 0
-    return slope(*(sum(group.figures) // group.size for group in groups))
+    # of a loss on shares of logits; none where whole ones were asked for
+    sent = slope(*(sum(group.figures) // group.size for group in groups))
+    return first, replace(last, loss_bytes=0 if any(group.outputs for group in groups) else sent, boundaries=silent)
 
 
 @dataclass(frozen=True, slots=True)

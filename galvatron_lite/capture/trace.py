@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -54,7 +54,6 @@ from galvatron_lite.model.graph import (
     Layer,
     LayerKind,
     ModelGraph,
-    Operator,
     OperatorClass,
     Passed,
     Recompute,
@@ -194,19 +193,18 @@ def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:
 def _sequence(batch: Any, calls: Sequence[BlockCall]) -> int:
     """Tokens per sample: of the batch, else of a hidden state (samples, tokens, channels)."""
     tokens = sequence_length(batch)
-    entering = calls[0].inputs if calls else []
-    hidden = [tensor for tensor in entering if tensor.dim() == 3 and tensor.is_floating_point()]
+    hidden = [one for call in calls[:1] for one in call.inputs if one.dim() == 3 and one.is_floating_point()]
     return hidden[0].shape[1] if tokens == 1 and hidden else tokens
 
 
 def _block_calls(layers: Sequence[Layer], seen: Observation) -> tuple[BlockCall, ...]:
     """The calls of blocks, in order."""
-    names = [layer.name for layer in layers if layer.role is Role.BLOCK]
-    calls = tuple(call for call in seen.calls if call.path in set(names))
-    unused = [name for name in names if name not in {call.path for call in calls}]
-    if unused:
+    names = dict.fromkeys(layer.name for layer in layers if layer.role is Role.BLOCK)
+    calls = tuple(call for call in seen.calls if call.path in names)
+    ran = {call.path for call in calls}
+    if unused := next((name for name in names if name not in ran), ""):
         remedy = "It never runs on this batch; give a batch that uses it, or name the blocks yourself (blocks=)."
-        raise TraceError("block", unused[0], remedy)
+        raise TraceError("block", unused, remedy)
     return calls
 
 
@@ -221,11 +219,6 @@ def _ends(output: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _read(tensors: Sequence[Passed], layer: Layer, lending: Collection[str]) -> int:
-    """Bytes per sample that a layer borrows of layers that count them as kept."""
-    return sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
 
 
 def _keeping(kind: LayerKind, size: int, choices: Iterable[Recompute]) -> LayerKind:
@@ -245,18 +238,9 @@ def _sample_shape(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 def _frozen(region: nn.Module) -> frozenset[str]:
     """Paths of modules in it whose parameters all get no gradient."""
-    held = {path: list(module.parameters(recurse=False)) for path, module in region.named_modules()}
-    return frozenset(
-        path
-        for path, parameters in held.items()
-        if parameters and not any(parameter.requires_grad for parameter in parameters)
-    )
-
-
-def _typical(calls: Sequence[BlockCall]) -> BlockCall:
-    """Of the calls of equal blocks the first of which some input takes a gradient; the first where there is none."""
-    trained = (call for call in calls if any(tensor.requires_grad for tensor in call.inputs))
-    return next(trained, calls[0])
+    held = {path: [one.requires_grad for one in part.parameters(recurse=False)] for path, part in
+            region.named_modules()}  # fmt: skip
+    return frozenset(path for path, trains in held.items() if trains and not any(trains))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,26 +276,26 @@ class _Capture:
         borrowing = {kind: own[2] for kind, own in captured.items()}
         tensors = passed_between(self.layers, self.seen, SAMPLES, borrowing, ends, needs)
         blocks, lending = self._lending({kind: block for kind, (block, _, _) in captured.items()}, tensors)
-        sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in captured.items()]
-        edges = self._edges(batches, loss_fn, max(sides, default=0))
-        made = {"before": edges[0][0], **blocks, "after": edges[1][0]}
-        wholes = {"before": edges[0][1], "after": edges[1][1]} | {kind: own[1].whole for kind, own in captured.items()}
-        return self._with_handed(made, wholes), tensors
+        borrowed = {
+            kind: sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
+            for kind, layer in first.items()
+        }
+        regions = {kind: figure.whole for kind, (_, figure, _) in captured.items()}
+        sides = [region.side - borrowed[kind] for kind, region in regions.items()]
+        (before, opening), (after, closing) = self._edges(batches, loss_fn, max(sides, default=0))
+        regions |= {"before": opening, "after": closing}
+        # an activation in place at a layer's end keeps its output: one tensor, counted with the layer that it enters,
+        # also where that does not keep it itself
+        extra = dict.fromkeys(("before", *blocks, "after"), 0)
+        for left, right in pairwise(self.layers):
+            extra[right.kind] = max(extra[right.kind], regions[left.kind].held - regions[right.kind].handed)
+        kinds = {"before": before, **blocks, "after": after}
+        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}, tensors
 
     def output_bytes(self) -> dict[str, int]:
         """Bytes per sample that each block gives."""
         sizes = [{call.path: _bytes(tensors_of(call.output)) for call in calls} for calls in self.calls]
         return {path: slope(*[size[path] for size in sizes]) for path in sizes[1]}
-
-    def _with_handed(self, kinds: dict[str, LayerKind], wholes: Mapping[str, RegionFigures]) -> dict[str, LayerKind]:
-        """The kinds with what the layer before keeps of its own output, where they do not keep it themselves.
-
-        An activation in place at a layer's end keeps its output: one tensor, counted with the layer that it enters.
-        """
-        extra = dict.fromkeys(kinds, 0)
-        for left, right in pairwise(self.layers):
-            extra[right.kind] = max(extra[right.kind], wholes[left.kind].held - wholes[right.kind].handed)
-        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}
 
     def _lending(
         self, blocks: dict[str, LayerKind], tensors: Sequence[Passed]
@@ -330,7 +314,10 @@ class _Capture:
     def _block(self, layer: Layer) -> tuple[LayerKind, TensorFigures, tuple[int, ...]]:
         alike = {other.name for other in self.layers if other.kind == layer.kind}
         block = self.twin.get_submodule(layer.name)
-        calls = [_typical([call for call in chained if call.path in alike]) for chained in self.calls]
+        same = [[call for call in chained if call.path in alike] for chained in self.calls]
+        # the first of which some input takes a gradient; the first where there is none
+        trained = [(call for call in calls if any(one.requires_grad for one in call.inputs)) for calls in same]
+        calls = [next(training, alike_calls[0]) for training, alike_calls in zip(trained, same, strict=True)]
         chains = [chain_inputs(chained, alike) for chained in self.calls]
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
         entering = slope(*[_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
@@ -358,7 +345,12 @@ class _Capture:
             first = first.with_whole(*self._between(path))
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = slope(*[_bytes(tensors_of(example)) for example in batches])
-        entry, leave = self._boundary()
+        entry = leave = 0  # bytes per sample that enter the first block and leave the last one
+        if self.calls[0]:
+            chains = [chain_inputs(calls, {calls[0].path}) for calls in self.calls]
+            pairs = zip(self.calls, chains, strict=True)
+            entry = slope(*[_bytes(calls[0].inputs[place] for place in chain) for calls, chain in pairs])
+            leave = slope(*[_bytes(tensors_of(calls[-1].output)) for calls in self.calls])
         sample_shape = _sample_shape(tensors_of(batches[1]))
         handed = _sample_shape(tensors_of(self.calls[1][-1].output)) if self.calls[1] else sample_shape
         opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), sample_shape)
@@ -377,14 +369,6 @@ class _Capture:
         chains = [range(len(call.inputs)) for call in calls]
         block = self.twin.get_submodule(path)
         return figures(*(run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True))), times
-
-    def _boundary(self) -> tuple[int, int]:
-        """Bytes per sample that enter the first block and leave the last one."""
-        if not self.calls[0]:
-            return 0, 0
-        chains = [chain_inputs(calls, {calls[0].path}) for calls in self.calls]
-        entering = [_bytes(calls[0].inputs[i] for i in chain) for calls, chain in zip(self.calls, chains, strict=True)]
-        return slope(*entering), slope(*[_bytes(tensors_of(calls[-1].output)) for calls in self.calls])
 
     def _kind(
         self,
@@ -424,7 +408,11 @@ class _Capture:
             tensor_collectives=plan.collectives,
             sequence_parallel=plan.sequence_parallel,
             regathers=len(plan.regions) if plan.sequence_parallel else 0,
-            gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
+            gathered_output_bytes=sum(
+                one.shape[0] * one.shape[2] * self.twin.get_submodule(one.name).get_parameter("weight").element_size()
+                for one in operators
+                if one.kind is OperatorClass.MATMUL and one.name in plan.heads
+            ),
             loss_bytes=figure.loss_bytes,
             tensor_gathers=None if layer.role is Role.BLOCK else len(plan.heads),
             tensor_scatters=None if layer.role is Role.BLOCK else len(plan.embeddings),
@@ -474,10 +462,3 @@ class _Capture:
         parameters = self.owners.parameters[layer.name]
         split = items_of((parameter for name, parameter in parameters.items() if name in parts), frozen=frozen)
         return TensorSplit(tensor=split, whole=items_of(parameters.values(), frozen=frozen) - split)
-
-    def _output_bytes(self, path: str, operators: Sequence[Operator]) -> int:
-        """Bytes per sample that the linear at a path gives."""
-        item = self.twin.get_submodule(path).get_parameter("weight").element_size()
-        return sum(
-            o.shape[0] * o.shape[2] * item for o in operators if o.name == path and o.kind is OperatorClass.MATMUL
-        )

@@ -41,10 +41,16 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 def model_inputs(model: nn.Module, batch: Any) -> Any:
     """The entries of a batch that the model's ``forward`` takes; the others are for ``loss_fn`` alone."""
-    names, positions = _parameters_of(model.forward)
-    if isinstance(batch, Mapping):
-        return batch if names is None else {key: value for key, value in batch.items() if key in names}
-    return batch[:positions] if isinstance(batch, (tuple, list)) else batch
+    kind, parameters = inspect.Parameter, inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(batch, Mapping) and kind.VAR_KEYWORD not in kinds:
+        named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
+        names = {parameter.name for parameter in parameters if parameter.kind in named}
+        return {key: value for key, value in batch.items() if key in names}
+    if isinstance(batch, (tuple, list)) and kind.VAR_POSITIONAL not in kinds:
+        placed = (kind.POSITIONAL_OR_KEYWORD, kind.POSITIONAL_ONLY)
+        return batch[: sum(parameter.kind in placed for parameter in parameters)]
+    return batch
 
 
 def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
@@ -65,20 +71,6 @@ def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
     )
 
 
-def _parameters_of(forward: Callable[..., Any]) -> tuple[frozenset[str] | None, int | None]:
-    """Names that a function takes by keyword, and how many arguments by position; None: any."""
-    kind = inspect.Parameter
-    parameters = inspect.signature(forward).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
-    named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
-    placed = (kind.POSITIONAL_OR_KEYWORD, kind.POSITIONAL_ONLY)
-    names = frozenset(parameter.name for parameter in parameters if parameter.kind in named)
-    return (
-        None if kind.VAR_KEYWORD in kinds else names,
-        None if kind.VAR_POSITIONAL in kinds else sum(parameter.kind in placed for parameter in parameters),
-    )
-
-
 def batch_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The batch of ``parallel(batch)`` or of a call like the model's, ``parallel(x, y)`` or ``parallel(x=x, y=y)``."""
     return args[0] if len(args) == 1 and not kwargs else (kwargs or args)
@@ -95,21 +87,19 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
     Raises:
         InputError: no scalar tensor can be found.
     """
-    loss = _default_loss(output) if loss_fn is None else loss_fn(output, batch)
+    if loss_fn is not None:
+        loss: Any = loss_fn(output, batch)
+    elif isinstance(output, Tensor):
+        loss = output
+    else:
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, Mapping):
+            loss = output.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     remedy = "Return a scalar tensor (or an output with .loss), give the labels in the batch, or pass loss_fn."
     returned = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
     raise InputError("loss", returned, remedy)
-
-
-def _default_loss(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    return loss
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

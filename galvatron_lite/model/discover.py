@@ -47,16 +47,11 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
     model without such parts (a plain chain of convolutions, pooling and activations) has as blocks the children of one
     Sequential, the one that has most children with parameters; without a Sequential it has no block.
     """
-    if blocks is not None:
-        return _named_blocks(model, blocks)
-    return _repeated_blocks(model) or _parts(model) or _sequential_children(model)
-
-
-def _named_blocks(model: nn.Module, blocks: BlockNames) -> list[str]:
-    names = [blocks] if isinstance(blocks, (str, type)) else list(blocks)
-    paths = [path for name in names for path in _named(model, name)]
-    order = [path for path, _ in model.named_modules()]
-    return sorted(dict.fromkeys(paths), key=order.index)
+    if blocks is None:
+        return _repeated_blocks(model) or _parts(model) or _sequential_children(model)
+    names = [blocks] if isinstance(blocks, (str, type)) else blocks
+    paths = {path for name in names for path in _named(model, name)}
+    return [path for path, _ in model.named_modules(remove_duplicate=False) if path in paths]
 
 
 def _named(model: nn.Module, name: str | type[nn.Module]) -> list[str]:
@@ -89,40 +84,37 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     # a module that two others hold counts where it is met first
     runs = [run for run in _runs(model, "") if modules.keys() >= set(run)]
     large = [run for run in runs if sum(map(sizes.__getitem__, run)) >= _LEAST_SHARE * sizes[""] and sizes[""]]
+    user_classes = {type(module) for module in modules.values() if not type(module).__module__.startswith("torch.nn.")}
     classes = {
         type(modules[run[0]])
         for run in large
-        if _is_own(type(modules[run[0]])) or _some_alike([modules[path] for path in run])
+        if type(modules[run[0]]) in user_classes or _some_alike([modules[path] for path in run])
     }
-    user_classes = tuple(kind for kind in classes if _is_own(kind))
     chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
     chosen |= {
         path
         for path, module in modules.items()
-        if type(module) in user_classes and isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
+        if type(module) in classes & user_classes
+        and isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
     }
     return _outermost([path for path in modules if path in chosen])
-
-
-def _is_own(kind: type[nn.Module]) -> bool:
-    return not kind.__module__.startswith("torch.nn.")
 
 
 def _runs(module: nn.Module, path: str) -> list[list[str]]:
     """Runs of neighbouring children of one class, in the outermost containers that have one."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         grouped = [list(group) for _, group in groupby(module.named_children(), key=lambda item: type(item[1]))]
-        runs = [run for run in grouped if _is_run([child for _, child in run])]
+        # two or more with parameters, no bare namespaces; some alike, or at least none a container of such
+        runs = [
+            [_join(path, name) for name, _ in run]
+            for run in grouped
+            for parts in [[child for _, child in run]]
+            if len(parts) > 1 and _is_weighty(parts[0]) and type(parts[0]) is not nn.Module
+            if _some_alike(parts) or not any(_runs(part, "") for part in parts)
+        ]
         if runs:
-            return [[_join(path, name) for name, _ in run] for run in runs]
+            return runs
     return [run for name, child in module.named_children() for run in _runs(child, _join(path, name))]
-
-
-def _is_run(children: list[nn.Module]) -> bool:
-    """Two or more children with parameters, no bare namespaces; some alike, or at least none a container of such."""
-    if len(children) < 2 or not _is_weighty(children[0]) or type(children[0]) is nn.Module:
-        return False
-    return _some_alike(children) or not any(_runs(child, "") for child in children)
 
 
 def _some_alike(children: list[nn.Module]) -> bool:
@@ -138,7 +130,7 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
     if isinstance(model, nn.Sequential):
         return []
     weights = {  # modules inside that have parameters of their own
-        name: sum(any(True for _ in part.parameters(recurse=False)) for part in child.modules())
+        name: sum(_is_weighty(part, recurse=False) for part in child.modules())
         for name, child in model.named_children()
     }
     for name, leaves in weights.items():
@@ -162,8 +154,9 @@ def _sequential_children(model: nn.Module) -> list[str]:
     return [_join(path, name) for name, _ in chain.named_children()]
 
 
-def _is_weighty(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _is_weighty(module: nn.Module, recurse: bool = True) -> bool:
+    """Whether a module has parameters."""
+    return any(True for _ in module.parameters(recurse))
 
 
 def signature(module: nn.Module) -> Hashable:
@@ -172,30 +165,19 @@ def signature(module: nn.Module) -> Hashable:
     Settings are the plain numbers and strings (and tuples of them) that the modules hold as attributes, but for those
     that only say which place a layer has (``layer_idx``). Whether the modules train or not is no part of it.
     """
-    return tuple((path, _own_signature(part)) for path, part in module.named_modules(remove_duplicate=False))
-
-
-def _own_signature(module: nn.Module) -> Hashable:
-    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
-    settings = tuple(sorted((name, repr(value)) for name, value in vars(module).items() if _is_setting(name, value)))
-    return type(module), shapes, settings
+    parts = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+        settings = sorted((name, repr(value)) for name, value in vars(part).items() if _is_setting(name, value))
+        parts.append((path, type(part), shapes, tuple(settings)))
+    return tuple(parts)
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    if name.startswith("_") or name == "training" or any(word in name for word in _INDEX_WORDS):
-        return False
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(item, _SETTING_TYPES) for item in value)
-    return isinstance(value, _SETTING_TYPES)
-
-
-def kind_names(signatures: list[Hashable]) -> list[str]:
-    """A kind name for every block: ``block`` where all are equal, else ``block0``, ``block1``, ... by first use."""
-    order = {key: place for place, key in enumerate(dict.fromkeys(signatures))}
-    if len(order) <= 1:
-        return ["block"] * len(signatures)
-    return [f"block{order[key]}" for key in signatures]
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    places = name == "training" or any(word in name for word in _INDEX_WORDS)
+    return not name.startswith("_") and not places and all(isinstance(item, _SETTING_TYPES) for item in items)
 
 
 def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -> list[str]:
@@ -221,15 +203,13 @@ def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -
     first: dict[int, str] = {}
     for path in walk(model, ""):
         first.setdefault(id(model.get_submodule(path)), path)
-    owners = {path: _owners(model.get_submodule(path)) for path in first.values()}
+    owners = {  # modules that hold parameters themselves
+        path: {id(one) for one in model.get_submodule(path).modules() if _is_weighty(one, recurse=False)}
+        for path in first.values()
+    }
     used = {path for path in owners if path in ran or path in chosen}
     held = {owner for path in used for owner in owners[path]}
     return [path for path, inner in owners.items() if path in used or not inner or not inner <= held]
-
-
-def _owners(module: nn.Module) -> set[int]:
-    """Modules that hold parameters themselves."""
-    return {id(inner) for inner in module.modules() if any(True for _ in inner.parameters(recurse=False))}
 
 
 def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:
@@ -275,12 +255,14 @@ def arrange_layers(
     places = [place for place, path in enumerate(ran) if path in set(blocks)]
     first, last = (places[0], places[-1]) if places else (len(ran), len(ran))
     calls = Counter(order or ran)
-    inner = ran[first : last + 1]
-    between = [path for path in inner if path not in set(blocks) and _is_layer(model.get_submodule(path))]
-    again = [path for path in between if calls[path] > 1]
-    middle = [path for path in inner if path in set(blocks) or (path in between and calls[path] == 1)]
+    inner, chosen = ran[first : last + 1], set(blocks)
+    modules = {path: model.get_submodule(path) for path in inner if path not in chosen}
+    between = {path for path, one in modules.items() if _is_weighty(one) or type(one).__module__ in _RESIZING}
+    again = [path for path in inner if path in between and calls[path] > 1]
+    middle = [path for path in inner if path in chosen or (path in between and calls[path] == 1)]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
-    kinds = kind_names(keys)
+    numbers = {key: place for place, key in enumerate(dict.fromkeys(keys))}  # by first use
+    kinds = [f"block{numbers[key]}" if len(numbers) > 1 else "block" for key in keys]
     before = Layer("before", "before", Role.BEFORE, (*ran[:first], *again))
     after = Layer("after", "after", Role.AFTER, tuple(ran[last + 1 :]))
     layers = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
@@ -299,12 +281,8 @@ def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
     return ran
 
 
-def _is_layer(module: nn.Module) -> bool:
-    """Whether a module between two blocks is a layer of its own."""
-    return any(True for _ in module.parameters()) or type(module).__module__ in _RESIZING
-
-
 _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
+"""Homes of modules without parameters that are layers of their own between two blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,10 +340,8 @@ def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks
     """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork."""
     forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
     inner_blocks = forks.blocks_of("", blocks)
-    if inner_blocks is None:
-        return None
-    places = {path: place for place, (path, _) in enumerate(model.named_modules())}
-    return sorted(inner_blocks, key=places.__getitem__)
+    chosen = set(inner_blocks or ())
+    return None if inner_blocks is None else [path for path, _ in model.named_modules() if path in chosen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,19 +468,17 @@ class _Forks:
         Modules without parameters that run inside it stay the code of others; those at its ends are layers.
         """
         others = [unit for unit in units if unit not in part]
-        roots = dict.fromkeys(self._root(unit, others) for unit in part)
+        roots = dict[str, None]()
+        for unit in part:  # the outermost module around it that holds none of the others, and runs once
+            above = [unit.rsplit(".", cut)[0] for cut in range(unit.count("."), -1, -1)]
+            free = (path for path in above if self.calls[path] == 1 and not any(at(other, path) for other in others))
+            roots[next(free, unit)] = None
         ran = sorted((inner for root in roots for inner in self._inner(root)), key=self.places.__getitem__)
-        weighty = [place for place, unit in enumerate(ran) if any(True for _ in self._module(unit).parameters())]
+        weighty = [place for place, unit in enumerate(ran) if _is_weighty(self._module(unit))]
         inner = range(weighty[0], weighty[-1]) if weighty else range(0)
         return [
             unit for place, unit in enumerate(ran) if place in weighty or (place not in inner and self.calls[unit] == 1)
         ]
-
-    def _root(self, unit: str, others: Sequence[str]) -> str:
-        """The outermost module around a unit that holds none of the others, and runs once."""
-        above = [unit.rsplit(".", cut)[0] for cut in range(unit.count("."), -1, -1)]
-        free = (path for path in above if self.calls[path] == 1 and not any(at(other, path) for other in others))
-        return next(free, unit)
 
     def _module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)

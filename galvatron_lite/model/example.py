@@ -30,26 +30,26 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
     method = getattr(model, "example_batch", None)
     if callable(method):
         return method(samples)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
     if main == "input_values" or (main == "input_features" and hasattr(config, "num_mel_bins")):
         return _sound(model, main, samples, sequence)
-    if hasattr(config, "num_channels"):
-        return _images(config, samples)
-    if hasattr(config, "vocab_size") and main != "input_features":
-        return _tokens(config, samples, sequence)
-    name = type(model).__name__
-    raise InputError("batch", None, f"{name} does not say what it takes. Give an example batch as the second argument.")
-
-
-def _tokens(config: Any, samples: int, sequence: int | None) -> dict[str, Any]:
     import torch
 
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or _LONGEST
     generator = torch.Generator().manual_seed(0)
-    length = sequence or min(int(longest), _LONGEST)
-    ids = torch.randint(0, config.vocab_size, (samples, length), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
+    if hasattr(config, "num_channels"):
+        size = getattr(config, "image_size", _SIDE)
+        extent = (size, size) if isinstance(size, int) else tuple(size)
+        pixels = torch.rand((samples, config.num_channels, *extent), generator=generator)
+        labels = torch.randint(0, max(getattr(config, "num_labels", 1), 1), (samples,), generator=generator)
+        return {"pixel_values": pixels, "labels": labels}
+    if hasattr(config, "vocab_size") and main != "input_features":
+        longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or _LONGEST
+        length = sequence or min(int(longest), _LONGEST)
+        ids = torch.randint(0, config.vocab_size, (samples, length), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
+    name = type(model).__name__
+    raise InputError("batch", None, f"{name} does not say what it takes. Give an example batch as the second argument.")
 
 
 def _sound(model: Any, main: str, samples: int, sequence: int | None) -> dict[str, Any]:
@@ -65,14 +65,3 @@ def _sound(model: Any, main: str, samples: int, sequence: int | None) -> dict[st
         length = sequence or min(int(getattr(config, "max_target_positions", None) or _SPOKEN), _LONGEST)
         labels = torch.randint(4, config.vocab_size, (samples, length), generator=generator)
     return {main: torch.rand(shape, generator=generator), "labels": labels}
-
-
-def _images(config: Any, samples: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    size = getattr(config, "image_size", _SIDE)
-    extent = (size, size) if isinstance(size, int) else tuple(size)
-    pixels = torch.rand((samples, config.num_channels, *extent), generator=generator)
-    labels = torch.randint(0, max(getattr(config, "num_labels", 1), 1), (samples,), generator=generator)
-    return {"pixel_values": pixels, "labels": labels}

@@ -23,6 +23,7 @@ Function = Callable[..., Any]
 _ACTIVATIONS: frozenset[Any] = frozenset({functional.silu, functional.gelu})
 """Functions of which autograd keeps the input."""
 _NODES = ("SiluBackward0", "GeluBackward0")
+_PLAIN = getattr(Tensor.__torch_function__, "__func__", None)
 _PRODUCTS: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__})
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a factor of shape "
@@ -106,7 +107,9 @@ class _Gating(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _ACTIVATIONS and (func not in _PRODUCTS or not self._activated):
             return func(*args, **kwargs)
-        wrapping = next(filter(_wraps, types), None)
+        # types that take functions apart
+        overrides = ((kind, getattr(kind.__torch_function__, "__func__", None)) for kind in types)
+        wrapping = next((kind for kind, override in overrides if override not in (None, _PLAIN)), None)
         if wrapping is not None:
             with self:  # calls on what its tensors hold come here again
                 return wrapping.__torch_function__(func, types, args, kwargs)
@@ -120,12 +123,6 @@ class _Gating(TorchFunctionMode):
         if not kwargs.get("inplace"):
             self._activated.append(_Activated(result, args[0], partial(func, **kwargs)))
         return result
-
-
-def _wraps(kind: Any) -> bool:
-    """Whether tensors of a type take functions apart."""
-    override, plain = (getattr(one.__torch_function__, "__func__", None) for one in (kind, Tensor))
-    return override not in (None, plain)
 
 
 def _multiplied(func: Function, one: _Activated, args: Any, kwargs: Any) -> Any:

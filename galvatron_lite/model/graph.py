@@ -8,7 +8,7 @@ Conventions
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -408,23 +408,12 @@ class ModelGraph(Strict):
                     sizes[start, end] = sizes.get((start, end), 0) + tensor.size
         return tuple((*pair, size) for pair, size in sorted(sizes.items()))
 
-    @property
-    def least_exchange(self) -> int | None:
-        """Bytes per sample of the least tensor between layers; None where some layer but the first reads nothing that
-        others make, or some layer but the last makes nothing that others read."""
-        if not self.tensors:
-            return min(self.crossings()[1:-1], default=None)
-        full = [tensor for tensor in self.tensors if tensor.size]
-        names = [layer.name for layer in self.layers]
-        complete = {tensor.producer for tensor in full}.issuperset(names[:-1])
-        heard = {reader for tensor in full for reader in tensor.readers}.issuperset(names[1:])
-        return min((tensor.size for tensor in full), default=None) if complete and heard else None
-
     def borrowed(self, inside: range) -> int:
         """Bytes per sample that a stage of the layers at ``inside`` keeps as copies of tensors made before it."""
         if not any(tensor.borrowed for tensor in self.tensors):
             return 0
-        before, inner = _names(self.layers[: inside.start]), _names(self.layers[inside.start : inside.stop])
+        before = {layer.name for layer in self.layers[: inside.start]}
+        inner = {layer.name for layer in self.layers[inside.start : inside.stop]}
         lent = (tensor for tensor in self.tensors if tensor.borrowed and tensor.producer in before)
         return sum(tensor.size for tensor in lent if not inner.isdisjoint(tensor.readers))
 
@@ -436,10 +425,6 @@ class ModelGraph(Strict):
         graph.add_nodes_from((layer.name, {"layer": layer}) for layer in self.layers)
         graph.add_edges_from(self.edges)
         return graph
-
-
-def _names(layers: Sequence[Layer]) -> set[str]:
-    return {layer.name for layer in layers}
 
 
 _ADAM = 16

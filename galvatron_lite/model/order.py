@@ -44,9 +44,13 @@ class Order:
         """
         for group in self.groups(inside):
             parts = self.parts(group)
-            free = _free(group, parts, ties)
+            joined = list(parts)
+            for tie in ties:
+                apart = [part for part in joined if not part & tie]
+                joined = [*apart, sum(part for part in joined if part & tie)] if tie & group else joined
+            free = [part for part in joined if not any(part & tie and tie & ~group for tie in ties)]
             if len(free) > 1:
-                yield free
+                yield sorted(free, key=lambda part: part & -part)  # by first element
             elif len(parts) > 1:
                 for part in parts:
                     yield from self.regions(part, ties)
@@ -81,16 +85,6 @@ def order_of(graph: networkx.DiGraph[str]) -> Order:
             before[number] |= before[place[earlier]] | 1 << place[earlier]
     related = tuple(1 << n | a | b for n, (a, b) in enumerate(zip(after, before, strict=True)))
     return Order(names, related, tuple(after))
-
-
-def _free(group: int, parts: Sequence[int], ties: Sequence[int]) -> list[int]:
-    """Parts of a group, tied ones as one, without those tied to what is outside of the group; by first element."""
-    joined = list(parts)
-    for tie in ties:
-        apart = [part for part in joined if not part & tie]
-        joined = [*apart, sum(part for part in joined if part & tie)] if tie & group else joined
-    free = (part for part in joined if not any(part & tie and tie & ~group for tie in ties))
-    return sorted(free, key=lambda part: part & -part)
 
 
 def bits(elements: int) -> Iterator[int]:

@@ -7,13 +7,12 @@ and n outputs gets two matrices (m, r) and (r, n) that train, and everything els
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass, Role
+from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +96,6 @@ def layer_training() -> LayerTraining | None:
     return _RUNNING.get()
 
 
-@contextmanager
-def _training(setting: LayerTraining) -> Iterator[None]:
-    before = _RUNNING.set(setting)
-    try:
-        yield
-    finally:
-        _RUNNING.reset(before)
-
-
 def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> ModelGraph:
     """A closed form's graph of which some parameters train.
 
@@ -123,8 +113,11 @@ def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> Mod
     layers = []
     for layer, setting in zip(graph.layers, settings, strict=True):
         if setting not in graphs:
-            with _training(setting):
+            before = _RUNNING.set(setting)
+            try:
                 graphs[setting] = build()
+            finally:
+                _RUNNING.reset(before)
         if (layer.kind, setting) not in labels:
             kind = graphs[setting].kinds[layer.kind]
             alike = (label for label, other in kinds.items() if replace(other, name=kind.name) == kind)
@@ -142,25 +135,20 @@ def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining
     tied = {tie.second: tie.first for tie in graph.ties if tie.parameters}
     for layer in graph.layers:
         kind = graph.kind_of(layer)
+        weighted = [operator for operator in kind.operators if operator.weight_bytes]
         frozen = {name for name in _names(kind) if trainable.freezes(f"{layer.name}.{name}")}
         tables[layer.name] = "embedding" in frozen
         if layer.name in tied:
             frozen = (frozen | {"head"}) if tables[tied[layer.name]] else frozen - {"head"}
-        adapted = {name for name in _linear(layer, kind) if trainable.adapts(f"{layer.name}.{name}")}
+        # linear layers of a block, those of experts left out
+        linear = (one.name for one in weighted if one.kind is OperatorClass.MATMUL and one.count == 1)
+        blocks = layer.role is Role.BLOCK
+        adapted = {name for name in linear if blocks and trainable.adapts(f"{layer.name}.{name}")}
         yield LayerTraining(frozenset(frozen), frozenset(adapted), trainable.rank, returns)
-        weighted = {name for operator in kind.operators if operator.weight_bytes for name in operator.name.split("+")}
-        looked_up = {"embedding"} & set(_names(kind))
-        returns = returns or bool(adapted) or bool((weighted | looked_up) - frozen)
+        held = {name for operator in weighted for name in operator.name.split("+")}
+        returns = returns or bool(adapted) or bool((held | ({"embedding"} & set(_names(kind)))) - frozen)
 
 
 def _names(kind: LayerKind) -> list[str]:
     """Names of operators, those that a compiler joined each by itself."""
     return [name for operator in kind.operators for name in operator.name.split("+")]
-
-
-def _linear(layer: Layer, kind: LayerKind) -> list[str]:
-    """Linear layers of a block, those of experts left out."""
-    matmuls = (
-        operator for operator in kind.operators if operator.kind is OperatorClass.MATMUL and operator.weight_bytes
-    )
-    return [matmul.name for matmul in matmuls if matmul.count == 1] if layer.role is Role.BLOCK else []

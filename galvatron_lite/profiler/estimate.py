@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
@@ -132,17 +133,11 @@ def _needed(operators: Sequence[Operator]) -> int:
         operator = operators[place]
         if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
             return place
-        if operator.kind is not OperatorClass.MEMORY or not _keeps_nothing(operator):
+        # a sum hands its gradient on, or adds two of them up as forward added two tensors
+        summed = operator.name.endswith(".residual") and operator.backward_moved == operator.moved
+        if operator.kind is not OperatorClass.MEMORY or (operator.backward_moved and not summed):
             break
     return len(operators)
-
-
-def _keeps_nothing(operator: Operator) -> bool:
-    """Whether backward needs nothing of a memory-bound operator: it hands gradients on, or adds two of them up as
-    forward added two tensors."""
-    return not operator.backward_moved or (
-        operator.name.endswith(".residual") and operator.backward_moved == operator.moved
-    )
 
 
 def kernels(operator: Operator) -> tuple[int, int]:
@@ -219,6 +214,20 @@ LARGEST_DEGREE = 64  # tensor-parallel degrees above this are not estimated
 Wanted = tuple[str, int, bool, Recompute, float]
 """Kind, tensor degree, sequence parallel, recompute choice, samples."""
 
+
+class _Choice(NamedTuple):
+    """What a point is estimated for; see ``LayerPoint``."""
+
+    kind: str
+    tensor: int
+    split: bool  # whether tokens are shared, too
+    recompute: Recompute
+    samples: float
+    expert: int = 1
+    by: str = ""  # the field of ``Strategy`` that splits channels
+    ways: int = 1  # its degree
+
+
 __all__ = [
     "LARGEST_DEGREE",
     "SAMPLES",
@@ -261,7 +270,11 @@ def estimate_profile(
         context: devices that share the tokens of a sample.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
-    host = _of_graph(stack_constants(stack, calibration), graph)
+    host = stack_constants(stack, calibration)
+    if any(is_picture(kind) for kind in graph.kinds.values()):  # some constants are of networks of pictures only
+        host = replace(host, memory=host.pictures or host.memory)
+    else:
+        host = replace(host, sharing=0.0)
     if context > 1:
         host = replace(host, attention=host.attention * host.ring)
     devices = list({group.device.name: group.device for group in cluster.groups}.values())
@@ -276,14 +289,17 @@ def estimate_profile(
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
     near = cluster.levels[0].size
     each = stack.pictures.gathers_each
-    every = _every(graph, cluster.devices, near, samples, each)
-    strategies = tuple(every if wanted is None else _offered(graph, wanted, expert))
+    choices = list(_every(graph, cluster.devices, near, samples, each)) if wanted is None else []
+    for item in wanted or ():
+        kind = graph.kinds.get(item[0])
+        if kind is not None and item[3] in kind.kept:
+            choices.append(_Choice(*item, expert if kind.expert_parameters else 1))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
         return DeviceFigures(
             device,
-            tuple(_points(graph, machines, stack, strategies)),
+            tuple(_points(graph, machines, stack, choices)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
             HostOverhead(
                 step=host.step_host,
@@ -295,6 +311,9 @@ def estimate_profile(
             ),
         )
 
+    # parameters are gathered in the precision of compute where it is as wide as the stack's
+    as_wide = ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(states.gather, 1) == ITEM_BYTES[wide]
+    gathered = wide if as_wide else states.gather
     slowest, unlike = figures(machines, ""), zip(machines, devices, strict=True) if len(devices) > 1 else ()
     return Profile(
         version=PROFILE_VERSION,
@@ -313,7 +332,7 @@ def estimate_profile(
         sharing=host.sharing,
         overhead=slowest.overhead,
         types=tuple(figures([machine], device.name) for machine, device in unlike),
-        gather_precision=_gathered(states.gather, wide),
+        gather_precision=gathered,
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
         bucket_bytes=states.bucket_bytes,
@@ -329,39 +348,22 @@ def stack_constants(stack: Stack, calibration: Calibration) -> StackConstants:
     return stack.constants if stack.constants != StackConstants() else constants_for_stack(calibration, stack.name)
 
 
-def _of_graph(host: StackConstants, graph: ModelGraph) -> StackConstants:
-    """What a stack costs on a model: some constants are of networks of pictures only."""
-    if any(is_picture(kind) for kind in graph.kinds.values()):
-        return replace(host, memory=host.pictures or host.memory)
-    return replace(host, sharing=0.0)
-
-
 def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     """Legal tensor-parallel degrees of a kind on up to so many devices: divisors of what its structure allows."""
     largest = min(LARGEST_DEGREE, devices, kind.tensor_degrees)
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
 
 
-def _gathered(precision: str, wide: str) -> str:
-    """Parameters are gathered in the precision of compute where it is as wide as the stack's."""
-    return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
-
-
-_Asked = tuple[str, int, bool, Recompute, float, int, str, int]
-"""What is wanted, the devices that experts are spread over, the field of ``Strategy`` that splits channels, and its
-degree."""
-
-
-def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float], each: bool) -> Iterator[_Asked]:
+def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float], each: bool) -> Iterator[_Choice]:
     for key, kind in graph.kinds.items():
         for by, sliced in _slices(kind, min(near, devices), each):
             for count, recompute in product(samples[::2], kind.kept):
-                yield key, 1, False, recompute, count, 1, by, sliced
+                yield _Choice(key, 1, False, recompute, count, 1, by, sliced)
         for expert, degree in product(_spreads(kind, devices), tensor_degrees(kind, devices)):
             for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
                 counts = (*_shares(kind, devices // degree, degree if split else 1), *samples)
                 for count, recompute in product(counts, kind.kept):
-                    yield key, degree, split, recompute, count, expert, "", 1
+                    yield _Choice(key, degree, split, recompute, count, expert)
 
 
 def _spreads(kind: LayerKind, devices: int) -> tuple[int, ...]:
@@ -391,57 +393,43 @@ def _shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, ...]:
     return tuple(2.0**-power for power in range(most.bit_length() - 1, 0, -1))
 
 
-def _offered(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iterator[_Asked]:
-    """What is wanted and can be run; a choice that a kind does not offer is left out."""
-    for item in wanted:
-        kind = graph.kinds.get(item[0])
-        if kind is not None and item[3] in kind.kept:
-            yield *item, expert if kind.expert_parameters else 1, "", 1
-
-
 def _points(
-    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, requests: Sequence[_Asked]
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, choices: Sequence[_Choice]
 ) -> Iterator[LayerPoint]:
-    stop, cache = stack.early_stop, dict[tuple[str, int, bool, float, int, str, int], LayerTimes]()
-    kinds = dict[tuple[str, str, int], LayerKind]()
-    for key, degree, split, recompute, samples, expert, by, sliced in requests:
-        if (key, by, sliced) not in kinds:
-            whole = graph.kinds[key]
-            kinds[key, by, sliced] = sliced_kind(whole, by, sliced, stack.pictures.gathers_each) if by else whole
-        kind, place = kinds[key, by, sliced], (key, degree, split, samples, expert, by, sliced)
-        times = cache.get(place)
-        if times is None:
-            every = [layer_times(item, kind, stack.states, samples, degree, split, expert, stop) for item in machines]
-            times = cache[place] = max(every, key=lambda item: item.forward + item.backward)
-        point = _point(key, kind, times, samples, degree, split, recompute, expert)
-        yield replace(point, filters=sliced if by == "filters" else 1, channels=sliced if by == "channels" else 1)
+    times: dict[_Choice, LayerTimes] = {}
+    kinds: dict[tuple[str, str, int], LayerKind] = {}
+    for choice in choices:
+        name, by, ways = key = choice.kind, choice.by, choice.ways
+        if key not in kinds:
+            whole = graph.kinds[name]
+            kinds[key] = sliced_kind(whole, by, ways, stack.pictures.gathers_each) if by else whole
+        plain = choice._replace(recompute=Recompute.NONE)
+        if plain not in times:
+            where = choice.samples, choice.tensor, choice.split, choice.expert, stack.early_stop
+            every = [layer_times(machine, kinds[key], stack.states, *where) for machine in machines]
+            times[plain] = max(every, key=lambda item: item.forward + item.backward)
+        yield _point(choice, kinds[key], times[plain])
 
 
-def _point(
-    key: str,
-    kind: LayerKind,
-    times: LayerTimes,
-    samples: float,
-    degree: int,
-    split: bool,
-    recompute: Recompute,
-    expert: int,
-) -> LayerPoint:
+def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
     """One point; under recompute all that a plain layer keeps lives again while its backward runs."""
-    kept = kind.kept[recompute].at(degree, split) * samples
-    plain = kind.kept.get(Recompute.NONE, kind.kept[recompute]).at(degree, split) * samples
+    samples, degree, split = choice.samples, choice.tensor, choice.split
+    kept = kind.kept[choice.recompute].at(degree, split) * samples
+    plain = kind.kept.get(Recompute.NONE, kind.kept[choice.recompute]).at(degree, split) * samples
     spared = kind.spared_bytes / degree if degree > 1 else 0.0
-    rebuilt = plain + kept if recompute is Recompute.FULL else max(plain, kept)
+    rebuilt = plain + kept if choice.recompute is Recompute.FULL else max(plain, kept)
     return LayerPoint(
-        kind=key,
+        kind=choice.kind,
         samples=samples,
         tensor=degree,
         sequence_parallel=split,
-        recompute=recompute,
+        recompute=choice.recompute,
         forward=times.forward_with_host,
-        backward=times.backward_with_host(recompute),
+        backward=times.backward_with_host(choice.recompute),
         kept=round(kept),
         working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
-        expert=expert,
+        expert=choice.expert,
+        filters=choice.ways if choice.by == "filters" else 1,
+        channels=choice.ways if choice.by == "channels" else 1,
     )

@@ -223,19 +223,14 @@ def _rates(
         raise InputError("--precision", precision, f"{device.name} has peaks for {', '.join(device.peak)} only.")
     peak, gpu = device.peak[precision_name], not device.name.upper().startswith("CPU")
     kernel = NARROW_KERNELS.get(precision, 1.0) if precision_name in NARROW else 1.0
-    unit = peak * _share(reached, precision_name) * kernel / stack.matmul / device.units
+    # a precision without a constant of its own takes bf16's
+    names = [name for name in _SHARES.get(precision_name, (precision_name, "bf16")) if name in reached.matmul]
+    share = reached.matmul[next(iter(names or reached.matmul))]
+    unit = peak * share * kernel / stack.matmul / device.units
     bandwidth = device.memory_bandwidth * reached.memory / stack.memory
     item_bytes = ITEM_BYTES.get(precision, 1)
     launch, tail = device.launch_overhead, KERNEL_TAIL
     return Rates(device.units, unit, bandwidth, launch, tail, item_bytes, gpu, uneven), peak
-
-
-def _share(reached: DeviceConstants, precision: str) -> float:
-    """Of peak FLOP/s at a precision; a precision without its own constant takes bf16's."""
-    for name in _SHARES.get(precision, (precision, "bf16")):
-        if name in reached.matmul:
-            return reached.matmul[name]
-    return next(iter(reached.matmul.values()))
 
 
 def stream(machine: Machine, moved: float) -> float:

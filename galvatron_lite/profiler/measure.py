@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +27,7 @@ from galvatron_lite.cluster.probe import probe
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.batch import LossFn, batch_size
 from galvatron_lite.model.discover import BlockNames
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.model.trace.meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
@@ -199,23 +199,15 @@ def _open_journal(path: Path, scope: Scope, resume: bool) -> Journal | None:
     return Journal(path, data_hash(about), resume)
 
 
+def _kinds(scope: Scope, *roles: Role) -> dict[str, LayerKind]:
+    return {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role in roles}
+
+
 def layer_settings(scope: Scope) -> list[LayerSetting]:
     """Every point of every kind of block: shares of a sample's pixels, then fewest samples first."""
-    kinds = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is Role.BLOCK}
-    shares = [
-        LayerSetting(name, share_on(kind, grid), recompute=recompute, grid=grid)
-        for name, kind in kinds.items()
-        for grid in (() if scope.whole else measured_grids(kind))
-        for recompute in kind.kept
-    ]
-    slices = [
-        LayerSetting(name, samples, recompute=recompute, by=by, ways=ways)
-        for samples in scope.samples[::2]
-        for name, kind in kinds.items()
-        for by, ways in measured_slices(kind, scope.degrees)
-        for recompute in kind.kept
-    ]
-    return [*shares, *slices] + [
+    kinds = _kinds(scope, Role.BLOCK)
+    cut = [*_shares(scope, kinds), *sliced_settings(scope, kinds)]
+    return [replace(setting, recompute=choice) for setting in cut for choice in kinds[setting.kind].kept] + [
         LayerSetting(name, samples, degree, shared, recompute)
         for samples in scope.samples
         for name, kind in kinds.items()
@@ -229,22 +221,21 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
 
 def stem_settings(scope: Scope) -> list[LayerSetting]:
     """Points of the layer before the blocks on shares of a sample's pixels."""
-    if scope.whole:
-        return []
-    name = next(layer.kind for layer in scope.graph.layers if layer.role is Role.BEFORE)
-    kind = scope.graph.kinds[name]
-    return [LayerSetting(name, share_on(kind, grid), grid=grid) for grid in measured_grids(kind)]
+    return list(_shares(scope, _kinds(scope, Role.BEFORE)))
 
 
-def sliced_edges(scope: Scope) -> list[LayerSetting]:
-    """Points of the layers before and after the blocks with slices of their weights."""
-    edges = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is not Role.BLOCK}
-    return [
-        LayerSetting(name, samples, by=by, ways=ways)
-        for samples in scope.samples[::2]
-        for name, kind in edges.items()
-        for by, ways in measured_slices(kind, scope.degrees)
-    ]
+def _shares(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
+    """Shares of a sample's pixels."""
+    for name, kind in kinds.items():
+        for grid in () if scope.whole else measured_grids(kind):
+            yield LayerSetting(name, share_on(kind, grid), grid=grid)
+
+
+def sliced_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
+    """Points of kinds of layers with slices of their weights."""
+    for samples, (name, kind) in product(scope.samples[::2], kinds.items()):
+        for by, ways in measured_slices(kind, scope.degrees):
+            yield LayerSetting(name, samples, by=by, ways=ways)
 
 
 def layer_key(setting: LayerSetting) -> str:
@@ -264,61 +255,49 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
         tasks.append(MeasureTask(key, label or key.replace("/", " "), lambda _: _plain(run(*args))))
 
     add("throughput", measure_throughput, device, scope.graph.precision, rule)
-    tasks += [_layer_task(setting, bench, scope) for setting in layer_settings(scope)]
-    for samples in scope.samples:
-        for degree in scope.degrees:
-            add(f"{EDGES}/samples {samples}/tensor {degree}", bench.measure_edges, samples, degree)
+    for setting in layer_settings(scope):
+        key = layer_key(setting)
+        tasks.append(MeasureTask(key, key.replace("/", " "), partial(_measure_block, setting, bench, scope)))
+    for samples, degree in product(scope.samples, scope.degrees):
+        add(f"{EDGES}/samples {samples}/tensor {degree}", bench.measure_edges, samples, degree)
     for setting in stem_settings(scope):
-        add(f"{EDGES}/pixels {setting.samples}", _listed, bench.measure_stem, setting)
-    for setting in sliced_edges(scope):
+        add(f"{EDGES}/pixels {setting.samples}", bench.measure_stem, setting)
+    for setting in sliced_settings(scope, _kinds(scope, Role.BEFORE, Role.AFTER)):
         key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.ways}"
-        add(key, _listed, bench.measure_sliced_edge, setting)
+        add(key, bench.measure_sliced_edge, setting)
     add("optimizer", measure_optimizer, device, rule)
     add("overlap", measure_overlap, device, rule)
     add("overhead", bench.measure_overhead, max(scope.samples), label="overhead of the runtime")
     add("waiting", bench.measure_waiting, max(scope.samples), label="waiting at collectives")
     group = cache(make_group)
-    for shape in group_shapes(scope.world):
-        for kind in Collective:
-            if kind is not Collective.SEND_RECV or shape.size == 2:
-                key = f"{kind}/{shape.size} ranks {shape.stride} apart"
-                add(key, lambda k=kind, s=shape: measure_collective(k, s, group(s), device, rule=rule))
+    for shape, kind in product(group_shapes(scope.world), Collective):
+        if kind is not Collective.SEND_RECV or shape.size == 2:
+            key = f"{kind}/{shape.size} ranks {shape.stride} apart"
+            add(key, lambda k=kind, s=shape: measure_collective(k, s, group(s), device, rule=rule))
     return tasks
+
+
+def _measure_block(setting: LayerSetting, bench: LayerBench, scope: Scope, results: Mapping[str, Any]) -> Any:
+    """One point as plain data; none where the device cannot hold it, judged from fewer samples: then no plan can use it
+    either."""
+    keys = {n: layer_key(replace(setting, samples=n)) for n in scope.samples if n < setting.samples}
+    fewer = max((n for n, key in keys.items() if key in results), default=None)
+    if fewer is not None:
+        smaller = results[keys[fewer]]
+        if not smaller or smaller[0]["working"] * setting.samples / fewer >= scope.cluster.device.memory:
+            return []
+    return _plain(bench.measure_block(setting))
 
 
 def _plain(points: Any) -> Any:
     return [to_data(point) for point in points] if isinstance(points, (list, tuple)) else to_data(points)
 
 
-def _listed(measure: Callable[[LayerSetting], LayerPoint | None], setting: LayerSetting) -> list[LayerPoint]:
-    point = measure(setting)
-    return [] if point is None else [point]
-
-
-def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> MeasureTask:
-    def run(results: Mapping[str, Any]) -> Any:
-        point = bench.measure_block(setting) if _fits(setting, scope, results) else None
-        return None if point is None else to_data(point)
-
-    key = layer_key(setting)
-    return MeasureTask(key, key.replace("/", " "), run)
-
-
-def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bool:
-    """Whether the device can hold it, judged from fewer samples; if not, no plan can use it either."""
-    steps: dict[float, int] = {after: before for before, after in pairwise(scope.samples)}
-    fewer = steps.get(setting.samples)
-    if fewer is None:
-        return True
-    smaller = results.get(layer_key(replace(setting, samples=fewer)))
-    return smaller is not None and smaller["working"] * setting.samples / fewer < scope.cluster.device.memory
-
-
 def assemble(name: str, scope: Scope, results: Results) -> Profile:
     """The profile from the results of all tasks."""
-    blocks = [results[layer_key(setting)] for setting in layer_settings(scope)]
-    edges = [point for key, points in results.items() if key.startswith(f"{EDGES}/") for point in points]
-    layers = tuple(from_data(LayerPoint, point, "layers") for point in [*blocks, *edges] if point is not None)
+    measured = [results[layer_key(setting)] for setting in layer_settings(scope)]
+    measured += [points for key, points in results.items() if key.startswith(f"{EDGES}/")]
+    layers = tuple(from_data(LayerPoint, point, "layers") for points in measured for point in points)
     kinds = tuple(f"{collective.value}/" for collective in Collective)
     points = [point for key, value in results.items() if key.startswith(kinds) for point in value]
     communication = tuple(from_data(CollectivePoint, point, "collectives") for point in points)

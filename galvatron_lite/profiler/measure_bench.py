@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, TypeAlias
@@ -19,8 +20,10 @@ from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, 
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.model.trace.run import block_calls
 from galvatron_lite.parallelism.branch.find import find_regions
+from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import compute_context, compute_dtype, holding_copies, narrow_norms
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
@@ -29,7 +32,6 @@ from galvatron_lite.profiler.measure_layers import (
     WHOLE,
     LayerSetting,
     SegmentMemory,
-    Slicing,
     cut_pictures,
     give_gradients,
     layer_point,
@@ -37,7 +39,7 @@ from galvatron_lite.profiler.measure_layers import (
     segment_memory,
 )
 from galvatron_lite.profiler.measure_overhead import Line, measure_overhead, measure_waiting
-from galvatron_lite.profiler.memory import track_peak
+from galvatron_lite.profiler.memory import MemoryPhase, track_peak
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import (
     Boundary,
@@ -84,9 +86,15 @@ def measure_edges(
     compute = compute_dtype(edges.precision)
     if compute is not None:
         narrow_norms(edges.skeleton.model)
+
+    def once(lap: Lap) -> None:
+        """Before's forward, after's forward, after's backward, before's backward."""
+        _step(edges, lap)
+        lap()
+
     with holding_copies(compute, device):
         memory = edge_memory(edges, device)
-        timing = time_edges(edges, device, rule)
+        timing = time_laps(once, device, rule)
     laps = timing.laps
     halves = (laps[0], laps[3]), (laps[1], laps[2])
     timings = [Timing(half, timing.repetitions, timing.spread) for half in halves]
@@ -94,35 +102,23 @@ def measure_edges(
     return before, after
 
 
-def time_edges(edges: EdgeInput, device: torch.device, rule: TimingRule) -> Timing:
-    """Seconds of before's forward, after's forward, after's backward, before's backward."""
-
-    def once(lap: Lap) -> None:
-        _step(edges, lap)
-        lap()
-
-    return time_laps(once, device, rule)
-
-
 def edge_memory(edges: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
     """Bytes of what lies before and of what lies after the blocks."""
     _step(edges, lambda: None)
-    if not edges.skeleton.stubs:
-        return _whole_memory(edges, device), SegmentMemory(0, 0, 0)
+    if not edges.skeleton.stubs:  # all of the model counts as before
+        forward, *_, backward = _phases(edges, device)
+        return segment_memory(forward, backward, 0), SegmentMemory(0, 0, 0)
     alone, with_side = _kept_before(edges, device)
-    with track_peak(device) as tracked:
-        _step(edges.copied(), tracked.mark)
-    before, after, after_back, before_back = tracked.phases
+    before, after, after_back, before_back = _phases(edges, device)
     first = SegmentMemory(with_side, max(before_back.peak, alone), max(before.peak, with_side))
     return first, segment_memory(after, after_back, alone)
 
 
-def _whole_memory(edges: EdgeInput, device: torch.device) -> SegmentMemory:
-    """Bytes of a model without blocks: all of it counts as before."""
+def _phases(edges: EdgeInput, device: torch.device) -> tuple[MemoryPhase, ...]:
+    """Memory of the four parts of a step."""
     with track_peak(device) as tracked:
         _step(edges.copied(), tracked.mark)
-    forward, *_, backward = tracked.phases
-    return segment_memory(forward, backward, 0)
+    return tracked.phases
 
 
 def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
@@ -197,18 +193,12 @@ def _kept_before(inputs: EdgeInput, device: torch.device) -> tuple[int, int]:
     gc.collect(1)  # what is garbage already is not to be released inside
     with track_peak(device) as tracked:
         held = inputs.copied()
-        _run_until_stopped(held)
+        with suppress(StopRunError):
+            held.run()
         gc.collect(1)
         tracked.mark()
         side.clear()
     return max(tracked.end, 0), max(tracked.phases[0].end, 0)
-
-
-def _run_until_stopped(edges: EdgeInput) -> None:
-    try:
-        edges.run()
-    except StopRunError:
-        return
 
 
 _EDGES = (Role.BEFORE, Role.AFTER)
@@ -232,17 +222,16 @@ class LayerBench:
     _plans: dict[str, TensorPlan] = field(default_factory=dict)
     _calls: tuple[int, Mapping[str, SegmentCall]] = field(default_factory=lambda: (0, {}))
 
-    def measure_block(self, setting: LayerSetting) -> LayerPoint | None:
-        """One point of one kind of block; None where it does not run on a share of its pictures (it makes a row of
+    def measure_block(self, setting: LayerSetting) -> list[LayerPoint]:
+        """One point of one kind of block; none where it does not run on a share of its pictures (it makes a row of
         them for a linear layer) or of its channels."""
         plain = setting.grid == WHOLE and not setting.by
-        return self._measured(setting) if plain else _if_it_runs(lambda: self._measured(setting))
+        return [self._measured(setting)] if plain else _if_it_runs(lambda: self._measured(setting))
 
     def _measured(self, setting: LayerSetting) -> LayerPoint:
         call, block = self._calls_at(ceil(setting.samples))[setting.kind], self._blocks[setting.kind]
         kind = self.graph.kinds[setting.kind]
-        args, kwargs = (cut_pictures(values, kind, setting.grid) for values in (call.args, call.kwargs))
-        call = replace(call, args=args, kwargs=kwargs)
+        call = call.with_arguments(lambda value: cut_pictures(value, kind, setting.grid))
         if setting.tensor > 1 and setting.kind not in self._plans:
             self._plans[setting.kind] = infer_block(block, call.args, call.kwargs)
         plan = self._plans.get(setting.kind)
@@ -254,8 +243,8 @@ class LayerBench:
         before, after = (LayerSetting(name, samples, tensor) for name in names)
         return self._measure_edges((before, after), self._batch_at(samples))
 
-    def measure_stem(self, before: LayerSetting) -> LayerPoint | None:
-        """One point of what lies before the blocks, on a share of one sample's pixels; None where it does not run."""
+    def measure_stem(self, before: LayerSetting) -> list[LayerPoint]:
+        """One point of what lies before the blocks, on a share of one sample's pixels; none where it does not run."""
         batch = cut_pictures(self._batch_at(1), self.graph.kinds[before.kind], before.grid)
         with warnings.catch_warnings():
             # targets of each pixel are cut here and predictions, from stubs, are not: the loss says so, or does not
@@ -263,8 +252,8 @@ class LayerBench:
             warnings.filterwarnings("ignore", message="Using a target size", category=UserWarning)
             return _if_it_runs(lambda: self._measure_edges((before, before), batch)[0])
 
-    def measure_sliced_edge(self, setting: LayerSetting) -> LayerPoint | None:
-        """One point of what lies before, or after, the blocks, with a slice of its weights; None where it has none."""
+    def measure_sliced_edge(self, setting: LayerSetting) -> list[LayerPoint]:
+        """One point of what lies before, or after, the blocks, with a slice of its weights; none where it has none."""
         return _if_it_runs(lambda: self._sliced_edge(setting))
 
     def _sliced_edge(self, setting: LayerSetting) -> LayerPoint:
@@ -273,7 +262,8 @@ class LayerBench:
         layer = next(layer for layer in self.graph.layers if layer.kind == setting.kind)
         for path, call in block_calls(self.model, layer.modules, self.batch).items():
             module = model.get_submodule(path)
-            Slicing(infer_channels(module, call.args, call.kwargs, setting.by, setting.ways)).slice(module)
+            plan = infer_channels(module, call.args, call.kwargs, setting.by, setting.ways)
+            shard_channels(module, plan, ShapeOnlyAxisGroup(plan.degree))
         calls, batch = self._calls_at(ceil(setting.samples)), self._batch_at(ceil(setting.samples))
         edges = EdgeInput(skeleton.twin(model), calls, batch, self.loss_fn, self.graph.precision)
         points = measure_edges(edges, (setting, setting), self.device, self.rule)
@@ -351,8 +341,8 @@ class LayerBench:
         return skeleton.twin(model)
 
 
-def _if_it_runs(measure: Callable[[], LayerPoint]) -> LayerPoint | None:
+def _if_it_runs(measure: Callable[[], LayerPoint]) -> list[LayerPoint]:
     try:
-        return measure()
+        return [measure()]
     except (RuntimeError, InputError):  # what torch raises for shapes that do not fit, and we for layers
-        return None
+        return []

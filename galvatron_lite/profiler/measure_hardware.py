@@ -12,79 +12,68 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
-from typing import TypeAlias
+from functools import partial
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.cluster.cluster import Cluster, Collective, Device
+from galvatron_lite.cluster.cluster import Cluster, Collective
+from galvatron_lite.model.trace.meta import dtype_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.profiler.memory import storage_bytes, track_peak
 from galvatron_lite.profiler.schema import CollectivePoint, OptimizerCost, Overlap, Throughput
-from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, of_all_ranks, time_call
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _SHAPES = {
     "cpu": ((128, 256, 1024), (256, 256, 256), (512, 512, 512), (1024, 512, 512)),
     "cuda": ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 4096, 11008), (8192, 8192, 8192)),
 }
 _ATTENTION = {"cpu": (2, 4, 256, 64), "cuda": (8, 16, 2048, 128)}
 _STREAM = {"cpu": 2**23, "cuda": 2**28}
+_LAUNCHES = 100
 
 
 def measure_throughput(device: torch.device, precision: str = "fp32", rule: TimingRule = DEFAULT_RULE) -> Throughput:
     """Measure this device (all ranks at the same moment) at one precision."""
-    dtype = _DTYPES[precision]
-    matmul = max(_matmul(shape, device, dtype, rule) for shape in _SHAPES[device.type])
-    return Throughput(matmul, _attention(device, dtype, rule), _stream(device, rule), _launch(device, rule))
+
+    def random(*sizes: int) -> Tensor:
+        return torch.rand(*sizes, device=device).to(dtype_of(precision))
+
+    def seconds(run: Callable[[], object]) -> float:
+        return time_call(run, device, rule).seconds
+
+    matmul = 0.0
+    for rows, inner, columns in _SHAPES[device.type]:
+        product = partial(torch.mm, random(rows, inner), random(inner, columns), out=random(rows, columns))
+        matmul = max(matmul, 2.0 * rows * inner * columns / seconds(product))
+    samples, heads, tokens, size = _ATTENTION[device.type]
+    q, k, v = (random(samples, heads, tokens, size) for _ in range(3))
+    attend = partial(F.scaled_dot_product_attention, q, k, v)
+    attention = 4.0 * samples * heads * tokens * tokens * size / seconds(attend)
+    left, right, out = (torch.ones(_STREAM[device.type], device=device) for _ in range(3))
+    bandwidth = 3 * left.nbytes / seconds(lambda: torch.add(left, right, out=out))
+    scalar = torch.ones(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            scalar.add_(1.0)
+
+    return Throughput(matmul, attention, bandwidth, seconds(launch) / _LAUNCHES)
 
 
 def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) -> Cluster:
     """The cluster with measured figures; peaks of a data sheet stay, since utilisation refers to them."""
-    groups = tuple(replace(group, device=_device(group.device, throughput, precision)) for group in cluster.groups)
-    return replace(cluster, groups=groups)
-
-
-def _device(device: Device, throughput: Throughput, precision: str) -> Device:
-    peaks = {} if device.source == "measured" else device.peak
-    peak = {**device.peak, precision: max(throughput.matmul, throughput.attention), **peaks}
-    return replace(device, peak=peak, memory_bandwidth=throughput.bandwidth, launch_overhead=throughput.launch)
-
-
-def _matmul(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
-    rows, inner, columns = shape
-    left = torch.rand(rows, inner, device=device).to(dtype)
-    right = torch.rand(inner, columns, device=device).to(dtype)
-    out = torch.empty(rows, columns, device=device, dtype=dtype)
-    return 2.0 * rows * inner * columns / time_call(lambda: torch.mm(left, right, out=out), device, rule).seconds
-
-
-def _attention(device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
-    samples, heads, tokens, size = _ATTENTION[device.type]
-    q, k, v = (torch.rand(samples, heads, tokens, size, device=device).to(dtype) for _ in range(3))
-    seconds = time_call(lambda: F.scaled_dot_product_attention(q, k, v), device, rule).seconds
-    return 4.0 * samples * heads * tokens * tokens * size / seconds
-
-
-def _stream(device: torch.device, rule: TimingRule) -> float:
-    left, right, out = (torch.ones(_STREAM[device.type], device=device) for _ in range(3))
-    moved = 3 * left.nbytes
-    return moved / time_call(lambda: torch.add(left, right, out=out), device, rule).seconds
-
-
-def _launch(device: torch.device, rule: TimingRule) -> float:
-    one = torch.ones(1, device=device)
-    calls = 100
-
-    def many() -> None:
-        for _ in range(calls):
-            one.add_(1.0)
-
-    return time_call(many, device, rule).seconds / calls
+    bandwidth, launch, groups = throughput.bandwidth, throughput.launch, []
+    for group in cluster.groups:
+        device, measured = group.device, {precision: max(throughput.matmul, throughput.attention)}
+        peak = device.peak | measured | (device.peak if device.source != "measured" else {})
+        device = replace(device, peak=peak, memory_bandwidth=bandwidth, launch_overhead=launch)
+        groups.append(replace(group, device=device))
+    return replace(cluster, groups=tuple(groups))
 
 
 _LARGE = {"cpu": 2**20, "cuda": 2**26}
@@ -102,10 +91,19 @@ def measure_optimizer(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> 
     large = _optimizer(4, items, device)
     per_tensor = time_call(small.step, device, rule).seconds / _SMALL_TENSORS
     many = time_call(large.step, device, rule).seconds
-    one, two = (_working(count, items, device) for count in (1, 2))
+    peaks = []
+    for count in (1, 2):
+        optimizer = _optimizer(count, items, device)
+        with track_peak(device) as tracked:
+            optimizer.step()
+        peaks.append(tracked.peak)
+    one, two = peaks
+    states: list[object] = [value for state in large.state.values() for value in state.values()]
+    # the step counters (scalars) are left out
+    moments = storage_bytes(value for value in states if isinstance(value, Tensor) and value.dim() > 0)
     return OptimizerCost(
         name="adamw",
-        state_bytes=_state_bytes(large),
+        state_bytes=round(moments / (4 * items)),
         seconds_per_item=max(many - 4 * per_tensor, many / 2) / (4 * items),
         seconds_per_tensor=per_tensor,
         working_bytes=one / items,
@@ -120,22 +118,6 @@ def _optimizer(tensors: int, items: int, device: torch.device) -> torch.optim.Op
     optimizer = torch.optim.AdamW(parameters)
     optimizer.step()
     return optimizer
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state for one item; the step counters (scalars) are left out."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states: list[object] = [value for parameter in parameters for value in optimizer.state[parameter].values()]
-    moments = storage_bytes(value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0)
-    items: int = sum(parameter.numel() for parameter in parameters)
-    return round(moments / items)
-
-
-def _working(tensors: int, items: int, device: torch.device) -> int:
-    optimizer = _optimizer(tensors, items, device)
-    with track_peak(device) as tracked:
-        optimizer.step()
-    return tracked.peak
 
 
 SIZES = tuple(4096 * 4**power for power in range(8))  # message sizes in bytes, 4 KiB to 64 MiB
@@ -231,17 +213,6 @@ _WIDTH = {"cpu": 256, "cuda": 4096}
 _ROUNDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """One all-reduce under compute: how long it took, and how many pieces of compute were done meanwhile."""
-
-    seconds: float
-    pieces: float
-
-
-_Run: TypeAlias = Callable[[torch.Tensor, Callable[[], None], float, float], _Together]
-
-
 def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Overlap:
     """Measure it on the whole world; both factors are 1 where there is nobody to communicate with.
 
@@ -257,33 +228,26 @@ def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Ov
     def piece() -> None:
         torch.mm(left, left, out=out)
 
-    together = _cuda_round if device.type == "cuda" else _cpu_round
-    rounds = [_round(message, piece, together, device, rule) for _ in range(_ROUNDS)]
-    compute, communication = (median(column) for column in zip(*rounds, strict=True))
-    return _agreed(compute, communication)
+    rounds = [_round(message, piece, device, rule) for _ in range(_ROUNDS)]
+    slowdowns = tuple(median(column) for column in zip(*rounds, strict=True))
+    means = map(fmean, zip(*of_all_ranks(slowdowns), strict=True))
+    return Overlap(*(max(1.0, slowdown) for slowdown in means))  # nothing runs faster for being disturbed
 
 
 def _round(
-    message: torch.Tensor, piece: Callable[[], None], together: _Run, device: torch.device, rule: TimingRule
+    message: torch.Tensor, piece: Callable[[], None], device: torch.device, rule: TimingRule
 ) -> tuple[float, float]:
     """Slow-down of compute and of communication, each against itself alone just before."""
     brief = replace(rule, warmup=1, most=rule.least, seconds=rule.seconds / _ROUNDS)
     alone = time_call(lambda: dist.all_reduce(message), device, brief, Across.MAX).seconds
     each = time_call(piece, device, brief).seconds
-    seconds = together(message, piece, alone, each)
-    return seconds.seconds / (max(seconds.pieces, 0.5) * each), seconds.seconds / alone
+    cuda = device.type == "cuda"
+    seconds, pieces = _cuda_round(message, piece, alone, each) if cuda else _cpu_round(message, piece)
+    return seconds / (max(pieces, 0.5) * each), seconds / alone
 
 
-def _agreed(compute: float, communication: float) -> Overlap:
-    """The mean over the ranks; nothing runs faster for being disturbed."""
-    everyone = [(compute, communication)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (compute, communication))
-    means = [mean(column) for column in zip(*everyone, strict=True)]
-    return Overlap(max(1.0, means[0]), max(1.0, means[1]))
-
-
-def _cpu_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:  # noqa: ARG001
-    """Compute until the communication thread is done."""
+def _cpu_round(message: torch.Tensor, piece: Callable[[], None]) -> tuple[float, int]:
+    """Seconds of one all-reduce under compute, and pieces of compute done meanwhile, until its thread is done."""
     dist.barrier()
     start, pieces = time.perf_counter(), 0
     work = dist.all_reduce(message, async_op=True)
@@ -292,11 +256,11 @@ def _cpu_round(message: torch.Tensor, piece: Callable[[], None], alone: float, e
         pieces += 1
     seconds = time.perf_counter() - start
     work.wait()
-    return _Together(seconds, pieces)
+    return seconds, pieces
 
 
-def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:
-    """Queue more compute than the all-reduce can last, and see by events how much was done when it ended."""
+def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> tuple[float, int]:
+    """The same: queue more compute than the all-reduce can last, and see by events how much was done when it ended."""
     dist.barrier()
     torch.cuda.synchronize(message.device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(int(4 * alone / each) + 2)]  # type: ignore[no-untyped-call]
@@ -311,5 +275,4 @@ def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, 
         event.record()
     torch.cuda.synchronize(message.device)
     seconds = events[0].elapsed_time(done) / 1e3
-    pieces = sum(events[0].elapsed_time(event) / 1e3 <= seconds for event in events[1:])
-    return _Together(seconds, pieces)
+    return seconds, sum(events[0].elapsed_time(event) / 1e3 <= seconds for event in events[1:])

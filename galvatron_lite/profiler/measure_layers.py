@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,15 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid, rank: int = 0) -> Any:
     if grid == WHOLE:
         return value
     degrees = grid[len(grid) - _sides(kind) :]
-    return map_tensors(value, lambda tensor: _cut(tensor, degrees, rank))
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() != _PICTURE + len(degrees) or not tensor.is_floating_point():
+            return tensor
+        for dim, degree in enumerate(degrees, _PICTURE):
+            tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, min(rank, degree - 1)))
+        return tensor.contiguous()
+
+    return map_tensors(value, cut)
 
 
 def on_share(
@@ -103,14 +112,6 @@ def _sides(kind: LayerKind) -> int:
     return sum(extent > 0 for extent in (kind.dims.depth, kind.dims.height, kind.dims.width))
 
 
-def _cut(tensor: Tensor, degrees: Sequence[int], rank: int) -> Tensor:
-    if tensor.dim() != _PICTURE + len(degrees) or not tensor.is_floating_point():
-        return tensor
-    for dim, degree in enumerate(degrees, _PICTURE):
-        tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, min(rank, degree - 1)))
-    return tensor.contiguous()
-
-
 def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
     """How the channels of a kind of layer are measured: ``filters`` or ``channels``, and devices that share them."""
     for by in BY:
@@ -118,30 +119,17 @@ def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[s
             yield from ((by, degree) for degree in degrees if degree > 1 and divides(kind, by, degree))
 
 
-@dataclass(frozen=True, slots=True)
-class Slicing:
-    """The first device's slice of a layer."""
+def first_channels(value: Any, plan: ChannelPlan | None) -> Any:
+    """Arguments as the first device gets them: its channels of every tensor, where inputs are shared."""
+    if plan is None or plan.by != "channels":
+        return value
 
-    plan: ChannelPlan | None = None  # how channels are shared; None: they are not
-
-    def slice(self, layer: nn.Module) -> None:
-        """Slice a layer's weights in place; it then runs without the other devices."""
-        if self.plan is not None:
-            shard_channels(layer, self.plan, ShapeOnlyAxisGroup(self.plan.degree))
-
-    def entering(self, value: Any) -> Any:
-        """Arguments as the device gets them: its channels of every tensor, where inputs are shared."""
-        if self.plan is None or self.plan.by != "channels":
-            return value
-        return map_tensors(value, self._share_of)
-
-    def _share_of(self, tensor: Tensor) -> Tensor:
-        if self.plan is None or tensor.dim() < _PICTURE or not tensor.is_floating_point():
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() < _PICTURE or not tensor.is_floating_point():
             return tensor
-        return tensor.narrow(1, *share(tensor.shape[1], self.plan.degree, 0)).contiguous()
+        return tensor.narrow(1, *share(tensor.shape[1], plan.degree, 0)).contiguous()
 
-
-UNSLICED = Slicing()  # the whole layer
+    return map_tensors(value, cut)
 
 
 _MOST_COPIES = 4
@@ -192,12 +180,14 @@ def measure_block(
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    cut = slicing_of(block, call, setting)
-    share = replace(share, args=cut.entering(share.args), kwargs=cut.entering(share.kwargs))
+    cut = infer_channels(block, call.args, call.kwargs, setting.by, setting.ways) if setting.ways > 1 else None
+    share = share.with_arguments(partial(first_channels, plan=cut))
     with holding_copies(compute_dtype(precision), device):
         shard = make_shard(block, setting, chosen, device, precision, cut)
         memory = block_memory(shard, share, device)
-        copies = _copies(shard, memory, device)
+        room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_ROOM
+        each = 2 * storage_bytes(shard.parameters()) + memory.working
+        copies = max(1, min(_MOST_COPIES, room // max(each, 1)))
         shards = [shard, *(make_shard(block, setting, chosen, device, precision, cut) for _ in range(copies - 1))]
         return layer_point(setting, time_blocks(shards, share, device, rule), memory)
 
@@ -221,26 +211,20 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
     )
 
 
-def slicing_of(block: nn.Module, call: SegmentCall, setting: LayerSetting) -> Slicing:
-    """How the channels of a block are sliced under a setting."""
-    if setting.ways == 1:
-        return Slicing()
-    return Slicing(infer_channels(block, call.args, call.kwargs, setting.by, setting.ways))
-
-
 def make_shard(
     block: nn.Module,
     setting: LayerSetting,
     plan: TensorPlan,
     device: torch.device,
     precision: str = "fp32",
-    cut: Slicing = UNSLICED,
+    cut: ChannelPlan | None = None,
 ) -> nn.Module:
     """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
     shard = copy.deepcopy(block)
     if compute_dtype(precision) is not None:
         narrow_experts(shard)
-    cut.slice(shard)
+    if cut is not None:
+        shard_channels(shard, cut, ShapeOnlyAxisGroup(cut.degree))
     if setting.tensor > 1:
         regather = setting.recompute is Recompute.NONE
         shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel, regather=regather)
@@ -273,7 +257,7 @@ def local_call(call: SegmentCall, degree: int) -> SegmentCall:
     def cut(tensor: Tensor) -> Tensor:
         return tensor.chunk(degree, dim=1)[0].contiguous() if tensor is hidden else tensor
 
-    return replace(call, args=map_tensors(call.args, cut), kwargs=map_tensors(call.kwargs, cut))
+    return call.with_arguments(lambda value: map_tensors(value, cut))
 
 
 def give_gradients(module: nn.Module) -> None:
@@ -376,9 +360,3 @@ def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.devic
     timing = time_laps(once, device, rule)
     _, forward, backward = timing.laps
     return Timing((forward / len(modules), backward / len(modules)), timing.repetitions, timing.spread)
-
-
-def _copies(shard: nn.Module, memory: SegmentMemory, device: torch.device) -> int:
-    room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_ROOM
-    each = 2 * storage_bytes(shard.parameters()) + memory.working
-    return max(1, min(_MOST_COPIES, room // max(each, 1)))

@@ -65,11 +65,13 @@ _PAIR = 2  # ranks between which exchanges of pixels are measured
 
 
 class BlockChain(nn.Module):
-    """Equal blocks that run one after another, each on its own copy of the input."""
+    """Equal blocks that run one after another, each on its own copy of the input; ``change`` changes each of them."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, change: Callable[[nn.Module], object] = lambda _: None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(CHAIN_LAYERS))
+        for layer in self.blocks:
+            change(layer)
 
     def forward(self, call: SegmentCall, leaves: list[Tensor]) -> Tensor:
         """A scalar whose backward runs through every block."""
@@ -77,14 +79,10 @@ class BlockChain(nn.Module):
         return seeded([tensor for output in outputs for tensor in output], leaves[0].device)
 
 
-def _leave(_: Tensor) -> None:
-    return None
-
-
 def chain_run(
     chain: nn.Module,
     call: SegmentCall,
-    watch: Callable[[Tensor], None] = _leave,
+    watch: Callable[[Tensor], None] = lambda _: None,
     deferral: Deferral | None = None,
 ) -> Callable[[Lap], object]:
     """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
@@ -107,6 +105,18 @@ def chain_run(
     return once
 
 
+def _longer(
+    run: Callable[[Lap], object], plain: Callable[[Lap], object], *less: Term, device: torch.device, rule: TimingRule,
+    share: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds by which a layer of a chain takes longer than one of a plain chain, less other times; at least 0.
+
+    ``share``: of the difference, what counts.
+    """
+    each = share / CHAIN_LAYERS
+    return max(time_difference((Term(each, run), Term(-each, plain), *less), device, rule).seconds, 0.0)
+
+
 _SMALL = 4096
 
 
@@ -124,7 +134,9 @@ def measure_overhead(
     """
     call = calls[min(calls)]
     step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
-    data = _data_seconds(block, call, device, rule)
+    plain, watched = BlockChain(block), BlockChain(block)  # of which one collects gradients in buckets, but sends none
+    reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
+    data = _longer(chain_run(watched, call, reducer.watch), chain_run(plain, call), device=device, rule=rule)
     spatial = line_through([_spatial_point(block, kind, *item, device, rule) for item in calls.items()])
     split = line_through([_split_point(block, item, device, rule) for item in calls.values()])
     overhead = HostOverhead(
@@ -147,33 +159,16 @@ def measure_overhead(
 
 def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
     """Beside a layer's collectives under ZeRO-3: two gathers of its parameters, one reduction of its gradients."""
-    plain, sharded = BlockChain(block), BlockChain(block)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in sharded.blocks:
-        shard_group(ZeroGroup((layer,), mesh, STAGE_3), ())
+    plain = BlockChain(block)
+    sharded = BlockChain(block, lambda layer: shard_group(ZeroGroup((layer,), mesh, STAGE_3), ()))
     apply_root(sharded, mesh)
     size = storage_bytes(block.parameters())
     gather, scatter = (
         single_part(prepare(kind, size, None, device)) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    terms = (
-        Term(1.0 / CHAIN_LAYERS, chain_run(sharded, call)),
-        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
-        Term(-2.0, gather, Across.MAX),
-        Term(-1.0, scatter, Across.MAX),
-    )
-    return max(time_difference(terms, device, rule).seconds, 0.0)
-
-
-def _data_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
-    """By how much longer a block takes with gradients collected in buckets, but not sent."""
-    plain, watched = BlockChain(block), BlockChain(block)
-    reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
-    terms = (
-        Term(1.0 / CHAIN_LAYERS, chain_run(watched, call, reducer.watch)),
-        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
-    )
-    return max(time_difference(terms, device, rule).seconds, 0.0)
+    collectives = Term(-2.0, gather, Across.MAX), Term(-1.0, scatter, Across.MAX)
+    return _longer(chain_run(sharded, call), chain_run(plain, call), *collectives, device=device, rule=rule)
 
 
 def _spatial_point(
@@ -185,13 +180,10 @@ def _spatial_point(
     if grid is None:
         return 0.0, 0.0
     size = kind.kept[Recompute.NONE].total * samples * share_on(kind, grid)
-    args, kwargs = (cut_pictures(values, kind, grid) for values in (call.args, call.kwargs))
-    local, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
-    for layer in shared.blocks:
-        on_share(layer, call, kind, grid)
-    terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, local)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, local))
+    local = call.with_arguments(lambda value: cut_pictures(value, kind, grid))
+    shared = chain_run(BlockChain(block, lambda layer: on_share(layer, call, kind, grid)), local)
     try:
-        return size, max(time_difference(terms, device, rule).seconds, 0.0)
+        return size, _longer(shared, chain_run(BlockChain(block), local), device=device, rule=rule)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return size, 0.0
 
@@ -212,11 +204,8 @@ def _split_point(block: nn.Module, call: SegmentCall, device: torch.device, rule
         lap()
 
     forward, backward = (lap / CHAIN_LAYERS for lap in time_laps(both_passes, device, rule).laps)
-    terms = (
-        Term(1.0 / CHAIN_LAYERS, chain_run(split, call, deferral=deferral)),
-        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
-    )
-    return float(weight_seconds(forward, backward)), max(time_difference(terms, device, rule).seconds, 0.0)
+    longer = _longer(chain_run(split, call, deferral=deferral), chain_run(plain, call), device=device, rule=rule)
+    return float(weight_seconds(forward, backward)), longer
 
 
 def _exchange_seconds(
@@ -235,24 +224,16 @@ def _exchange_seconds(
     pair = ProcessAxisGroup(group)
 
     def chain(axis: AxisGroup | None, rank: int) -> Callable[[Lap], object]:
-        args, kwargs = (cut_pictures(value, kind, grid, rank) for value in (call.args, call.kwargs))
-        shared = BlockChain(block)
-        for layer in shared.blocks:
-            on_share(layer, call, kind, grid, axis)
-        return chain_run(shared, replace(call, args=args, kwargs=kwargs))
+        shared = BlockChain(block, lambda layer: on_share(layer, call, kind, grid, axis))
+        return chain_run(shared, call.with_arguments(lambda value: cut_pictures(value, kind, grid, rank)))
 
     each = 1.0 / sum(one.count for one in moved)
     transfers = (
         Term(-each * one.count, single_part(prepare(one.collective, round(one.size), group, device)), Across.MAX)
         for one in moved
     )
-    terms = (
-        Term(each / CHAIN_LAYERS, chain(pair, pair.rank)),
-        Term(-each / CHAIN_LAYERS, chain(None, 0)),
-        *transfers,
-    )
     try:
-        return max(time_difference(terms, device, rule).seconds, 0.0)
+        return _longer(chain(pair, pair.rank), chain(None, 0), *transfers, device=device, rule=rule, share=each)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return 0.0
 
@@ -298,19 +279,13 @@ def measure_waiting(
     Returns:
         Zero where the world or the block allows no tensor parallelism.
     """
-    degree = largest_degree(plan)
+    world = dist.get_world_size() if launched() and plan.collectives else 1
+    degree = max(degree for degree in range(1, world + 1) if world % degree == plan.max_degree % degree == 0)
     if degree == 1:
         return Line()
-    group = make_group(GroupShape(degree, 1, dist.get_world_size() // degree))
+    group = make_group(GroupShape(degree, 1, world // degree))
     points = [_point(block, plan, call, ProcessTensorGroup(group), device, rule) for call in calls]
     return line_through(points)
-
-
-def largest_degree(plan: TensorPlan) -> int:
-    """The largest degree that divides both the world and what the block allows."""
-    world = dist.get_world_size() if launched() else 1
-    legal = [degree for degree in range(1, world + 1) if world % degree == 0 and plan.max_degree % degree == 0]
-    return max(legal) if plan.collectives else 1
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:
@@ -332,10 +307,7 @@ def _point(
     size = storage_bytes([hidden_state(call.args, call.kwargs)])
 
     def chain(shards: TensorGroup) -> Callable[[Lap], object]:
-        blocks = BlockChain(block)
-        for layer in blocks.blocks:
-            shard_layer(layer, plan, shards)
-        return chain_run(blocks, call)
+        return chain_run(BlockChain(block, lambda layer: shard_layer(layer, plan, shards)), call)
 
     # forward and backward of a block together reduce as often as its forward gathers and scatters
     each = 1.0 / (CHAIN_LAYERS * plan.collectives)

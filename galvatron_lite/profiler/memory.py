@@ -138,18 +138,13 @@ def _phases(events: list[dict[str, Any]], held: Sequence[Collection[int] | None]
             blocks = {place: size for place, size in blocks.items() if counted is None or place in counted}
             start = peak = live = sum(blocks.values())
             continue
-        live += _change(blocks, event["args"]["Addr"], event["args"]["Bytes"])
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        live -= blocks.pop(address, 0)  # a block that another thread released shows when its address is used again
+        if size >= 0:
+            blocks[address] = size
+            live += size
         peak = max(peak, live)
     return (*phases, MemoryPhase(start, peak, live))
-
-
-def _change(blocks: dict[int, int], address: int, size: int) -> int:
-    """By how much the live bytes change. A block that another thread released shows when its address is used again."""
-    if size < 0:
-        return -blocks.pop(address, 0)
-    lost = blocks.pop(address, 0)
-    blocks[address] = size
-    return size - lost
 
 
 def _track_cuda(peak: PeakMemory) -> Iterator[PeakMemory]:

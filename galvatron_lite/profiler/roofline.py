@@ -42,14 +42,16 @@ def matmul_seconds(machine: Machine, rows: float, inner: float, columns: float) 
 def matmul_at(rates: Rates, rows: float, inner: float, columns: float, groups: float = 1) -> float:
     """Seconds of one matmul, or of ``groups`` equal ones in one kernel whose tiles fill waves together."""
     moved = groups * (rows * inner + inner * columns + rows * columns) * rates.item_bytes
-    work = (
-        _gpu_work(rates, rows, inner, columns, groups) if rates.gpu else _cpu_work(rates, rows, inner, columns, groups)
-    )
+    work = _work(rates, rows, inner, columns, groups)
     return max(work, rates.launch, rates.tail + moved / rates.bandwidth)
 
 
-def _gpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+def _work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
     units, ramp = rates.units, constants.RAMP_INNER if rates.units > 1 else 0
+    if not rates.gpu:
+        size = constants.CPU_TILE
+        tiles = groups * ceil(rows / size) * ceil(columns / size)
+        return ceil(tiles / units) * (inner + ramp) * 2 * size * size / rates.unit
     best = float("inf")
     for tile_rows, tile_columns, rate in constants.GPU_TILES:
         tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
@@ -91,8 +93,14 @@ def matmul(
         forward += slow * matmul_at(rates, m, k, n, groups)
         both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
     calls = operator.flops / (2 * prod(operator.shape) * operator.count)
-    seconds = _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
-    return _with_sums(machine, operator, samples / shared, seconds)
+    # a frozen matmul, or one whose input needs no gradient, does less in backward
+    share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
+    forward, backward = calls * forward / len(ways), calls * both / len(ways) * share
+    # beyond its two matmuls backward moves the bias's gradient, and adds input gradients of siblings up
+    extra = (operator.backward_moved - 2 * operator.moved) * (samples / shared)
+    if extra > 0 and operator.backward_flops:
+        backward += stream(machine, extra)
+    return Seconds(forward, backward)
 
 
 def _ways(
@@ -126,37 +134,17 @@ def _batched(machine: Machine, operator: Operator, samples: float, shared: int) 
     rates, factor = machine.other, machine.stack.attention / machine.stack.matmul
     size = min(inner, columns)  # of a head; the other extent is that of keys
     if _alignment(size, size, rates) > 1:
-        rates = _without_tensor_cores(machine)
+        # Heads that do not begin at multiples of 16 bytes run on the fp32 units; an odd number of keys costs nothing of
+        # the kind (vision transformers with 197). One of BigScience's models on A100 takes 30 to 40 % longer with 128
+        # heads of 108 than with 96 of 144 (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): its
+        # attention runs at 17 TFLOP/s.
+        plain = machine_of(machine.device, "fp32", machine.constants, machine.stack)
+        rates = rates._replace(unit=min(plain.other.unit, rates.unit))
     calls = operator.flops / (2 * prod(operator.shape))
     floor = stream(machine, operator.moved * samples / shared / max(1, operator.count)) * max(1, operator.count)
     forward = max(factor * calls * matmul_at(rates, rows, inner, columns), floor)
     to_input = max(factor * calls * matmul_at(rates, rows, columns, inner), floor)
     return Seconds(forward, to_input + forward if operator.backward_flops else 0.0)
-
-
-def _without_tensor_cores(machine: Machine) -> Rates:
-    """Rates of batched matmuls whose heads do not begin at multiples of 16 bytes: on the fp32 units. An odd number of
-    keys costs nothing of the kind (vision transformers with 197).
-
-    One of BigScience's models on A100 takes 30 to 40 % longer with 128 heads of 108 than with 96 of 144
-    (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): its attention runs at 17 TFLOP/s.
-    """
-    plain = machine_of(machine.device, "fp32", machine.constants, machine.stack)
-    return machine.other._replace(unit=min(plain.other.unit, machine.other.unit))
-
-
-def _scaled(operator: Operator, forward: float, both: float) -> Seconds:
-    """A frozen matmul, or one whose input needs no gradient, does less in backward."""
-    share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
-    return Seconds(forward, both * share)
-
-
-def _with_sums(machine: Machine, operator: Operator, samples: float, seconds: Seconds) -> Seconds:
-    """What backward moves beyond its two matmuls: the bias's gradient, input gradients of siblings added up."""
-    extra = (operator.backward_moved - 2 * operator.moved) * samples
-    if extra <= 0 or not operator.backward_flops:
-        return seconds
-    return Seconds(seconds.forward, seconds.backward + stream(machine, extra))
 
 
 TILES = ((128, 1.0), (64, 0.9), (32, 0.75))
@@ -195,14 +183,19 @@ LAST = MemoryLayout(conversions=0.0, grouped=0.11, width=4.0, even=32, uneven=0.
 
 def convolution(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
     """Forward and backward seconds of a convolution."""
-    inputs, outputs, groups = operator.shape[:3]
-    kernel = prod(side.kernel for side in sides_of(operator))
+    (inputs, outputs, groups), sides = operator.shape[:3], sides_of(operator)
+    kernel = prod(side.kernel for side in sides)
     # outputs are what the FLOPs say: padding is not in the shape
     pixels = operator.flops / (2 * (inputs // groups) * outputs * kernel) * samples
     seconds = stream(machine, (operator.moved * samples + operator.weight_bytes) / shared)
-    if groups > 1 and inputs == groups:
-        return _depthwise(machine, operator, samples, seconds)
-    layout = _layout(machine, operator.channels_last)
+    if groups > 1 and inputs == groups:  # bytes and work add up: such kernels do not hide one behind the other
+        work = operator.flops * samples / (machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE)
+        forward, backward = DEPTHWISE[0] * seconds + work, DEPTHWISE[1] * seconds + 2 * work
+        return Seconds(forward, backward if operator.backward_flops else 0.0)
+    if operator.channels_last:
+        layout = LAST if machine.item_bytes <= 2 else FULL
+    else:
+        layout = FIRST if machine.item_bytes <= 2 or machine.precision == "tf32" else FULL
     if groups > 1:
         rate = _grouped_rate(layout, inputs // groups, groups) * _peak(machine)
         work = operator.flops * samples / shared / rate
@@ -211,24 +204,18 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
     forward = _padded(kernel * inputs) * _columns(columns)
     to_input = _padded(kernel * outputs / shared) * _columns(inputs)
     to_weight = _columns(kernel * inputs) * ceil(columns / INNER) * INNER
-    unit = 2 * pixels / rate * _waves(machine, pixels, columns)
-    if machine.precision == "fp32" and _is_winograd(operator):
+    # whole waves of tiles beside the share that is filled; fewer tiles than units are split along the inner extent
+    tiles, units = ceil(pixels / TILES[0][0]) * ceil(columns / TILES[0][0]), machine.device.units
+    unit = 2 * pixels / rate * (ceil(tiles / units) * units / tiles if tiles > units else 1.0)
+    if (
+        machine.precision == "fp32"
+        and len(sides) == 2
+        and all(side.kernel == 3 and side.stride == side.dilation == 1 for side in sides)
+    ):  # Winograd's algorithm serves it
         unit /= machine.stack.winograd
-    if len(sides_of(operator)) == 3 and machine.item_bytes == 4:  # tensor cores' 16-bit kernels lose nothing
+    if len(sides) == 3 and machine.item_bytes == 4:  # tensor cores' 16-bit kernels lose nothing
         unit /= machine.stack.volumes
     return _sums(operator, layout, (forward * unit, to_input * unit, to_weight * unit), seconds)
-
-
-def _layout(machine: Machine, last: bool) -> MemoryLayout:
-    if last:
-        return LAST if machine.item_bytes <= 2 else FULL
-    return FIRST if machine.item_bytes <= 2 or machine.precision == "tf32" else FULL
-
-
-def _is_winograd(operator: Operator) -> bool:
-    """Whether Winograd's algorithm serves a dense convolution: 3 x 3, one pixel further each time."""
-    sides = sides_of(operator)
-    return len(sides) == 2 and all(side.kernel == 3 and side.stride == side.dilation == 1 for side in sides)
 
 
 def _sums(operator: Operator, layout: MemoryLayout, work: tuple[float, float, float], seconds: float) -> Seconds:
@@ -237,13 +224,6 @@ def _sums(operator: Operator, layout: MemoryLayout, work: tuple[float, float, fl
     if not operator.backward_flops:
         return Seconds(forward, 0.0)
     return Seconds(forward, to_weight + (to_input if operator.backward_flops > operator.flops else 0.0))
-
-
-def _depthwise(machine: Machine, operator: Operator, samples: float, seconds: float) -> Seconds:
-    """Bytes and work add up: such kernels do not hide one behind the other."""
-    work = operator.flops * samples / (machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE)
-    forward, backward = DEPTHWISE[0] * seconds + work, DEPTHWISE[1] * seconds + 2 * work
-    return Seconds(forward, backward if operator.backward_flops else 0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -263,13 +243,6 @@ def _padded(inner: float) -> float:
 def _columns(columns: float) -> float:
     """Output channels in the cheapest tiles, in units of the widest tile's rate."""
     return min(ceil(columns / tile) * tile / rate for tile, rate in TILES)
-
-
-def _waves(machine: Machine, pixels: float, columns: float) -> float:
-    """Whole waves of tiles beside the share that is filled; fewer tiles than units are split along the inner extent."""
-    tiles = ceil(pixels / TILES[0][0]) * ceil(columns / TILES[0][0])
-    units = machine.device.units
-    return ceil(tiles / units) * units / tiles if tiles > units else 1.0
 
 
 def _peak(machine: Machine) -> float:
@@ -297,19 +270,14 @@ def operator_seconds(
     shared = degree if sharding is Sharding.TENSOR or (sequence_parallel and sharding is Sharding.SEQUENCE) else 1
     kind = operator.kind
     if kind is OperatorClass.MEMORY:
-        return _memory(machine, operator, samples / shared, shared)
+        forward = _calls(machine, operator, operator.moved, samples / shared, shared)
+        back = operator.backward_moved
+        return Seconds(forward, _calls(machine, operator, back, samples / shared, shared) if back else 0.0)
     if kind is OperatorClass.MATMUL:
         return matmul(machine, operator, samples, shared, expert, load)
     if kind is OperatorClass.ATTENTION:
         return _attention(machine, operator, samples / shared)
     return convolution(machine, operator, samples, shared)
-
-
-def _memory(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
-    forward = _calls(machine, operator, operator.moved, samples, shared)
-    if not operator.backward_moved:
-        return Seconds(forward, 0.0)
-    return Seconds(forward, _calls(machine, operator, operator.backward_moved, samples, shared))
 
 
 def _calls(machine: Machine, operator: Operator, moved: float, samples: float, shared: int = 1) -> float:

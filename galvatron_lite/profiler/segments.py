@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,10 @@ class SegmentCall:
     args: tuple[Any, ...]  # args, kwargs: detached arguments
     kwargs: dict[str, Any]
     result: Any  # what it returned, tensors on the meta device
+
+    def with_arguments(self, change: Callable[[Any], Any]) -> SegmentCall:
+        """The call with other arguments: what ``change`` makes of them."""
+        return replace(self, args=change(self.args), kwargs=change(self.kwargs))
 
 
 class PassThrough(nn.Module):
@@ -103,16 +107,24 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return module.to(device)
-    shared = _shared_parameters(module)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each parameter; ``to_empty`` makes each place its own
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((part, name))
     module.to_empty(device=device)
-    for (owner, name), *others in shared:
+    for (owner, name), *others in places.values():
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 0.02) if parameter.is_floating_point() else parameter.zero_()
         for buffer in module.buffers():
-            _fill_buffer(buffer)
+            if buffer.dtype == torch.bool:
+                buffer.fill_(True)
+            elif buffer.is_floating_point() or buffer.dim() == 0:
+                buffer.zero_()
+            else:
+                buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand_as(buffer))
         for part in module.modules():
             reset = getattr(part, "reset_parameters", None)
             if callable(reset):
@@ -221,24 +233,6 @@ class StopRunError(Exception):
     """Raised by a stub once the rest of the model's forward is not needed."""
 
 
-def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places of each parameter that has several; ``to_empty`` would make each place its own."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((part, name))
-    return [where for where in places.values() if len(where) > 1]
-
-
-def _fill_buffer(buffer: Tensor) -> None:
-    if buffer.dtype == torch.bool:
-        buffer.fill_(True)
-    elif buffer.is_floating_point() or buffer.dim() == 0:
-        buffer.zero_()
-    else:
-        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand_as(buffer))
-
-
 def _call_once(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str, compute: torch.dtype | None
 ) -> SegmentCall:
@@ -270,13 +264,9 @@ def _replaced(model: nn.Module, stubs: Mapping[str, nn.Module]) -> Iterator[None
     """The model with other modules at some paths, for as long as the ``with`` block runs."""
     real = {path: model.get_submodule(path) for path in stubs}
     try:
-        _put(model, stubs)
+        for path, stub in stubs.items():
+            model.set_submodule(path, stub)
         yield
     finally:
-        _put(model, real)
-
-
-def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for path, module in modules.items():
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, module)
+        for path, module in real.items():
+            model.set_submodule(path, module)

@@ -8,6 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,26 +222,17 @@ def _others(model: nn.Module, folder: Path, here: Cluster) -> Iterator[tuple[Pat
     """What ``galvatron profile`` has measured on this machine, the last one first; files of other machines, which do
     not have its fingerprint in them, are not parsed."""
     host, file_name = here.fingerprint.get("host", ""), f"{profile_name(model)}.yaml"
-    for path in dict.fromkeys((*_last(folder), *sorted(folder.glob("*/*.yaml")))):
+    paths = sorted(folder.glob("*/*.yaml"))
+    with suppress(InputError, FileFormatError):
+        paths = [last_profile(folder), *paths]
+    for path in dict.fromkeys(paths):
         if path.name == file_name or not host or host not in path.read_text(encoding="utf-8", errors="replace"):
             continue
-        try:
+        with suppress(FileFormatError):
             stored = read_profile(path)
-        except FileFormatError:
-            continue
-        if (
-            stored.origin.kind is OriginKind.MEASURED
-            and stored.cluster.fingerprint
-            and not other_hardware(stored, here)
-        ):
-            yield path, stored
-
-
-def _last(folder: Path) -> tuple[Path, ...]:
-    try:
-        return (last_profile(folder),)
-    except (InputError, FileFormatError):
-        return ()
+            measured = stored.origin.kind is OriginKind.MEASURED and stored.cluster.fingerprint
+            if measured and not other_hardware(stored, here):
+                yield path, stored
 
 
 def _change(before: ModelGraph, now: ModelGraph) -> str:

@@ -15,20 +15,22 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import fmean, median, quantiles
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from galvatron_lite.errors import LOG
 
+T = TypeVar("T")
 Lap: TypeAlias = Callable[[], None]  # called by the timed code at the end of each of its parts
 
 
@@ -77,24 +79,22 @@ def time_laps(
     device: torch.device | str,
     rule: TimingRule = DEFAULT_RULE,
     across: Across = Across.MEAN,
-    group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time the parts of ``run``, which calls the ``Lap`` it is given at the end of each part.
 
     Args:
         run: what to time; it must call its argument equally often each time.
         device: where it runs; CUDA is timed by events.
-        across: how the ranks' figures become one; the ranks are those of ``group``.
-        group: the process group; None takes the default group where one exists.
+        across: how the ranks' figures become one.
     """
     place = torch.device(device)
     for _ in range(rule.warmup):
-        _one(run, place, group)
+        _one(run, place)
     begun, rows, chunk = time.perf_counter(), list[list[float]](), rule.least
     while True:
-        more = [_one(run, place, group) for _ in range(chunk)]
-        rows += _combine(more, [across] * len(more[0]), group)
-        spent = _slowest(time.perf_counter() - begun, group)
+        more = [_one(run, place) for _ in range(chunk)]
+        rows += _combine(more, [across] * len(more[0]))
+        spent = max(of_all_ranks(time.perf_counter() - begun))
         chunk = min(rule.least, rule.most - len(rows))
         if chunk <= 0 or spent >= rule.seconds or _spread(rows) <= rule.spread:
             return Timing(tuple(median(column) for column in zip(*rows, strict=True)), len(rows), _spread(rows))
@@ -105,10 +105,9 @@ def time_call(
     device: torch.device | str,
     rule: TimingRule = DEFAULT_RULE,
     across: Across = Across.MEAN,
-    group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time one call; see ``time_laps``."""
-    return time_laps(single_part(run), device, rule, across, group)
+    return time_laps(single_part(run), device, rule, across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +133,23 @@ class Difference:
         return abs(self.seconds) > _CLEAR * self.noise
 
 
-def time_difference(
-    terms: Sequence[Term],
-    device: torch.device | str,
-    rule: TimingRule = DEFAULT_RULE,
-    group: dist.ProcessGroup | None = None,
-) -> Difference:
+def time_difference(terms: Sequence[Term], device: torch.device | str, rule: TimingRule = DEFAULT_RULE) -> Difference:
     """Time all terms in turn, again and again; longer than the rule says where they hardly differ."""
     place, across = torch.device(device), [term.across for term in terms]
 
     def in_turn() -> list[float]:
-        return [_one(term.run, place, group)[-1] for term in terms]
+        return [_one(term.run, place)[-1] for term in terms]
 
     for _ in range(rule.warmup):
         in_turn()
     begun, rows = time.perf_counter(), list[list[float]]()
     while True:
-        rows += _combine([in_turn() for _ in range(rule.least)], across, group)
-        difference = _difference(
-            [sum(t.weight * seconds for t, seconds in zip(terms, row, strict=True)) for row in rows]
-        )
-        spent = _slowest(time.perf_counter() - begun, group)
+        rows += _combine([in_turn() for _ in range(rule.least)], across)
+        sums = [sum(t.weight * seconds for t, seconds in zip(terms, row, strict=True)) for row in rows]
+        low, middle, high = quantiles(sums, n=4) if len(sums) > 1 else sums * 3
+        # the standard error of a median is 1.253 s / sqrt(n), with s by the quartiles (range / 1.349)
+        difference = Difference(middle, 1.253 * (high - low) / 1.349 / sqrt(len(sums)), len(sums))
+        spent = max(of_all_ranks(time.perf_counter() - begun))
         patience = 1 if difference.is_clear else _PATIENCE
         # a moment in which the machine stood still may have taken all of the time
         is_late = spent >= patience * len(terms) * rule.seconds and (difference.is_clear or len(rows) > rule.least)
@@ -177,13 +172,11 @@ def launched() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _one(run: Callable[[Lap], object], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+def _one(run: Callable[[Lap], object], device: torch.device) -> list[float]:
     if launched():
-        dist.barrier(group)
-    return _one_cuda(run, device) if device.type == "cuda" else _one_cpu(run)
-
-
-def _one_cpu(run: Callable[[Lap], object]) -> list[float]:
+        dist.barrier()
+    if device.type == "cuda":
+        return _one_cuda(run, device)
     moments = [time.perf_counter()]
     run(lambda: moments.append(time.perf_counter()))
     return [after - before for before, after in pairwise(moments)]
@@ -204,24 +197,21 @@ def _one_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def _combine(rows: list[list[float]], across: Sequence[Across], group: dist.ProcessGroup | None) -> list[list[float]]:
+def of_all_ranks(value: T) -> list[T]:
+    """The value of every rank; that of this process where it is alone."""
+    if not launched():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _combine(rows: list[list[float]], across: Sequence[Across]) -> list[list[float]]:
     """Rows of all ranks as one, each column in its way."""
-    if not launched():
-        return rows
-    everyone: list[list[list[float]]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, rows, group=group)
     return [
-        [mean(column) if how is Across.MEAN else max(column) for how, column in zip(across, columns, strict=True)]
-        for columns in (zip(*same, strict=True) for same in zip(*everyone, strict=True))
+        [fmean(column) if how is Across.MEAN else max(column) for how, column in zip(across, columns, strict=True)]
+        for columns in (zip(*same, strict=True) for same in zip(*of_all_ranks(rows), strict=True))
     ]
-
-
-def _slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
-    if not launched():
-        return seconds
-    everyone = [0.0] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, seconds, group=group)
-    return max(everyone)
 
 
 def _spread(rows: list[list[float]]) -> float:
@@ -230,12 +220,6 @@ def _spread(rows: list[list[float]]) -> float:
         return 0.0
     low, middle, high = quantiles(totals, n=4)
     return (high - low) / middle if middle > 0 else 0.0
-
-
-def _difference(totals: Sequence[float]) -> Difference:
-    """The median, and the standard error of a median, 1.253 s / sqrt(n), with s by the quartiles (range / 1.349)."""
-    low, middle, high = quantiles(totals, n=4) if len(totals) > 1 else [*totals] * 3
-    return Difference(middle, 1.253 * (high - low) / 1.349 / sqrt(len(totals)), len(totals))
 
 
 _IDENTITY = "identity"
@@ -288,16 +272,11 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     if len(lines) < len(raw):
         with path.open("r+b") as stream:
             stream.truncate(len(lines))
-    parsed = [_parse(line) for line in lines.splitlines()]
-    return [line for line in parsed if line is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    parsed = []
+    for line in lines.splitlines():
+        with suppress(ValueError):
+            parsed.append(json.loads(line))
+    return [line for line in parsed if isinstance(line, dict)]
 
 
 Results: TypeAlias = dict[str, Any]  # plain data of finished tasks by key
@@ -323,13 +302,14 @@ def run_tasks(tasks: Sequence[MeasureTask], journal: Journal | None, progress: P
         Plain data by key, the same (rank 0's) on every rank.
     """
     results: Results = agree(dict(journal.finished) if journal else {})
+    tell = progress if progress is not None and journal is not None else lambda *_: None
     for place, task in enumerate(tasks):
-        _tell(journal, progress, place, len(tasks), task.label)
+        tell(place, len(tasks), task.label)
         if task.key not in results:
             results[task.key] = agree(task.run(results))
             if journal:
                 journal.add(task.key, results[task.key])
-    _tell(journal, progress, len(tasks), len(tasks), "done")
+    tell(len(tasks), len(tasks), "done")
     return results
 
 
@@ -345,11 +325,6 @@ def agree(value: Any) -> Any:
 def first_rank() -> bool:
     """Whether this process is the one that writes files."""
     return not launched() or dist.get_rank() == 0
-
-
-def _tell(journal: Journal | None, progress: Progress | None, done: int, total: int, label: str) -> None:
-    if progress is not None and journal is not None:
-        progress(done, total, label)
 
 
 EVERY = 15.0  # seconds between lines

@@ -275,7 +275,9 @@ def factors_of(profile: Profile, sheet: Sequence[Level]) -> tuple[LevelFactor, .
 
     def predict(places: Vector) -> Vector:
         changed = replace(cluster, levels=_scaled(cluster.levels, places))
-        return np.log([_law(changed, fit, size) for fit, size in questions])
+        groups = [RankGroup(fit.group, fit.stride, fit.siblings) for fit, _ in questions]
+        rows = zip(questions, groups, strict=True)
+        return np.log([collective_seconds(changed, fit.collective, size, group) for (fit, size), group in rows])
 
     count = len(cluster.levels)
     values = learn(predict, measured, np.zeros(2 * count), np.tile(_WIDTHS, count), _FIT_NOISE, rounds=6).values
@@ -284,10 +286,6 @@ def factors_of(profile: Profile, sheet: Sequence[Level]) -> tuple[LevelFactor, .
         LevelFactor(level.name, float(np.exp(values[2 * place])), float(np.exp(values[2 * place + 1])), crossing[place])
         for place, level in enumerate(cluster.levels)
     )
-
-
-def _law(cluster: Cluster, fit: CollectiveFit, size: int) -> float:
-    return collective_seconds(cluster, fit.collective, size, RankGroup(fit.group, fit.stride, fit.siblings))
 
 
 def _scaled(levels: Sequence[Level], places: Vector) -> tuple[Level, ...]:
@@ -319,7 +317,12 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
     moved = profile.on(cluster)
     same = device_type(profile.cluster.device.name) == device_type(cluster.device.name)
     if not profile.fits or not same:
-        return replace(moved, fits=(), collectives=(), communication_origin=_unmeasured(profile, cluster))
+        source = f"levels of cluster {cluster.name}"
+        if profile.fits:
+            source += f": measured on {profile.cluster.device.name}, of another type"
+        elif profile.communication_origin.kind is OriginKind.MEASURED:
+            source += ": none was measured"
+        return replace(moved, fits=(), collectives=(), communication_origin=Origin(OriginKind.ESTIMATED, source))
     levels, notes = list(cluster.levels), list[str]()
     factors = {factor.level: factor for factor in factors_of(profile, levels) if factor.fits}
     for place, level in enumerate(levels):
@@ -351,10 +354,3 @@ def scale_up(profile: Profile, cluster: Cluster) -> Profile:
         straggling=straggling,
         communication_origin=replace(profile.communication_origin, kind=OriginKind.ESTIMATED, source="; ".join(notes)),
     )
-
-
-def _unmeasured(profile: Profile, cluster: Cluster) -> Origin:
-    if profile.communication_origin.kind is OriginKind.ESTIMATED and not profile.fits:
-        return Origin(OriginKind.ESTIMATED, f"levels of cluster {cluster.name}")
-    reason = f"measured on {profile.cluster.device.name}, of another type" if profile.fits else "none was measured"
-    return Origin(OriginKind.ESTIMATED, f"levels of cluster {cluster.name}: {reason}")

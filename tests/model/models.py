@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import LayerKind, ModelGraph
@@ -108,3 +109,35 @@ def captured(family: str) -> ModelGraph:
 def captured_block(family: str) -> LayerKind:
     """The kind of its blocks."""
     return captured(family).kinds["block"]
+
+
+def saved_storages(run: Callable[[], object], module: nn.Module) -> dict[int, Tensor]:
+    """A tensor of every storage that autograd keeps of a run, by address; parameters and buffers left out."""
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()
+    del output
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    return {place: tensor for place, tensor in saved.items() if place not in own}
+
+
+def saved_bytes(run: Callable[[], object], module: nn.Module) -> int:
+    """Bytes of these storages."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_storages(run, module).values())
+
+
+def assert_learns(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Some steps of gradient descent lower the loss of a batch."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses: list[Tensor] = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        losses.append(model(**batch))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.model.gates import keep_gates, keeping_gates
-from tests.model.saved import saved_storages
+from tests.model.models import saved_storages
 
 ROWS, WIDTH = 6, 16
 

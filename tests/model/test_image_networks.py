@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph, OperatorClass
+from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass
+from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.shapes.images.flow import rounded
-from galvatron_lite.model.shapes.images.layout import channels_last
+from galvatron_lite.model.shapes.images.layout import channels_last, fused_norms
 from galvatron_lite.model.shapes.images.names import canonical, graph_of_name, works_on_tokens
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 
@@ -179,3 +182,96 @@ def test_regnet_widths_are_the_papers() -> None:
     widths = [kinds.kind_of(layer).dims.out_channels for layer in kinds.layers[1:-1]]
     assert sorted(set(widths)) == [96, 192, 432, 1008]
     assert [widths.count(width) for width in (96, 192, 432, 1008)] == [2, 6, 15, 2]
+
+
+def half_graph(name: str) -> ModelGraph:
+    found = graph_of_name(canonical(name), 224, "fp16")
+    assert found is not None
+    return found
+
+
+def items(name: str) -> int:
+    made = half_graph(name)
+    return sum(made.kind_of(layer).parameters.total for layer in made.layers)
+
+
+def test_the_original_u_net_has_the_published_parameters() -> None:
+    """31,030,658 of one input channel and two classes: convolutions of 3 x 3, 2 x 2 and 1 x 1 with biases."""
+    widths = (1, 64, 128, 256, 512, 1024)
+    down = sum(9 * (a * b + b * b) + 2 * b for a, b in pairwise(widths))
+    up = sum(4 * 2 * w * w + w + 9 * (2 * w * w + w * w) + 2 * w for w in (512, 256, 128, 64))
+    assert items("unet_medical") == down + up + 64 * 2 + 2 == 31_030_658
+
+
+def test_nnu_net_s_volumes_have_thirty_one_million_parameters() -> None:
+    assert items("nnunet-3d") == pytest.approx(31.2e6, rel=0.005)
+
+
+def test_pictures_without_padding_end_at_388_pixels() -> None:
+    """Figure 1 of the paper: 572 x 572 in, 388 x 388 out."""
+    made = half_graph("unet_medical")
+    last = made.kind_of(made.layers[-1])
+    head = next(one for one in last.operators if one.kind is OperatorClass.CONVOLUTION)
+    assert head.shape[:2] == (64, 2)
+    assert head.flops == 2 * 64 * 2 * 388**2
+
+
+@pytest.mark.parametrize(
+    ("name", "sides", "levels"), [("nnunet-2d", 2, 5), ("nnunet-3d", 3, 5), ("unet_medical", 2, 4)]
+)
+def test_every_level_hands_its_picture_over(name: str, sides: int, levels: int) -> None:
+    made = half_graph(name)
+    skips = [one for one in made.tensors if one.readers[-1] != made.layers[_place(made, one.producer) + 1].name]
+    assert len(skips) >= levels - 1
+    extents = (made.kind_of(made.layers[1]).dims.depth, made.kind_of(made.layers[1]).dims.width)
+    assert (min(extents) > 1) == (sides == 3)
+
+
+def _place(made: ModelGraph, name: str) -> int:
+    return next(place for place, layer in enumerate(made.layers) if layer.name == name)
+
+
+ITEMS = 28 * 28
+HALF = 2
+
+
+def resnet() -> ModelGraph:
+    graph = graph_of_name("resnet50", 224, "fp16")
+    assert graph is not None
+    return graph
+
+
+def moved(kind: LayerKind) -> tuple[int, int]:
+    memory = [one for one in kind.operators if one.kind is OperatorClass.MEMORY]
+    return sum(one.moved for one in memory), sum(one.backward_moved for one in memory)
+
+
+def test_a_bottleneck_reads_the_shortcut_and_no_more() -> None:
+    """512 -> 128 -> 128 -> 512 channels on 28 x 28 pixels, the shape of ResNet-50's second stage."""
+    graph = resnet()
+    name = next(
+        name
+        for name, kind in graph.kinds.items()
+        if [one.shape[:2] for one in kind.operators if one.kind is OperatorClass.CONVOLUTION]
+        == [(512, 128), (128, 128), (128, 512)]
+    )
+    normed, shortcut = (128 + 128 + 512) * ITEMS * HALF, 512 * ITEMS * HALF
+    forward, backward = moved(fused_norms(graph).kinds[name])
+    # Three passes of each norm and the shortcut's; backward five, the sum of two gradients, the shortcut's own.
+    assert forward == 3 * normed + shortcut
+    assert backward == 5 * normed + 3 * shortcut + shortcut
+    assert moved(graph.kinds[name]) == (5 * normed + 3 * shortcut, 8 * normed + 3 * shortcut)
+
+
+def test_the_rest_is_left_alone() -> None:
+    graph = resnet()
+    fused = fused_norms(graph)
+    for name, kind in graph.kinds.items():
+        own = [one for one in fused.kinds[name].operators if one.kind is not OperatorClass.MEMORY]
+        assert own == [one for one in kind.operators if one.kind is not OperatorClass.MEMORY]
+        assert fused.kinds[name].kept == kind.kept
+
+
+def test_networks_without_norms_stay_as_they_are() -> None:
+    graph = load_model("vgg16", precision="fp32")
+    assert fused_norms(graph) == graph

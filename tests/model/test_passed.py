@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.capture.trace import trace
+from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Passed, Recompute
 from galvatron_lite.model.shapes import build_graph, load_model
@@ -17,9 +19,12 @@ from galvatron_lite.model.shapes.fields import UNetShape
 from galvatron_lite.model.shapes.images.layout import partitioned
 from galvatron_lite.model.shapes.images.names import graph_of_name
 from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_graph, make_kind
+from tests.model.models import LAYERS, TOKENS, hugging_face
 
 HALF, SINGLE = 2, 4
 
@@ -83,15 +88,6 @@ def test_exchanges_of_a_stage_are_between_its_own_layers() -> None:
     assert graph.exchanges(range(bridge, bridge + 1)) == ()
     chain = load_model("gpt2")
     assert chain.exchanges(range(2, 5)) == ((2, 3, chain.crossing(3)), (3, 4, chain.crossing(4)))
-
-
-def test_the_least_exchange_is_told_where_all_layers_are_joined() -> None:
-    graph = load_model("t5-3b", precision="bf16")
-    assert graph.least_exchange == 512 * 1024 * HALF
-    apart = tuple(tensor for tensor in graph.tensors if tensor.readers != ("encoder.layers.3",))
-    assert replace(graph, tensors=apart).least_exchange is None
-    chain = load_model("gpt2")
-    assert chain.least_exchange == min(chain.crossings()[1:-1])
 
 
 def u_net() -> ModelGraph:
@@ -282,3 +278,60 @@ def test_a_model_without_blocks_is_offered_one_stage() -> None:
 
 def request_of(graph: ModelGraph, fixed: Fixed) -> Request:
     return Request(graph, 4, 8, 10**9, fixed, (Schedule.GPIPE,), Space(graph, 4))
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def mixtral(balanced: bool) -> ModelGraph:
+    return trace(*hugging_face("Mixtral", output_router_logits=balanced, **EXPERTS))
+
+
+@pytest.fixture(scope="module")
+def balanced() -> ModelGraph:
+    return mixtral(True)
+
+
+def test_a_loss_that_balances_experts_is_captured(balanced: ModelGraph) -> None:
+    plain = mixtral(False)
+    assert balanced.kinds["block"] == plain.kinds["block"]
+    assert balanced.tensors == ()
+    kept, before = (graph.kinds["after"].kept[Recompute.NONE].total for graph in (balanced, plain))
+    assert kept >= before + 2 * LAYERS * TOKENS * EXPERTS["num_local_experts"] * 4  # shares of experts, for backward
+    assert "mlp.gate" in balanced.whole
+    assert (plain.whole, plain.undivided) == ("", "")
+
+
+def test_it_is_planned_with_one_stage_and_one_micro_batch_unless_more_are_asked_for(balanced: ModelGraph) -> None:
+    profile = estimate_profile(balanced, load_cluster("v100"), precision="fp32", name="balanced")
+    asked = partial(find_plan, profile, devices=4, global_batch=8, budget=10**9)
+    plan = asked()
+    assert (len(plan.stages), plan.microbatches) == (1, 1)
+    assert asked(fixed=Fixed(microbatches=2)).microbatches == 2
+    with pytest.raises(InputError, match=r"mlp\.gate"):
+        asked(fixed=Fixed(pipeline=2))
+
+
+class Listening(nn.Module):
+    """Adds to its loss what a hook of its own hears of each block's inner layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heard: list[Tensor] = []
+        hooks = [block[0].register_forward_hook(lambda *call: heard.append(call[-1])) for block in self.blocks]
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        for hook in hooks:
+            hook.remove()
+        return self.end(x).mean() + torch.stack(heard).square().mean()
+
+
+def test_any_hook_of_the_model_hears_of_blocks_that_are_left_out() -> None:
+    graph = trace(Listening(), torch.zeros(2, 4), loss_fn=lambda output, _: output)
+    assert [layer.name for layer in graph.layers][1:-1] == [f"blocks.{place}" for place in range(LAYERS)]
+    assert "blocks." in graph.whole

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, EncoderShape, MoeShape, build_graph, load_shape
-from tests.model.test_shapes_autograd import SAMPLES, kept_by_block
+from tests.model.test_image_memory import SAMPLES, kept_by_block
 from tests.processor_time import least, process_seconds
 
 MEGATRON = Kernels(

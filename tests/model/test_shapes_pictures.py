@@ -179,6 +179,8 @@ def test_multiply_adds_are_the_published_ones() -> None:
         graph = load_model(name)
         macs = sum(graph.kind_of(layer).flops for layer in graph.layers) / 2e9
         assert macs == pytest.approx(expected, abs=0.006), name
+    graph = load_model("convnext-xl")  # Liu et al. 2022, table 1
+    assert sum(graph.kind_of(layer).flops for layer in graph.layers) / 2e9 == pytest.approx(60.9, rel=0.002)
 
 
 def test_a_cosmoflows_weights_and_activations_are_the_tables() -> None:

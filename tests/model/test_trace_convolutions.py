@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.pictures import channels_of, extents_of, has_wei
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.grids import sensible_grids
 from galvatron_lite.search.space import Fixed, Space
-from tests.model.saved import saved_bytes
+from tests.model.models import saved_bytes
 
 Made = tuple[nn.Module, dict[str, Any]]
 SAMPLES = 4

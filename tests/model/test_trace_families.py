@@ -1,5 +1,10 @@
 """Every family is captured; its counts agree with the model's own."""
 
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -7,8 +12,14 @@ import torch
 from torch import nn
 
 from galvatron_lite.capture.trace import trace
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
+from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
+from galvatron_lite.model.zoo import build
+from galvatron_lite.model.zoo.gpt import random_tokens
+from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.search.space import strategies_for
+from tests.model.forks import MODELS
 from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Mixer, Plain, hugging_face, plain
 from tests.model.models import captured as captured_graph
 
@@ -202,3 +213,90 @@ def test_tokens_that_are_channels_stay_together() -> None:
     kind = graph.kind_of(graph.layers[1])
     assert "norm takes statistics of each token" in kind.context_reason
     assert {one.context for one in strategies_for(kind, 2)} == {1}
+
+
+class Leaving:
+    """What runs an operator as it goes, as engines of training do that are given up."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        torch.ones(3).add_(1)
+
+
+def test_what_goes_meanwhile_is_not_recorded() -> None:
+    model = build("gpt-tiny")
+    expected = trace(model, random_tokens(4, 16, 256))
+    before = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    try:
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: [Leaving() for _ in range(7)] and None)
+        assert trace(model, random_tokens(4, 16, 256)) == expected
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+
+
+SCRIPT = """
+import resource, time, torch
+import transformers
+from galvatron_lite.capture.trace import trace
+
+def held():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+start, before = time.process_time(), held()
+with torch.device("meta"):
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        intermediate_size=28672)
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.empty(1, 4096, dtype=torch.long)
+graph = trace(model, {"input_ids": ids, "labels": ids}, precision="bf16")
+print(time.process_time() - start, held() - before, graph.parameters, len(graph.layers), graph.kinds["block"].flops)
+"""
+
+
+@pytest.mark.study
+def test_llama_70b_on_meta() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=280)
+    seconds, grown, parameters, layers, flops = map(float, done.stdout.split())
+    assert seconds < 30
+    assert grown < 2e9
+    assert parameters == 68_976_648_192
+    assert layers == 82
+    matmul = 2 * 4096 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    assert flops == matmul + 4 * 4096**2 * 8192
+
+
+def test_whether_a_model_gives_its_loss() -> None:
+    assert gives_loss(*plain())
+    assert not gives_loss(*MODELS["pair"]())
+    assert not gives_loss(*MODELS["heads"]())
+
+
+def test_all_that_a_model_gives_stands_in_for_a_loss() -> None:
+    output = {"a": torch.tensor([1.0, 3.0]), "b": (torch.tensor([[5.0]]), torch.tensor([7]))}
+    assert mean_of_outputs(output) == 2.0 + 5.0
+    with pytest.raises(InputError, match="floating"):
+        mean_of_outputs(torch.tensor([1]))
+
+
+def test_a_model_without_a_loss_is_captured() -> None:
+    graph = trace(*MODELS["pair"](), loss_fn=mean_of_outputs)
+    assert [branch.roots for branch in find_regions(graph)[0].branches] == [("left",), ("right",)]
+    assert graph.dead == ()
+
+
+def test_a_loss_may_hold_tensors_on_the_cpu() -> None:
+    """Weights of classes are the user's; the model runs on the meta device while it is traced."""
+    weighted = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    batch = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
+    found = [
+        trace(model, batch, loss_fn=lambda output, batch, loss=loss: loss(output, batch[1])).flops
+        for loss in (torch.nn.functional.cross_entropy, weighted)
+    ]
+    assert found[0] == found[1]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from functools import cache
+from math import floor
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron_lite.capture.trace import trace
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.zoo import build
-from galvatron_lite.model.zoo.perception import edge_loss, edges
+from galvatron_lite.model.zoo.perception import VoxelGrid, birds_eye_view, edge_loss, edges
 from galvatron_lite.parallelism.branch.find import find_regions
-from tests.model.learning import assert_learns
+from tests.model.models import assert_learns
 
 SEGMENTATION, RECONSTRUCTION = (46.48e6, 262.4e9), (27.61e6, 188.5e9)
 """Parameters and FLOPs at (1, 16, 1000, 1000), counted in the authors' models."""
@@ -128,8 +132,8 @@ def test_it_takes_point_clouds() -> None:
     view = model.view(scans)
     assert view.shape == (1, 4, 36, 36)
     assert view.any()
-    for given, direct in zip(model(scans), model(view), strict=True):
-        assert torch.equal(given, direct)
+    for one, direct in zip(model(scans), model(view), strict=True):
+        assert torch.equal(one, direct)
 
 
 @cache
@@ -156,3 +160,71 @@ def test_counts_of_the_planned_graphs_are_the_published_ones(name: str) -> None:
         assert sum(kind.parameters.total for kind in kinds) == pytest.approx(parameters, abs=0.005e6)
         assert sum(kind.flops for kind in kinds) == pytest.approx(flops, abs=0.05e9)
     assert graph.kinds["after"].flops == graph.kinds["before"].flops == 0
+
+
+SMALL = VoxelGrid(side=6, depth=4, resolution=0.5)
+
+
+def by_hand(scans: list[list[tuple[float, float, float]]], grid: VoxelGrid) -> Tensor:
+    """Every voxel of every scan, the largest over the heights."""
+    sizes = (grid.side, grid.side, grid.depth)
+    voxels = torch.zeros(len(scans), *sizes)
+    for place, scan in enumerate(scans):
+        for point in scan:
+            where = [floor(axis / grid.resolution + size / 2) for axis, size in zip(point, sizes, strict=True)]
+            if all(0 <= index < size for index, size in zip(where, sizes, strict=True)):
+                voxels[place, where[0], where[1], where[2]] = 1
+    return voxels.amax(dim=3)[None]
+
+
+quarters = st.integers(-10, 10).map(lambda steps: steps / 4)
+"""Metres that are exact in binary: points on the borders of voxels, inside and outside of the grid."""
+clouds = st.lists(st.lists(st.tuples(quarters, quarters, quarters), max_size=8), min_size=3, max_size=3)
+
+
+@given(clouds)
+@settings(max_examples=60, deadline=None)
+def test_views_are_those_of_voxels_filled_one_by_one(scans: list[list[tuple[float, float, float]]]) -> None:
+    tensors = [torch.tensor(scan, dtype=torch.float32).reshape(-1, 3) for scan in scans]
+    assert torch.equal(birds_eye_view(tensors, SMALL, count=3), by_hand(scans, SMALL))
+
+
+def test_the_published_grid() -> None:
+    """200 x 200 m around the sensor, 5 m up and down, in steps of 0.2 m."""
+    lone = birds_eye_view([torch.tensor([[-100.0, 99.9, 0.1]])] * 16, VoxelGrid())
+    assert lone.sum() == 16
+    assert lone[0, 0, 0, 999] == 1
+
+
+def test_points_outside_or_without_a_number_leave_no_mark() -> None:
+    far = torch.tensor([[9.0, 0, 0], [0, -9.0, 0], [0, 0, 9.0], [torch.nan, 0, 0], [0, torch.inf, 0], [1e30, 0, 0]])
+    assert not birds_eye_view([far], SMALL, count=1).any()
+
+
+def test_points_below_the_sensor_leave_a_mark() -> None:
+    assert birds_eye_view([torch.tensor([[0.1, 0.1, -0.3]])], SMALL, count=1)[0, 0, 3, 3] == 1
+
+
+CLOUD = torch.zeros(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("scans", "named"),
+    [
+        ([CLOUD], "scans"),
+        (CLOUD, "scans"),
+        ([CLOUD, torch.zeros(3, 5)], r"scans\[1\]"),
+        ([torch.zeros(3), CLOUD], r"scans\[0\]"),
+        ([CLOUD, CLOUD.long()], r"scans\[1\]"),
+        ([CLOUD, [[0.0, 0.0, 0.0]]], r"scans\[1\]"),
+    ],
+)
+def test_what_is_no_list_of_clouds_is_refused(scans: list[Tensor], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        birds_eye_view(scans, SMALL, count=2)
+
+
+@pytest.mark.parametrize("field", ["side", "depth", "resolution"])
+def test_a_grid_has_an_extent(field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        VoxelGrid(**{field: 0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from galvatron_lite.model.graph import Operator, OperatorClass, Recompute, Role,
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.measure import Scope, layer_settings, measure_profile, stem_settings
+from galvatron_lite.profiler.measure import Scope, layer_settings, make_tasks, measure_profile, stem_settings
 from galvatron_lite.profiler.measure_bench import LayerBench
 from galvatron_lite.profiler.measure_layers import cut_pictures, measured_grids, measured_slices, on_share, share_on
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.segments import SegmentCall
-from galvatron_lite.profiler.timing import TimingRule
+from galvatron_lite.profiler.timing import TimingRule, run_tasks
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_kind
 from tests.pool import WorkerPool
@@ -82,6 +83,14 @@ def test_every_layer_is_run_with_slices_of_its_weights(profile: Profile) -> None
         if (one.kind, one.samples, one.recompute) == (block, 1, Recompute.NONE) and one.tensor == 1
     }
     assert max(kept[2, 1], kept[1, 2]) < kept[1, 1]
+
+
+def test_slices_are_run_at_every_second_number_of_samples(profile: Profile) -> None:
+    scope = Scope(profile.graph, "fp32", (1, 2, 4), (1, 2), 1, profile.cluster, torch.device("cpu"), QUICK)
+    bench = Mock()
+    bench.measure_block.side_effect = lambda setting: [replace(profile.layers[0], samples=setting.samples)]
+    tasks = [task for task in make_tasks(scope, bench) if task.key.startswith("block") and "filters 2" in task.key]
+    assert {points[0]["samples"] for points in run_tasks(tasks, None).values()} == {1, 4}
 
 
 def test_slices_are_offered_and_priced(profile: Profile) -> None:

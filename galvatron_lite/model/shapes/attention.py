@@ -1,19 +1,108 @@
-"""Attention: one fused kernel, or calls of its own; and multi-head latent attention.
+"""Writing a transformer's layer down: norms, projections, and attention by one fused kernel or by calls of its own.
 
-The compressions are held by every device of a tensor group and work on its share of the tokens; the expansions are
-split by heads. In training keys and values are expanded in full, and the turned part of a key, one for all heads, is
-copied to every head.
+Of multi-head latent attention the compressions are held by every device of a tensor group and work on its share of the
+tokens; the expansions are split by heads. In training keys and values are expanded in full, and the turned part of a
+key, one for all heads, is copied to every head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.fields import TransformerShape
 from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, narrow, sharding_of
+
+S = TypeVar("S", bound=TransformerShape, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWriter(Generic[S]):
+    """A layer that is written down call by call; tensors are (tokens, hidden)."""
+
+    shape: S  # of the model
+    tape: Tape  # of the layer
+
+    def enter(self, tokens: int) -> Value:
+        """The hidden state of so many tokens, which enters the layer."""
+        return self.tape.enter(tokens * self.shape.hidden)
+
+    def norm(self, name: str, x: Value) -> Value:
+        """The shape's normalisation over the hidden size."""
+        if self.shape.norm == "rmsnorm":
+            return self.rms_norm(name, x, self.shape.hidden)
+        return ops.layer_norm(self.tape, name, x, self.shape.hidden, bias=self.shape.biases)
+
+    def rms_norm(self, name: str, x: Value, width: int) -> Value:
+        """RMSNorm by the layer's kernels."""
+        return ops.rms_norm(self.tape, name, x, width, fused=self.tape.kernels.fused_norm)
+
+    def linear(
+        self, name: str, x: Value, inner: int, columns: int, part: Division = Division.TENSOR, *, bias: bool = False
+    ) -> Value:
+        """A projection inside a block; see ``ops.linear``."""
+        return ops.linear(self.tape, name, x, inner, columns, part, bias=bias, fp8=self.tape.kernels.fp8)
+
+    def column(self, name: str, x: Value, columns: int) -> Value:
+        """A projection of the hidden state that is split by columns."""
+        bias = self.shape.biases or (self.shape.qkv_bias and "attention" in name)
+        return self.linear(name, x, self.shape.hidden, columns, bias=bias)
+
+    def row(self, name: str, x: Value, inner: int) -> Value:
+        """A projection to the hidden size that is split by rows; its output is summed over the tensor group."""
+        return narrow(self.linear(name, x, inner, self.shape.hidden, Division.SEQUENCE, bias=self.shape.biases))
+
+    def dropout(self, name: str, x: Value) -> Value:
+        """Dropout with the shape's probability."""
+        return ops.dropout(self.tape, name, x, self.shape.dropout)
+
+    def residual(self, name: str, x: Value, y: Value) -> Value:
+        """Dropout of ``y`` and its addition to ``x``."""
+        return ops.residual(self.tape, name, x, y, self.shape.dropout)
+
+
+def attend(
+    layer: LayerWriter[TransformerShape], x: Value, *, causal: bool = False, source: Value | None = None,
+    window: int = 0,
+) -> Value:  # fmt: skip
+    """Attention of ``x`` over itself (of each query over ``window`` tokens), or over ``source`` (cross-attention).
+
+    The result is summed over the tensor group, its dropout not yet done.
+    """
+    shape, tape = layer.shape, layer.tape
+    if shape.kv_rank and source is None:
+        return _latent_attention(layer, x, causal, window)
+    name = "attention" if source is None else "cross_attention"
+    q, k, v = _projections(layer, name, tape.gather(x), None if source is None else tape.gather(source))
+    if shape.head_norm:
+        q, k = (layer.rms_norm(f"{name}.{part}_norm", one, shape.head_dim) for part, one in (("q", q), ("k", k)))
+    if shape.positions == "rotary":
+        q, k = (ops.rotary(tape, f"{name}.rotary_{part}", one) for part, one in (("q", q), ("k", k)))
+    biased = shape.positions in ("alibi", "relative") and source is None
+    tape.count(shape.heads * shape.sinks, Division.TENSOR)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    mixed = attention(
+        tape, name, (q, k, v), heads, causal=causal, dropout=shape.dropout, biased=biased, window=window
+    )  # fmt: skip
+    return layer.row(f"{name}.out", mixed, shape.attention_width)
+
+
+def _projections(
+    layer: LayerWriter[TransformerShape], name: str, x: Value, source: Value | None
+) -> tuple[Value, Value, Value]:
+    """Queries of ``x``, keys and values of ``source`` or ``x``: three matmuls, or as few as the kernels allow."""
+    width, kv_width = layer.shape.attention_width, layer.shape.kv_width
+    if not layer.tape.kernels.merged_projections:
+        q, taken = layer.column(f"{name}.q", x, width), source or x
+        return q, layer.column(f"{name}.k", taken, kv_width), layer.column(f"{name}.v", taken, kv_width)
+    if source is None:
+        tokens, qkv = x.items // layer.shape.hidden, layer.column(f"{name}.qkv", x, width + 2 * kv_width)
+        return qkv.view(tokens * width), qkv.view(tokens * kv_width), qkv.view(tokens * kv_width)
+    kv = layer.column(f"{name}.kv", source, 2 * kv_width)
+    return layer.column(f"{name}.q", x, width), kv.view(kv.items // 2), kv.view(kv.items // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +112,11 @@ class Heads:
     queries: int  # heads of queries
     keys: int  # heads of keys and values
     size: int  # items of one head of queries and keys
-    value_size: int = 0  # items of one head of values; 0: as many as ``size``
-
-    @property
-    def values(self) -> int:
-        """Items of one head of values."""
-        return self.value_size or self.size
+    values: int  # items of one head of values
 
 
 def attention(
-    tape: Tape, name: str, q: Value, k: Value, v: Value, heads: Heads, *, causal: bool, dropout: float = 0.0,
+    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, dropout: float = 0.0,
     biased: bool = False, window: int = 0,
 ) -> Value:  # fmt: skip
     """Attention by the tape's kernels.
@@ -43,79 +127,66 @@ def attention(
         biased: whether a bias by distance is added to the scores; where the fused kernel does it that costs nothing.
         window: tokens that a query sees at most; the fused kernel skips the others. 0: no window.
     """
-    if tape.kernels.flash_attention:
-        bias = _bias(tape, f"{name}.bias", q, k, heads) if biased and tape.kernels.bias_in_mask else None
-        return _flash(tape, f"{name}.scores", (q, k, v), heads, causal=causal, bias=bias, window=window)
-    return _plain(tape, name, (q, k, v), heads, causal=causal, dropout=dropout, biased=biased)
-
-
-def _bias(tape: Tape, name: str, q: Value, k: Value, heads: Heads) -> Value:
-    """The mask with the bias of every pair of a query and a key, a head."""
+    q, k, _ = qkv
     queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
-    out = tape.value(heads.queries * queries * keys, q.part)
-    return tape.memory(name, (), out, 3 * out.bytes, out.bytes)
+    if not tape.kernels.flash_attention:
+        return _plain(tape, name, qkv, heads, (queries, keys), causal=causal, dropout=dropout, biased=biased)
+    mask: tuple[Value, ...] = ()
+    if biased and tape.kernels.bias_in_mask:  # the mask with the bias of every pair of a query and a key, a head
+        pairs = tape.value(heads.queries * queries * keys, q.part)
+        mask = (tape.memory(f"{name}.bias", (), pairs, 3 * pairs.bytes, pairs.bytes),)
+    if 0 < window < keys:
+        keys, causal = window, False
+    return _flash(tape, f"{name}.scores", (*qkv, *mask), heads, (queries, keys), causal)
 
 
 def _flash(
-    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, bias: Value | None = None,
-    window: int = 0,
-) -> Value:  # fmt: skip
-    """Flash attention (Dao 2023): keeps q, k, v, its output and one fp32 log-sum a query and head.
+    tape: Tape, name: str, taken: tuple[Value, ...], heads: Heads, extents: tuple[int, int], causal: bool
+) -> Value:
+    """Flash attention (Dao 2023): keeps what it takes, its output and one fp32 log-sum a query and head.
 
     FLOPs count the whole score matrix, causal or not: 2 x queries x keys x heads x (head size + value size) forward
     (two matmuls), 2.5 times that backward (five matmuls: the scores are computed again). Of a window every query counts
     in full, those at the beginning too.
     """
-    q, k, v = qkv
-    queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
-    if 0 < window < keys:
-        keys, causal = window, False
-    out = tape.value(queries * heads.queries * heads.values, q.part)
-    sums = tape.value(queries * heads.queries, q.part, FP32, grad=False)
+    (queries, keys), part = extents, taken[0].part
+    out = tape.value(queries * heads.queries * heads.values, part)
+    sums = tape.value(queries * heads.queries, part, FP32, grad=False)
     flops = 2 * queries * keys * heads.queries * (heads.size + heads.values)
-    biases = () if bias is None else (bias,)
-    touched = q.bytes + k.bytes + v.bytes + out.bytes + sum(bias.bytes for bias in biases)
+    touched = sum(value.bytes for value in (*taken, out))
     operator = Operator(
         name, OperatorClass.ATTENTION, (heads.queries, heads.keys, queries, keys, heads.size), 1, flops, flops * 5 // 2,
-        touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,
+        touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(out), causal,
     )  # fmt: skip
-    saved = (q, k, v, *biases, out, sums)
-    return tape.record(ShapeCall((q, k, v, *biases), out, saved=saved, anchor=(out, sums), core=True), operator)
+    return tape.record(ShapeCall(taken, out, saved=(*taken, out, sums), anchor=(out, sums), core=True), operator)
 
 
 def _plain(
-    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, dropout: float, biased: bool
-) -> Value:
+    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, extents: tuple[int, int], *, causal: bool,
+    dropout: float, biased: bool,
+) -> Value:  # fmt: skip
     """Scores, softmax, dropout and context; keeps 5 bytes a score in half precision (Korthikanti et al. 2022, eq. 1).
 
     Shared heads of keys and values are copied to every query head first, as Megatron's plain path does.
     """
-    q, k, v = qkv
-    queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
+    (q, k, v), (queries, keys) = qkv, extents
     if heads.keys < heads.queries:
-        k = _repeat(tape, f"{name}.repeat_k", k, keys * heads.queries * heads.size)
-        v = _repeat(tape, f"{name}.repeat_v", v, keys * heads.queries * heads.values)
+        k = ops.reshape(tape, f"{name}.repeat_k", k, keys * heads.queries * heads.size, core=True)
+        v = ops.reshape(tape, f"{name}.repeat_v", v, keys * heads.queries * heads.values, core=True)
     rows = heads.queries * queries
     scores = _product(tape, f"{name}.scores", (q, k), (rows, heads.size, keys))
     weights = _softmax(tape, name, scores, causal=causal, biased=biased)
-    weights = _drop(tape, f"{name}.weights_dropout", weights, dropout)
+    weights = ops.dropout(tape, f"{name}.weights_dropout", weights, dropout, core=True)
     return _product(tape, f"{name}.context", (weights, v), (rows, keys, heads.values))
-
-
-def _repeat(tape: Tape, name: str, x: Value, items: int) -> Value:
-    out = tape.value(items, x.part)
-    return tape.memory(name, (x,), out, x.bytes + out.bytes, core=True)
 
 
 def _product(tape: Tape, name: str, factors: tuple[Value, Value], shape: tuple[int, int, int]) -> Value:
     """A batch of matmuls, one a head, no weights: keeps both factors; the heads are folded into the rows."""
-    first, second = factors
     rows, inner, columns = shape
-    out = tape.value(rows * columns, first.part)
-    flops, moved = 2 * rows * inner * columns, first.bytes + second.bytes + out.bytes
-    operator = Operator(
-        name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, sharding_of(first)
-    )  # fmt: skip
+    out = tape.value(rows * columns, factors[0].part)
+    flops, moved = 2 * rows * inner * columns, sum(value.bytes for value in (*factors, out))
+    sharding = sharding_of(out)
+    operator = Operator(name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, sharding)
     return tape.record(ShapeCall(factors, out, saved=factors, anchor=(out,), core=True), operator)
 
 
@@ -126,104 +197,55 @@ def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool
         seen = 1 if causal else 2  # Megatron's causal kernel skips what the mask hides
         moved, back = (seen + 2) * out.bytes // 2, (seen + 1) * out.bytes
         return tape.memory(f"{name}.softmax", (scores,), out, moved, back, saved=(out,), core=True)
-    passes = ("scale", "mask", "bias") if biased else ("scale", "mask")
-    x = scores
-    for each in passes:
-        weights = tape.value(x.items, x.part)
-        moved, added = 2 * x.bytes, each == "bias"
-        x = tape.memory(
-            f"{name}.{each}",
-            (x,),
-            weights,
-            moved,
-            0 if added else moved,
-            core=True,
-            fusible=True,
-            shares_gradient=added,
-        )
+    x, moved, traits = scores, 2 * scores.bytes, dict[str, Any](core=True, fusible=True)
+    for each in ("scale", "mask"):
+        x = tape.memory(f"{name}.{each}", (x,), tape.value(x.items, x.part), moved, **traits)
+    if biased:
+        added = tape.value(x.items, x.part)
+        x = tape.memory(f"{name}.bias", (x,), added, moved, 0, shares_gradient=True, **traits)
     wide = out if out.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     moved, back = x.bytes + wide.bytes, 2 * wide.bytes + x.bytes
-    tape.memory(f"{name}.softmax", (x,), wide, moved, back, saved=(wide,), core=True, fusible=True)
-    if wide is out:
-        return out
-    return tape.memory(f"{name}.cast", (wide,), out, wide.bytes + out.bytes, core=True, fusible=True)
+    tape.memory(f"{name}.softmax", (x,), wide, moved, back, saved=(wide,), **traits)
+    return out if wide is out else tape.memory(f"{name}.cast", (wide,), out, wide.bytes + out.bytes, **traits)
 
 
-def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
-    if not probability:
-        return weights
-    out = tape.value(weights.items, weights.part)
-    mask = tape.value(weights.items, weights.part, 1, grad=False)
-    moved = 2 * weights.bytes + mask.bytes
-    return tape.memory(name, (weights,), out, moved, saved=(mask,), core=True, fusible=True)
-
-
-def view(tensor: Value, items: int) -> Value:
-    """Part of a tensor, in the tensor's storage."""
-    return replace(tensor, items=items, storage=tensor.held)
-
-
-def latent_attention(tape: Tape, shape: TransformerShape, x: Value, *, causal: bool, window: int = 0) -> Value:
-    """Attention of ``x`` (tokens, hidden) over itself; the result is summed over the tensor group."""
+def _latent_attention(layer: LayerWriter[TransformerShape], x: Value, causal: bool, window: int) -> Value:
+    """Multi-head latent attention of ``x`` over itself; the result is summed over the tensor group."""
+    shape, tape = layer.shape, layer.tape
     heads = Heads(shape.heads, shape.heads, shape.head_dim, shape.value_dim or shape.head_dim)
-    tokens = x.items // shape.hidden
-    q = _queries(tape, shape, x)
-    keys, values = _keys_and_values(tape, shape, x, heads)
-    q = _turned(tape, "attention.rotary_q", q, tokens * shape.heads * shape.rope_dim)
-    mixed = attention(tape, "attention", q, keys, values, heads, causal=causal, dropout=shape.dropout, window=window)
-    width = shape.heads * heads.values
-    out = ops.linear(
-        tape, "attention.out", mixed, width, shape.hidden, Division.SEQUENCE, bias=shape.biases, fp8=tape.kernels.fp8
-    )
-    return narrow(out)
+    if shape.q_rank:
+        small = tape.gather(_compressed(layer, "q", x, shape.q_rank, shape.q_rank))
+        q = layer.linear("attention.q_up", small, shape.q_rank, shape.attention_width)
+    else:
+        q = layer.linear("attention.q", tape.gather(x), shape.hidden, shape.attention_width)
+    keys, values = _latent_keys_and_values(layer, x, heads)
+    # rotary positions on part of the items, written beside the rest
+    turned = x.items // shape.hidden * shape.heads * shape.rope_dim * q.item_bytes
+    passes, count = (2, 1) if tape.kernels.fused_rotary else (10, 6)
+    moved, out = passes * turned + 2 * (q.bytes - turned), tape.value(q.items, q.part)
+    q = tape.memory("attention.rotary_q", (q,), out, moved, count=count, fusible=True)
+    qkv = q, keys, values
+    mixed = attention(tape, "attention", qkv, heads, causal=causal, dropout=shape.dropout, window=window)
+    return layer.row("attention.out", mixed, shape.heads * heads.values)
 
 
-def _compressed(tape: Tape, shape: TransformerShape, name: str, x: Value, columns: int, rank: int) -> Value:
+def _compressed(layer: LayerWriter[TransformerShape], name: str, x: Value, columns: int, rank: int) -> Value:
     """A projection to few items and its norm; every device does it on its share of the tokens."""
-    down = ops.linear(
-        tape,
-        f"attention.{name}_down",
-        narrow(x),
-        shape.hidden,
-        columns,
-        Division.WHOLE,
-        bias=False,
-        fp8=tape.kernels.fp8,
-    )
-    return ops.rms_norm(tape, f"attention.{name}_norm", narrow(down), rank, fused=tape.kernels.fused_norm)
+    down = layer.linear(f"attention.{name}_down", narrow(x), layer.shape.hidden, columns, Division.WHOLE)
+    return layer.rms_norm(f"attention.{name}_norm", narrow(down), rank)
 
 
-def _queries(tape: Tape, shape: TransformerShape, x: Value) -> Value:
-    width, fp8 = shape.heads * shape.head_dim, tape.kernels.fp8
-    if not shape.q_rank:
-        return ops.linear(
-            tape, "attention.q", tape.gather(x), shape.hidden, width, Division.TENSOR, bias=False, fp8=fp8
-        )
-    small = tape.gather(_compressed(tape, shape, "q", x, shape.q_rank, shape.q_rank))
-    return ops.linear(tape, "attention.q_up", small, shape.q_rank, width, Division.TENSOR, bias=False, fp8=fp8)
-
-
-def _keys_and_values(tape: Tape, shape: TransformerShape, x: Value, heads: Heads) -> tuple[Value, Value]:
+def _latent_keys_and_values(layer: LayerWriter[TransformerShape], x: Value, heads: Heads) -> tuple[Value, Value]:
     """Keys (expanded part beside the turned part) and values."""
+    shape, tape = layer.shape, layer.tape
     tokens = x.items // shape.hidden
-    plain = shape.head_dim - shape.rope_dim
-    joined = _compressed(tape, shape, "kv", x, shape.kv_rank + shape.rope_dim, shape.kv_rank)
+    joined = _compressed(layer, "kv", x, shape.kv_rank + shape.rope_dim, shape.kv_rank)
     part = tape.value(tokens * shape.kv_rank, joined.part)
     small = tape.gather(tape.memory("", (joined,), part, 0, like=joined, count=0))
-    columns = shape.heads * (plain + heads.values)
-    both = ops.linear(
-        tape, "attention.kv_up", small, shape.kv_rank, columns, Division.TENSOR, bias=False, fp8=tape.kernels.fp8
-    )
-    keys = tape.value(tokens * shape.heads * shape.head_dim, both.part)
+    columns = shape.heads * (shape.head_dim - shape.rope_dim + heads.values)
+    both = layer.linear("attention.kv_up", small, shape.kv_rank, columns)
+    keys = tape.value(tokens * shape.attention_width, both.part)
     values = tape.value(tokens * shape.heads * heads.values, both.part)
     tape.memory("attention.join_keys", (both,), keys, 2 * keys.bytes, count=3, fusible=True)
     tape.memory("attention.split_values", (both,), values, 2 * values.bytes, fusible=True)
     return keys, values
-
-
-def _turned(tape: Tape, name: str, x: Value, turned: int) -> Value:
-    """Rotary positions on part of the items, written beside the rest."""
-    out = tape.value(x.items, x.part)
-    passes, count = (2, 1) if tape.kernels.fused_rotary else (10, 6)
-    moved = passes * turned * x.item_bytes + 2 * (x.bytes - turned * x.item_bytes)
-    return tape.memory(name, (x,), out, moved, count=count, fusible=True)

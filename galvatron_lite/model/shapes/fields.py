@@ -321,9 +321,38 @@ def complete(shape: Shape) -> Shape:
         case MoeShape():
             return _complete_moe(shape)
         case VitShape():
-            return _complete_vit(shape)
-        case PictureShape():
-            _check_pictures(shape)
+            if shape.hidden % shape.heads:
+                raise InputError("heads", shape.heads, f"Choose a number that divides the hidden size {shape.hidden}.")
+            if shape.image_size % shape.patch:
+                remedy = f"Choose a number that divides the image size {shape.image_size}."
+                raise InputError("patch", shape.patch, remedy)
+            return replace(shape, ffn_hidden=shape.ffn_hidden or 4 * shape.hidden)
+        case VggShape() | ConvNextShape():
+            _same_number("depths", shape.depths, shape.widths)
+        case AlexNetShape():
+            _same_number("widths", shape.widths, range(5))
+        case RegNetShape():
+            uneven = [width for width in shape.widths if width % min(shape.group, width)]
+            if uneven:
+                raise InputError("group", shape.group, f"Choose a number that divides the widths {uneven}.")
+        case UNetShape():
+            if shape.image_size % 2**shape.levels:
+                remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
+                raise InputError("image_size", shape.image_size, remedy)
+        case PerceptionShape():
+            if shape.base % 2:
+                raise InputError("base", shape.base, "Choose an even number: the last level has half of it.")
+            if shape.image_size < 2**shape.levels:
+                remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
+                raise InputError("image_size", shape.image_size, remedy)
+            if shape.classes != 1:
+                raise InputError("classes", shape.classes, "Leave it at 1: each network gives one picture.")
+        case CosmoFlowShape():
+            _same_number("kernels", shape.kernels, shape.widths)
+            _same_number("strides", shape.strides, shape.widths)
+            if shape.sides[-1] != 1:
+                remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
+                raise InputError("image_size", shape.image_size, remedy)
         case TransformerShape():
             return _complete_transformer(shape)
     return shape
@@ -383,48 +412,6 @@ def _complete_moe(shape: MoeShape) -> MoeShape:
         raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
     filled = _complete_transformer(shape)
     return replace(filled, moe_ffn=filled.moe_ffn or filled.ffn_hidden)
-
-
-def _complete_vit(shape: VitShape) -> VitShape:
-    if shape.hidden % shape.heads:
-        raise InputError("heads", shape.heads, f"Choose a number that divides the hidden size {shape.hidden}.")
-    if shape.image_size % shape.patch:
-        raise InputError("patch", shape.patch, f"Choose a number that divides the image size {shape.image_size}.")
-    return replace(shape, ffn_hidden=shape.ffn_hidden or 4 * shape.hidden)
-
-
-def _check_pictures(shape: PictureShape) -> None:
-    match shape:
-        case VggShape() | ConvNextShape():
-            _same_number("depths", shape.depths, shape.widths)
-        case AlexNetShape():
-            _same_number("widths", shape.widths, range(5))
-        case RegNetShape():
-            uneven = [width for width in shape.widths if width % min(shape.group, width)]
-            if uneven:
-                raise InputError("group", shape.group, f"Choose a number that divides the widths {uneven}.")
-        case UNetShape():
-            if shape.image_size % 2**shape.levels:
-                remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
-                raise InputError("image_size", shape.image_size, remedy)
-        case PerceptionShape():
-            _check_levels(shape)
-        case CosmoFlowShape():
-            _same_number("kernels", shape.kernels, shape.widths)
-            _same_number("strides", shape.strides, shape.widths)
-            if shape.sides[-1] != 1:
-                remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
-                raise InputError("image_size", shape.image_size, remedy)
-
-
-def _check_levels(shape: PerceptionShape) -> None:
-    if shape.base % 2:
-        raise InputError("base", shape.base, "Choose an even number: the last level has half of it.")
-    if shape.image_size < 2**shape.levels:
-        remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
-        raise InputError("image_size", shape.image_size, remedy)
-    if shape.classes != 1:
-        raise InputError("classes", shape.classes, "Leave it at 1: each network gives one picture.")
 
 
 def _same_number(field: str, values: tuple[int, ...], like: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ dropout a mask of one byte an item, log-softmax its output.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
@@ -184,15 +185,16 @@ def linear(
     sharding = sharding_of(out if part is Division.TENSOR else x)
     kept = cast_input(tape, name, x, out, weight) if fp8 else (keeps or x)
     if tape.kernels.autocast and tape.item_bytes < FP32:
-        _cast_weight(tape, name, out, weight)
+        # autocast's copy of a weight (fp32 read, half written), and its gradient's way back, once a call
+        cast = memory_operator(f"{name}.weight_cast", out, 0, 1, (FP32 + tape.item_bytes) * weight)
+        tape.extra(replace(cast, sharding=sharding_of(out)))
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
         sharding, precision=narrow_precision(tape) if fp8 else "", reads=x.key,
     )  # fmt: skip
-    rebuilt = (x,) if tape.regathers(x) else ()
-    # a share where the gathered input is gathered again
-    saved = (replace(kept, part=tape.kept_form(x).part) if tape.regathers(x) else kept,)
+    again = tape.regathers(x)  # of the gathered input a share is kept
+    rebuilt, saved = ((x,), (narrow(kept),)) if again else ((), (kept,))
     # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
     summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
     anchor = replace(out, part=Division.SEQUENCE) if summed else out
@@ -247,13 +249,6 @@ def cast_input(tape: Tape, name: str, x: Value, out: Value, weight: int) -> Valu
 def narrow_precision(tape: Tape) -> str:
     """What an fp8 matmul computes in: scales of tensors and of rows have kernels of their own."""
     return "fp8-rowwise" if tape.kernels.fp8_rows else "fp8"
-
-
-def _cast_weight(tape: Tape, name: str, out: Value, weight: int) -> None:
-    """Autocast's copy of a weight (fp32 read, half written), and its gradient's way back, once a call."""
-    moved = (FP32 + tape.item_bytes) * weight
-    operator = memory_operator(f"{name}.weight_cast", out, 0, 1, moved)
-    tape.extra(replace(operator, sharding=sharding_of(out)))
 
 
 def activation(tape: Tape, name: str, x: Value, *, keeps_output: bool = False) -> Value:
@@ -315,12 +310,12 @@ def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> V
     return tape.memory("", (x, dropped), out, 0, count=0, shares_gradient=True, fusible=True)
 
 
-def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
+def dropout(tape: Tape, name: str, x: Value, probability: float, **traits: Any) -> Value:
     """Dropout: keeps a mask of one byte an item; nothing happens where the probability is 0."""
     if not probability:
         return x
     out, mask = tape.value(x.items, x.part), tape.value(x.items, x.part, 1, grad=False)
-    return tape.memory(name, (x,), out, 2 * x.bytes + mask.bytes, saved=(mask,), fusible=True)
+    return tape.memory(name, (x,), out, 2 * x.bytes + mask.bytes, saved=(mask,), fusible=True, **traits)
 
 
 def rotary(tape: Tape, name: str, x: Value) -> Value:
@@ -357,7 +352,7 @@ def positions(tape: Tape, name: str, x: Value, table: int) -> Value:
     return tape.memory(name, (x,), out, 2 * x.bytes, x.bytes, weight_bytes=weights, shares_gradient=True)
 
 
-def reshape(tape: Tape, name: str, x: Value, items: int) -> Value:
+def reshape(tape: Tape, name: str, x: Value, items: int, **traits: Any) -> Value:
     """Copy into another shape (concatenate a class token, take one token): keeps nothing."""
     out = tape.value(items, x.part)
-    return tape.memory(name, (x,), out, x.bytes + out.bytes)
+    return tape.memory(name, (x,), out, x.bytes + out.bytes, **traits)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import groupby
+from itertools import count, groupby
 
 from galvatron_lite.model.graph import Operator, OperatorClass, TensorSplit
 from galvatron_lite.model.kernels import Selective
@@ -44,6 +44,10 @@ class Value:
     def held(self) -> int:
         """Bytes per sample that live while it does."""
         return self.storage or self.bytes
+
+    def view(self, items: int) -> Value:
+        """Part of the tensor, in its storage."""
+        return replace(self, items=items, storage=self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +154,13 @@ def whole_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
     return TensorSplit(tensor=split.tensor, sequence=split.sequence - changed, whole=split.whole + changed)
 
 
-def share_of(value: Value) -> Value:
-    """The value's share under sequence parallelism."""
-    return replace(value, part=Division.SEQUENCE)
+def _total(values: Sequence[Value], split: bool = True) -> int:
+    """Bytes of different storages; ``split``: also of those that matmuls split."""
+    return sum({one.key: one.held for one in values if split or one.part is not Division.TENSOR}.values())
 
 
-def _total(values: Sequence[Value]) -> int:
-    return sum({value.key: value.held for value in values}.values())
-
-
-def _shared(values: Sequence[Value]) -> int:
-    """Bytes that matmuls do not split."""
-    return _total([value for value in values if value.part is not Division.TENSOR])
-
-
-def _larger(best: list[Value], values: Sequence[Value], size: Callable[[Sequence[Value]], int] = _total) -> list[Value]:
-    return list(values) if size(values) > size(best) else best
+def _larger(best: list[Value], values: Sequence[Value], split: bool = True) -> list[Value]:
+    return list(values) if _total(values, split) > _total(best, split) else best
 
 
 def forward_peak(
@@ -181,7 +176,7 @@ def forward_peak(
     live, best, widest = list(inputs), list(inputs), list(inputs)
     for index, call in enumerate(calls):
         live += [*call.inputs, call.output, *call.saved]
-        best, widest = _larger(best, live), _larger(widest, live, _shared)
+        best, widest = _larger(best, live), _larger(widest, live, split=False)
         live = [
             value for value in live
             if (value.key, value.part) in staying or last_read.get((value.key, value.part), -1) > index
@@ -189,73 +184,58 @@ def forward_peak(
     return best, widest
 
 
-@dataclass(slots=True)
-class _Gradients:
-    """Gradient buffers alive: each tensor's key points to a buffer, which several may share."""
-
-    buffers: dict[int, Value] = field(default_factory=dict)
-    of: dict[int, int] = field(default_factory=dict)
-    made: int = 0
-
-    def new(self, value: Value) -> int:
-        self.made += 1
-        self.buffers[-self.made] = replace(value, key=-self.made)
-        return -self.made
-
-    def give(self, value: Value, buffer: int) -> None:
-        """Hand a gradient to a tensor; where it has one already that is shared, the sum takes a new buffer."""
-        old = self.of.get(value.key)
-        shared = old is not None and Counter(self.of.values())[old] > 1
-        self.of[value.key] = self.new(value) if shared else buffer if old is None else old
-
-    def sweep(self) -> None:
-        """Drop the buffers that no tensor points to."""
-        used = set(self.of.values())
-        self.buffers = {key: value for key, value in self.buffers.items() if key in used}
-
-
 def backward_peak(calls: Sequence[ShapeCall], outputs: Sequence[Value]) -> list[Value]:
     """Tensors alive at the worst moment of backward: what is still saved, and gradients from made to last read."""
     readers = Counter(key for call in calls for key in {value.key for value in call.saved})
     everything = (value for call in calls for value in call.saved)
     saved = {value.key: value for value in sorted(everything, key=lambda value: value.part)}
-    gradients = _Gradients()
+    buffers: dict[int, Value] = {}  # of gradients, by numbers below 0
+    of: dict[int, int] = {}  # buffers by the key of the tensor, of which several may share one
+    numbers = count(-1, -1)
+
+    def new(value: Value) -> int:
+        number = next(numbers)
+        buffers[number] = replace(value, key=number)
+        return number
+
+    def give(value: Value, buffer: int) -> None:
+        """Hand a gradient to a tensor; where it has one already that is shared, the sum takes a new buffer."""
+        old = of.get(value.key)
+        shared = old is not None and Counter(of.values())[old] > 1
+        of[value.key] = new(value) if shared else buffer if old is None else old
+
+    def release(call: ShapeCall) -> None:
+        """Drop what only this call's backward still needed."""
+        for key in {value.key for value in call.saved}:
+            readers[key] -= 1
+            if not readers[key]:
+                del saved[key]
+
     for value in outputs:
-        gradients.give(value, gradients.new(value))
-    best = [*saved.values(), *gradients.buffers.values()]
+        give(value, new(value))
+    best = [*saved.values(), *buffers.values()]
     for call in reversed(calls):
         if call.inplace:
-            _release(call, readers, saved)
-        _run_backward(call, gradients)
-        best = _larger(best, [*saved.values(), *call.rebuilt, *gradients.buffers.values()])
-        gradients.sweep()
+            release(call)
+        arrived = of.pop(call.output.key, None)
+        if arrived is not None:
+            for value in call.inputs:
+                if value.grad:
+                    give(value, arrived if call.shares_gradient else new(value))
+        best = _larger(best, [*saved.values(), *call.rebuilt, *buffers.values()])
+        for key in buffers.keys() - set(of.values()):
+            del buffers[key]
         if not call.inplace:
-            _release(call, readers, saved)
+            release(call)
     return best
-
-
-def _release(call: ShapeCall, readers: Counter[int], saved: dict[int, Value]) -> None:
-    """Drop what only this call's backward still needed."""
-    for key in {value.key for value in call.saved}:
-        readers[key] -= 1
-        if not readers[key]:
-            del saved[key]
-
-
-def _run_backward(call: ShapeCall, gradients: _Gradients) -> None:
-    arrived = gradients.of.pop(call.output.key, None)
-    if arrived is None:
-        return
-    for value in call.inputs:
-        if value.grad:
-            gradients.give(value, arrived if call.shares_gradient else gradients.new(value))
 
 
 def compile_records(records: Sequence[Record], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Record]:
     """The calls as a compiler runs them."""
-    lean = _without_rebuilt(records, inputs)
-    needed = _readers(lean)
-    done: list[Record] = []
+    lean, done, needed = _without_rebuilt(records, inputs), list[Record](), dict[int, list[int]]()
+    for index, (call, _) in enumerate(lean):
+        for value in (*call.inputs, *call.saved):
+            needed.setdefault(value.key, []).append(index)
     start = 0
     for fusible, run in groupby(lean, key=lambda record: record[0].fusible):
         part = list(run)
@@ -278,14 +258,6 @@ def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list
         (replace(call, saved=tuple(value for value in call.saved if value.key not in again)), operator)
         for call, operator in records
     ]
-
-
-def _readers(records: Sequence[Record]) -> dict[int, list[int]]:
-    readers: dict[int, list[int]] = {}
-    for index, (call, _) in enumerate(records):
-        for value in (*call.inputs, *call.saved):
-            readers.setdefault(value.key, []).append(index)
-    return readers
 
 
 def _fused(

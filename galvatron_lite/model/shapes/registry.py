@@ -26,7 +26,7 @@ from galvatron_lite.model.shapes.fields import (
     complete,
 )
 from galvatron_lite.model.trainable import Trainable, with_trainable
-from galvatron_lite.units import ITEM_BYTES, activation_bytes
+from galvatron_lite.units import ITEM_BYTES
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FLAGS = {"seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts": "n_experts", "topk": "moe_topk"}
@@ -61,13 +61,12 @@ def build_graph(
     completed = complete(shape if sequence is None else _with_sequence(shape, sequence))
     chosen = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
     chosen = replace(chosen, fp8=True) if precision == "fp8" else chosen
-    how = activation_bytes(precision), chosen
     if trainable is None:
-        return _graph(completed, precision, *how)
+        return _graph(completed, precision, chosen)
     if isinstance(completed, PictureShape) and not isinstance(completed, VitShape):
         remedy = "Networks of convolutions by name train whole: give the model itself, FILE.py:FACTORY."
         raise InputError("--freeze", ", ".join(trainable.freeze) or None, remedy)
-    return with_trainable(lambda: _graph(completed, precision, *how), trainable)
+    return with_trainable(lambda: _graph(completed, precision, chosen), trainable)
 
 
 def _with_sequence(shape: Shape, sequence: int) -> Shape:
@@ -79,7 +78,7 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
     return replace(shape, seq_len=sequence, position_entries=entries)
 
 
-def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> ModelGraph:
+def _graph(shape: Shape, precision: str, kernels: Kernels) -> ModelGraph:
     """One of the families; its module is imported here, so that one model does not wait for all families."""
     if isinstance(shape, PictureShape) and not isinstance(shape, VitShape):
         from galvatron_lite.model.shapes.images.convnets import picture_graph
@@ -90,13 +89,13 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
 
     match shape:
         case DecoderShape() | MoeShape():
-            return decoder_graph(shape, precision, item_bytes, kernels)
+            return decoder_graph(shape, precision, kernels)
         case EncoderShape():
-            return encoder_graph(shape, precision, item_bytes, kernels)
+            return encoder_graph(shape, precision, kernels)
         case EncoderDecoderShape():
-            return encoder_decoder_graph(shape, precision, item_bytes, kernels)
+            return encoder_decoder_graph(shape, precision, kernels)
         case VitShape():
-            return vit_graph(shape, precision, item_bytes, kernels)
+            return vit_graph(shape, precision, kernels)
 
 
 def model_names() -> tuple[str, ...]:
@@ -125,22 +124,18 @@ def load_model(
 
 def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = None) -> Shape:
     """The shape of a shipped model or of a model file; see ``load_model``."""
-    path = _find(name_or_path)
+    path = Path(name_or_path)
+    if path.suffix not in _SUFFIXES:
+        names = model_names()
+        plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
+        if plain is None:
+            raise unknown("model", name_or_path, names, "Or give a .yaml file.")
+        path = config_folder("models") / f"{plain}.yaml"
     data = read_data(path)
     if not isinstance(data, dict):
         raise FileFormatError(str(path), kind_of(data), "A model file holds one mapping of fields.")
     name = os.fsencode(path.stem).decode("utf-8", "replace")  # LC_ALL=C has no characters but those of ASCII
     return shape_from_data({"name": name} | data | dict(overrides or {}), str(path))
-
-
-def _find(name_or_path: str) -> Path:
-    if Path(name_or_path).suffix in _SUFFIXES:
-        return Path(name_or_path)
-    names = model_names()
-    plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
-    if plain:
-        return config_folder("models") / f"{plain}.yaml"
-    raise unknown("model", name_or_path, names, "Or give a .yaml file.")
 
 
 def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:

@@ -45,13 +45,11 @@ from galvatron_lite.model.shapes.records import (
     runs_again,
     saved_by,
     selected,
-    share_of,
     split_of,
     whole_tokens,
 )
 from galvatron_lite.model.trainable import LayerTraining, layer_training
 
-_UNSHARED = {Sharding.SEQUENCE: Sharding.NONE}  # where tokens are not shared
 _SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 
 
@@ -118,10 +116,6 @@ class Tape:
         """The value gathered over the tensor group: every device holds all of it while it computes."""
         self._gathered.add(value.key)
         return replace(value, part=Division.WHOLE)
-
-    def kept_form(self, value: Value) -> Value:
-        """What a matmul keeps of its input: of a gathered one its share, where it is gathered again in backward."""
-        return share_of(value) if self.regathers(value) else value
 
     def regathers(self, value: Value) -> bool:
         """Whether a gathered input is gathered again in backward."""
@@ -227,29 +221,18 @@ class Tape:
         self.records.append((ShapeCall((), nothing), operator))
 
     def kind(
-        self,
-        name: str,
-        outputs: tuple[Value, ...],
-        dims: SplitDims,
-        tensor_degrees: int = 1,
-        tensor_reason: str = "",
-        tensor_collectives: int = 0,
-        sequence_parallel: bool = False,
-        gathered: Value | None = None,
-        loss_bytes: int = 0,
-        recomputed: bool = True,
-        regions: tuple[int, int] | None = None,
-    ) -> LayerKind:
+        self, name: str, outputs: tuple[Value, ...], dims: SplitDims, *, gathered: Value | None = None,
+        recomputed: bool = True, regions: tuple[int, int] | None = None, sequence_parallel: bool = False, **traits: Any,
+    ) -> LayerKind:  # fmt: skip
         """Sum the tape up.
 
         Temporary results of all tokens count as whole in backward: a collective holds the whole tensor beside its
         shares. In forward one of them does: the sum that is scattered at a region's end.
 
         Args:
-            name, dims, tensor_degrees, tensor_reason, tensor_collectives, sequence_parallel: see ``LayerKind``.
+            name, dims, sequence_parallel, traits: see ``LayerKind``.
             outputs: boundary tensors that leave.
             gathered: the output that is gathered after a column-split last matmul.
-            loss_bytes: see ``LayerKind``.
             recomputed: whether recomputation is offered; only blocks can be run again.
             regions: gathers and scatters of one forward pass (see ``LayerKind``), where not half of the collectives
                 each.
@@ -258,34 +241,37 @@ class Tape:
         calls = [call for call, _ in records]
         lasting = selected(records, self.inputs, "norms") if self.kernels.remade else saved_by(calls)
         saved = self._kept([*lasting, *self.lent])
-        forward = [[*values, *self.lent] for values in forward_peak(calls, self.inputs, outputs)]
         backward = [*backward_peak(calls, outputs), *self.lent]
+        output_bytes = sum(value.bytes for value in outputs)
+        # bytes beyond those that suffice at the moment of the most bytes, and at that of the most that are not split
+        most, widest = (
+            whole_tokens(excess(self._kept([*values, *self.lent]), saved), output_bytes)
+            for values in forward_peak(calls, self.inputs, outputs)
+        )
+        apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
+        forward_working = TensorSplit(max(most.total - sum(apart), 0), *apart)
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
+        if not sequence_parallel:
+            operators = tuple(
+                replace(one, sharding=Sharding.NONE) if one.sharding is Sharding.SEQUENCE else one for one in operators
+            )
+            kept = {choice: whole_tokens(split) for choice, split in kept.items()}
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
             frozen=TensorSplit(tensor=self.frozen[Division.TENSOR], whole=self.frozen[Division.WHOLE]),
             frozen_experts=self.frozen_experts,
-            operators=operators
-            if sequence_parallel
-            else tuple(
-                replace(operator, sharding=_UNSHARED.get(operator.sharding, operator.sharding))
-                for operator in operators
-            ),
-            kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
+            operators=operators,
+            kept=kept,
             working=whole_tokens(excess(self._kept(backward), saved)),
-            forward_working=self._forward_working(forward, saved, sum(value.bytes for value in outputs)),
+            forward_working=forward_working,
             input_bytes=sum(value.bytes for value in self.inputs),
-            output_bytes=sum(value.bytes for value in outputs),
+            output_bytes=output_bytes,
             dims=dims,
             buffer_bytes=self.buffer_bytes,
-            tensor_degrees=tensor_degrees,
-            tensor_reason=tensor_reason,
-            tensor_collectives=tensor_collectives,
             sequence_parallel=sequence_parallel,
             gathered_output_bytes=0 if gathered is None else gathered.bytes,
-            loss_bytes=loss_bytes,
             tensor_gathers=regions[0] if regions else None,
             tensor_scatters=regions[1] if regions else None,
             boundaries=self._boundaries(),
@@ -294,16 +280,11 @@ class Tape:
             expert_parameters=self.expert_items,
             dispatched_bytes=self.dispatched_bytes,
             routing=self.routing,
+            **traits,
         )
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
         return split_of(value for value in values if value.key not in self.borrowed)
-
-    def _forward_working(self, moments: Sequence[Sequence[Value]], saved: TensorSplit, tokens: int) -> TensorSplit:
-        """Bytes beyond ``saved`` that suffice at the moment of the most bytes, and at that of the most not split."""
-        most, widest = (whole_tokens(excess(self._kept(values), saved), tokens) for values in moments)
-        apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
-        return TensorSplit(max(most.total - sum(apart), 0), *apart)
 
     def _recomputed(self, records: list[Record], saved: TensorSplit) -> dict[Recompute, TensorSplit]:
         """Kept bytes under recomputation: the inputs, and what the kernels' meaning of selective keeps.
@@ -328,11 +309,6 @@ def sharding_of(value: Value) -> Sharding:
     return _SHARDING[value.part]
 
 
-def widen(value: Value) -> Value:
-    """The value gathered over the tensor group: every device holds all of it, and keeps all of it."""
-    return replace(value, part=Division.WHOLE)
-
-
 def narrow(value: Value) -> Value:
     """The value reduced (and scattered, under sequence parallelism) over the tensor group."""
     return replace(value, part=Division.SEQUENCE)
@@ -354,17 +330,11 @@ def merged(records: Sequence[Record], kernels: Kernels | None) -> tuple[Operator
     return tuple(operators.values())
 
 
+_SUMMED = ("count", "flops", "backward_flops", "moved", "backward_moved", "weight_bytes", "statistics")
+
+
 def _sum(first: Operator, second: Operator) -> Operator:
-    return replace(
-        first,
-        count=first.count + second.count,
-        flops=first.flops + second.flops,
-        backward_flops=first.backward_flops + second.backward_flops,
-        moved=first.moved + second.moved,
-        backward_moved=first.backward_moved + second.backward_moved,
-        weight_bytes=first.weight_bytes + second.weight_bytes,
-        statistics=first.statistics + second.statistics,
-    )
+    return replace(first, **{name: getattr(first, name) + getattr(second, name) for name in _SUMMED})
 
 
 def memory_operator(

@@ -51,17 +51,23 @@ def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), d
     def kept_of(storages: Collection[int]) -> int:
         return sum(sizes[number] for number in recording.kept if number in storages)
 
-    kept, overwrites = kept_of(events), _overwritten(recording, large.chain)
-    entering = sum(sizes.get(number, 0) for number in large.chain)
+    kept, entering = kept_of(events), sum(sizes.get(number, 0) for number in large.chain)
+    # storages that forward matmuls, convolutions and attention write, and what share of each is kept: 1 / so many
+    heavy, overwrites, overwrites_heavy = dict[int, int](), False, False
+    for call in (call for call in recording.calls if not call.backward):
+        overwrites = overwrites or not set(large.chain).isdisjoint(call.outputs)
+        overwrites_heavy = overwrites_heavy or not heavy.keys().isdisjoint(call.outputs)
+        if call.kind is not OperatorClass.MEMORY:
+            heavy |= dict.fromkeys(call.outputs, degree if call.path in rows else 1)
     forward, backward = _peaks(recording, sizes)
     return RegionFigures(
         calls=tuple(_per_sample(a, b) for a, b in zip(small.recording.calls, recording.calls, strict=True)),
         kept=kept + kept_of(taken),
         handed=kept_of(taken.intersection(large.handed)),
         held=kept_of(large.leaving),
-        overwrites=overwrites[0],
-        overwrites_heavy=overwrites[1],
-        selective=entering + sum(sizes[number] // share for number, share in _heavy(recording, rows, degree).items()),
+        overwrites=overwrites,
+        overwrites_heavy=overwrites_heavy,
+        selective=entering + sum(sizes[number] // share for number, share in heavy.items()),
         side=kept_of(large.side),
         working=max(0, backward - kept),
         forward_working=max(0, forward - kept),
@@ -83,21 +89,6 @@ def _check_alike(small: Recording, large: Recording) -> None:
 def slope(small: int, large: int) -> int:
     """What a figure grows by from one sample to the next, of its values at the batch sizes ``SAMPLES``."""
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
-
-
-def _heavy(recording: Recording, rows: Collection[str], degree: int) -> dict[int, int]:
-    """Storages that forward matmuls, convolutions and attention write, and what share of each is kept: 1 / so many."""
-    heavy = [call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward]
-    return {number: degree if call.path in rows else 1 for call in heavy for number in call.outputs}
-
-
-def _overwritten(recording: Recording, entering: Collection[int]) -> tuple[bool, bool]:
-    """Whether forward calls write into storages that enter, and into those that a heavy call before them wrote."""
-    heavy, into = set[int](), [False, False]
-    for call in (call for call in recording.calls if not call.backward):
-        into = [into[0] or bool(set(entering) & {*call.outputs}), into[1] or bool(heavy & {*call.outputs})]
-        heavy |= set(call.outputs) if call.kind is not OperatorClass.MEMORY else set()
-    return into[0], into[1]
 
 
 def _peaks(recording: Recording, sizes: Mapping[int, int]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ while this is watched: who reads that depends on the module, and who reads what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from operator import or_
@@ -68,16 +68,13 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._decided, self._running = 0, [""]
         self.ran, self.written, self.copied = set[str](), set[str](), False
         self.asked: list[tuple[str, int]] = []
-        self._start(model, batch)
-
-    def _start(self, model: nn.Module, batch: Any) -> None:
         for tensor in tensors_of(batch):
-            self._add(tensor, self.batch)
+            self._mark(tensor.untyped_storage(), self.batch)
         for name, parameter in model.named_parameters():
-            self._add(parameter, self.parameters[name])
+            self._mark(parameter.untyped_storage(), self.parameters[name])
             self._names.setdefault(parameter.untyped_storage(), name)  # type: ignore[no-untyped-call]
         for name, buffer in model.named_buffers():
-            self._add(buffer, self.buffers[name])
+            self._mark(buffer.untyped_storage(), self.buffers[name])
 
     def enter(self, path: str) -> None:
         """A module begins to run."""
@@ -118,7 +115,10 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         A buffer that the outputs read may have been written in the run before.
         """
-        bits = self.made_of(outputs) | self._decided | self.made_of(_remembered(model))
+        attributes = (vars(module).items() for module in model.modules())
+        registered = ("_parameters", "_buffers", "_modules")
+        remembered = [value for items in attributes for name, value in items if name not in registered]
+        bits = self.made_of(outputs) | self._decided | self.made_of(tensors_of(remembered))
         written = {bit: self.made_of([model.get_buffer(name)]) for name, bit in self.buffers.items()}
         while True:
             more = bits
@@ -143,9 +143,14 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         looked_at = {tensor.untyped_storage()._cdata for tensor in taken}
         for tensor in tensors_of(output):
             if tensor.untyped_storage()._cdata not in looked_at:
-                self._add(tensor, bits)
-        for tensor in _written(func, args, kwargs):
-            self._write(tensor, bits)
+                self._mark(tensor.untyped_storage(), bits)
+        for place, name in _writing(func):
+            for tensor in tensors_of(args[place] if place < len(args) else kwargs.get(name)):
+                storage = tensor.untyped_storage()
+                if (parameter := self._names.get(storage)) is not None:  # type: ignore[no-untyped-call]
+                    self.written.add(parameter)
+                for one in self._same.get(storage, [storage]):  # type: ignore[no-untyped-call]
+                    self._mark(one, bits)
         return output
 
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
@@ -160,16 +165,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.readers[name].add(path)
         self.given[path] = _union(self.given[path], bits)
         return bits
-
-    def _write(self, tensor: Tensor, sources: int) -> None:
-        storage = tensor.untyped_storage()
-        if (name := self._names.get(storage)) is not None:  # type: ignore[no-untyped-call]
-            self.written.add(name)
-        for one in self._same.get(storage, [storage]):  # type: ignore[no-untyped-call]
-            self._mark(one, sources)
-
-    def _add(self, tensor: Tensor, sources: int) -> None:
-        self._mark(tensor.untyped_storage(), sources)
 
     def _mark(self, storage: UntypedStorage, sources: int) -> None:
         self._made[storage] = _union(int(self._made.get(storage, 0)), sources)  # type: ignore[no-untyped-call]
@@ -190,19 +185,6 @@ def _writing(func: Any) -> tuple[tuple[int, str], ...]:
         for place, argument in enumerate(arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name.startswith("running_")
     )
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for place, name in _writing(func):
-        yield from tensors_of(args[place] if place < len(args) else kwargs.get(name))
-
-
-def _remembered(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules hold as plain attributes."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from tensors_of(value)
 
 
 @dataclass(slots=True)

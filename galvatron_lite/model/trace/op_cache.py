@@ -59,7 +59,8 @@ class OpCache:
         if answer is not None:
             # private, as in torch's own fake tensors: what is made here is no operation of the model's
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                return self._repeat(answer, tensors)
+                outputs = [self._make(spec, tensors) for spec in answer.made]
+                return answer.sequence(outputs) if answer.sequence else outputs[0] if outputs else None
         outputs = compute(*args, **kwargs)
         if full_key not in self._answers:
             if len(self._answers) >= MOST:
@@ -78,11 +79,6 @@ class OpCache:
     def dress(self, bare: Tensor, device: torch.device | None) -> Tensor:  # noqa: ARG002 - for those that have another
         """A result, from a tensor on the meta device."""
         return bare
-
-    def _repeat(self, answer: CachedOutputs, tensors: list[Tensor]) -> Any:
-        if answer.sequence is None:
-            return self._make(answer.made[0], tensors) if answer.made else None
-        return answer.sequence([self._make(one, tensors) for one in answer.made])
 
     def _make(self, one: OutputSpec, tensors: list[Tensor]) -> Tensor:
         if one.same:
@@ -114,22 +110,15 @@ class OpCache:
         return True
 
     def _outputs_of(self, outputs: Any, tensors: list[Tensor]) -> CachedOutputs | None:
-        if outputs is None:
-            return CachedOutputs((), None)
-        if isinstance(outputs, Tensor):
-            spec = self._spec_of(outputs, tensors)
-            return None if spec is None else CachedOutputs((spec,), None)
-        if type(outputs) not in (list, tuple):
+        sequence = type(outputs) if type(outputs) in (list, tuple) else None
+        every = outputs if sequence else () if outputs is None else (outputs,)
+        specs = [self._spec_of(output, tensors) for output in every]
+        plain = tuple(spec for spec in specs if spec is not None)
+        fresh = [id(output.untyped_storage()) for output, spec in zip(every, specs, strict=True) if spec and
+                 spec.source < 0]  # fmt: skip
+        if len(plain) < len(specs) or len(set(fresh)) < len(fresh):
             return None
-        every = [self._spec_of(output, tensors) for output in outputs]
-        fresh = [
-            id(output.untyped_storage())
-            for output, spec in zip(outputs, every, strict=True)
-            if spec and spec.source < 0
-        ]
-        if any(one is None for one in every) or len(set(fresh)) < len(fresh):
-            return None
-        return CachedOutputs(tuple(one for one in every if one is not None), type(outputs))
+        return CachedOutputs(plain, sequence)
 
     def _spec_of(self, output: Any, tensors: list[Tensor]) -> OutputSpec | None:
         traits = self.traits_of(output) if isinstance(output, Tensor) else None
@@ -143,7 +132,8 @@ class OpCache:
         if storage in storages:
             return OutputSpec(storages.index(storage), False, traits)
         _, shape, stride, offset, _ = traits
-        if offset or output.untyped_storage().nbytes() != _room(shape, stride) * output.itemsize:
+        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if offset or output.untyped_storage().nbytes() != (0 if 0 in shape else last + 1) * output.itemsize:
             return None
         return OutputSpec(-1, False, traits)
 
@@ -169,9 +159,3 @@ _CHANGING = frozenset({
     torch.ops.aten.lift, torch.ops.aten.lift_fresh_copy, torch.ops.aten.scalar_tensor,
 })  # fmt: skip
 """Operations that change what shape a tensor has, or whose values torch keeps beside the tensor."""
-
-
-def _room(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

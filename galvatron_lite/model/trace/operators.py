@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,128 +15,99 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import OperatorClass
 
-_SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta device."
 _ATTENTION = F.scaled_dot_product_attention
 
-
-@torch.library.custom_op("galvatron_lite::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output (..., heads, queries, value size) and logarithms (..., heads, queries) in float32. Shapes only."""
-    raise NotImplementedError(_SHAPES_ONLY)
+LIBRARY = torch.library.Library("galvatron_lite", "DEF")  # type: ignore[no-untyped-call]
+"""Operators as accelerators have them, with shapes only: for tensors on the meta device."""
 
 
-@attention.register_fake
+def _operator(schema: str, shapes: Callable[..., Any]) -> Any:
+    """Define an operator by what it returns on the meta device."""
+    name = LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.galvatron_lite, name)
+
+
+def _differentiable(name: str, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
+    torch.library.register_autograd(f"galvatron_lite::{name}", backward, setup_context=keep, lib=LIBRARY)
+
+
 def _attention_shapes(
     query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None, _causal: bool
 ) -> tuple[Tensor, Tensor]:
+    """Output (..., heads, queries, value size) and logarithms (..., heads, queries) in float32."""
     rows = query.shape[:-1]
     output = query.new_empty(*rows[:-2], rows[-1], rows[-2], value.shape[-1]).transpose(-3, -2)
     return output, query.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.custom_op("galvatron_lite::attention_backward", mutates_args=())
-def attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. Shapes only."""
-    raise NotImplementedError(_SHAPES_ONLY)
-
-
-@attention_backward.register_fake
-def _backward_shapes(
-    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    query, key, value, mask, output, logs = ctx.saved_tensors
-    return *attention_backward(gradient, query, key, value, mask, output, logs), None, None
+def _attention_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    return *attention_backward(gradient, *ctx.saved_tensors), None, None
 
 
-attention.register_autograd(_backward, setup_context=_keep)
+attention = _operator(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal) -> (Tensor, Tensor)",
+    _attention_shapes,
+)
+attention_backward = _operator(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor output, "
+    "Tensor logs) -> (Tensor, Tensor, Tensor)",
+    lambda _, query, key, value, *__: tuple(map(torch.empty_like, (query, key, value))),
+)
+_differentiable("attention", _attention_backward, _keep_attention)
 
 
-@torch.library.custom_op("galvatron_lite::grouped", mutates_args=())
-def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """(rows, inner) by (experts, inner, columns): (rows, columns). Shapes only."""
-    raise NotImplementedError(_SHAPES_ONLY)
-
-
-@grouped.register_fake
-def _grouped_shapes(rows: Tensor, weight: Tensor, _ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[-1])
-
-
-@torch.library.custom_op("galvatron_lite::grouped_weight", mutates_args=())
-def grouped_weight(rows: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the weight. Shapes only."""
-    raise NotImplementedError(_SHAPES_ONLY)
-
-
-@grouped_weight.register_fake
-def _weight_shapes(_rows: Tensor, _gradient: Tensor, _ends: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight)
-
-
-def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _keep_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     rows, weight, ends = inputs
-    needs_rows, needs_weight = (one.requires_grad for one in (rows, weight))
-    ctx.needs = needs_rows, needs_weight
-    ctx.save_for_backward(rows if needs_weight else None, weight, ends)
+    ctx.needs = rows.requires_grad, weight.requires_grad
+    ctx.save_for_backward(rows if weight.requires_grad else None, weight, ends)
 
 
-def _backward_experts(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _grouped_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
     to_rows = grouped(gradient, weight.transpose(-2, -1), ends) if ctx.needs[0] else None
     return to_rows, grouped_weight(rows, gradient, ends, weight) if ctx.needs[1] else None, None
 
 
-grouped.register_autograd(_backward_experts, setup_context=_keep_experts)
-
-
-@torch.library.custom_op("galvatron_lite::rms_norm", mutates_args=())
-def rms_norm(value: Tensor, weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    """Output, and reciprocal roots (rows) in float32. Shapes only."""
-    raise NotImplementedError(_SHAPES_ONLY)
-
-
-@rms_norm.register_fake
-def _norm_shapes(value: Tensor, _weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(value), value.new_empty(rows, dtype=torch.float32)
-
-
-@torch.library.custom_op("galvatron_lite::rms_norm_backward", mutates_args=())
-def rms_norm_backward(gradient: Tensor, value: Tensor, weight: Tensor | None, roots: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of the weight (empty without one). Shapes only."""
-    raise NotImplementedError(_SHAPES_ONLY)
-
-
-@rms_norm_backward.register_fake
-def _norm_backward_shapes(
-    _gradient: Tensor, value: Tensor, weight: Tensor | None, _roots: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(value), value.new_empty(0) if weight is None else torch.empty_like(weight)
+# (rows, inner) by (experts, inner, columns): (rows, columns); and the gradient of the weight
+grouped = _operator(
+    "grouped(Tensor rows, Tensor weight, Tensor ends) -> Tensor",
+    lambda rows, weight, _: rows.new_empty(rows.shape[0], weight.shape[-1]),
+)
+grouped_weight = _operator(
+    "grouped_weight(Tensor rows, Tensor gradient, Tensor ends, Tensor weight) -> Tensor",
+    lambda _, __, ___, weight: torch.empty_like(weight),
+)
+_differentiable("grouped", _grouped_backward, _keep_grouped)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    value, weight, _ = inputs
-    ctx.save_for_backward(value, weight, output[1])
+    ctx.save_for_backward(*inputs[:2], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward_norm(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    value, weight, roots = ctx.saved_tensors
-    to_value, to_weight = rms_norm_backward(gradient, value, weight, roots)
-    return to_value, to_weight if weight is not None and ctx.needs_input_grad[1] else None, None
+def _norm_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    to_value, to_weight = rms_norm_backward(gradient, *ctx.saved_tensors)
+    return to_value, to_weight if ctx.needs_input_grad[1] else None, None
 
 
-rms_norm.register_autograd(_backward_norm, setup_context=_keep_norm)
+# output, and reciprocal roots (rows) in float32; gradients of the input and of the weight (empty without one)
+rms_norm = _operator(
+    "rms_norm(Tensor value, Tensor? weight, int rows) -> (Tensor, Tensor)",
+    lambda value, _, rows: (torch.empty_like(value), value.new_empty(rows, dtype=torch.float32)),
+)
+rms_norm_backward = _operator(
+    "rms_norm_backward(Tensor gradient, Tensor value, Tensor? weight, Tensor roots) -> (Tensor, Tensor)",
+    lambda _, value, weight, __: (
+        torch.empty_like(value), value.new_empty(0) if weight is None else torch.empty_like(weight)
+    ),
+)  # fmt: skip
+_differentiable("rms_norm", _norm_backward, _keep_norm)
 
 
 class ShapesOnly(TorchFunctionMode):
@@ -170,17 +141,10 @@ class ShapesOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _sums_of_paths(
-    log_probs: Tensor,
-    targets: Tensor,  # noqa: ARG001
-    input_lengths: Any,  # noqa: ARG001
-    target_lengths: Any,  # noqa: ARG001
-    blank: int = 0,  # noqa: ARG001
-    reduction: str | int = "mean",
-    zero_infinity: bool = False,  # noqa: ARG001
-) -> Tensor:
+def _sums_of_paths(log_probs: Tensor, *others: Any, **options: Any) -> Tensor:
     """Of the shape of ``ctc_loss``, and as it depends on all of what is taken."""
     each = log_probs.sum((0, -1))
+    reduction = options.get("reduction", others[4] if len(others) > 4 else "mean")
     return each if reduction in ("none", 0) else each.mean()
 
 
@@ -365,16 +329,9 @@ def window_of(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     if name in _POOLS:
         sides = _POOLS[name]
         stride, padding, dilation = (args[place] if len(args) > place else () for place in (2, 3, 4))
-        kernel = _each(args[1], sides)
-        dilation = _each(dilation or 1, sides) if name.startswith("max") else (1,) * sides
-        picture = args[0].shape[-sides - 1 :]
-        return (
-            *picture,
-            *kernel,
-            *(_each(stride, sides) if stride else kernel),
-            *_each(padding or 0, sides),
-            *dilation,
-        )
+        dilation = dilation if name.startswith("max") else ()
+        figures = (args[1], stride or args[1], padding or 0, dilation or 1)
+        return (*args[0].shape[-sides - 1 :], *(side for figure in figures for side in _each(figure, sides)))
     if name in _ADAPTIVE:
         picture = args[0].shape[-_ADAPTIVE[name] - 1 :]
         windows = [_adapted(*side) for side in zip(picture[1:], _each(args[1], _ADAPTIVE[name]), strict=True)]

@@ -88,7 +88,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator and note it."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _answer(args[0])
+            if args[0].dtype is torch.bool:
+                return True
+            raise ValuesReadError("model", "tensor.item()", "The model reads values of tensors to decide what to run.")
         if self.target is None:
             return _KNOWN.run(func, args, kwargs, func)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
@@ -98,18 +100,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
         in_place = any(tensor is taken for tensor in outputs for taken in inputs)
         if name not in _ALLOCATIONS and (in_place or not set(numbers) <= seen):
+            kind = classify(func)
+            left = args[1 if name in ("addmm", "baddbmm") else 0] if kind is OperatorClass.MATMUL else None
             call = OperatorCall(
-                self.path, name, classify(func), extents(func, args, outputs), flops(func, args, kwargs, output),
+                self.path, name, kind, extents(func, args, outputs), flops(func, args, kwargs, output),
                 moved(func, inputs, outputs), self.backward, numbers, is_causal(func, args),
-                statistics_of(name, args), groups(func, args), reads=self._left_of(func, args),
+                statistics_of(name, args), groups(func, args), reads=0 if left is None else self.number(left),
             )  # fmt: skip
             self.target.calls.append(call)
         return output
-
-    def _left_of(self, func: Any, args: Any) -> int:
-        if classify(func) is not OperatorClass.MATMUL:
-            return 0
-        return self.number(args[1 if name_of(func) in ("addmm", "baddbmm") else 0])
 
     def number(self, tensor: Tensor, created: bool = False) -> int:
         """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``created``."""
@@ -138,11 +137,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if node in self._nodes:
                 continue
             self._nodes[node] = path
-            node.register_prehook(partial(self._enter_node, path))
+            node.register_prehook(lambda _: setattr(self, "path", path))
             waiting.extend(following for following, _ in node.next_functions if following is not None)
-
-    def _enter_node(self, path: str, _: Any) -> None:
-        self.path = path
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -192,9 +188,3 @@ _INSTEAD = (
     "auto_parallelize trains such a model, every rank all of it; for other plans let masks take the place of values "
     "(torch.where, or all experts on all tokens)."
 )
-
-
-def _answer(tensor: Tensor) -> bool:
-    if tensor.dtype is torch.bool:
-        return True
-    raise ValuesReadError("model", "tensor.item()", "The model reads values of tensors to decide what to run.")

@@ -275,15 +275,15 @@ def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> di
 def items_a_sample(few: BlockCall, more: BlockCall, samples: tuple[int, int]) -> dict[str, int]:
     """Items of dim 0 for each sample of the tensors that a block is given, by place, from calls with two numbers of
     samples; 0 of those that do not grow with them."""
-    one, other = (dict(places((call.args, call.kwargs))) for call in (few, more))
-    return {place: _grows(one[place], other[place], samples) for place in one.keys() & other.keys()}
-
-
-def _grows(few: Tensor, more: Tensor, samples: tuple[int, int]) -> int:
-    if few.dim() == 0 or more.dim() == 0:
-        return 0
-    each = few.shape[0] // samples[0]
-    return each if (few.shape[0], more.shape[0]) == (each * samples[0], each * samples[1]) else 0
+    one, other = (
+        {place: tensor.shape[0] if tensor.dim() else 0 for place, tensor in places((call.args, call.kwargs))}
+        for call in (few, more)
+    )
+    each = {place: one[place] // samples[0] for place in one.keys() & other.keys()}
+    return {
+        place: items * ((one[place], other[place]) == (items * samples[0], items * samples[1]))
+        for place, items in each.items()
+    }
 
 
 def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:

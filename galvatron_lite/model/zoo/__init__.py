@@ -18,8 +18,8 @@ _LANGUAGE = {"gpt": ("gpt", "GPT"), "llama": ("llama", "Llama"), "moe": ("moe", 
 """Module and class of each family of language models; beside the class stands its config."""
 _IMAGES = {
     "resnet": ("convnets", "ResNet"), "vgg": ("convnets", "VGG"), "alexnet": ("convnets", "AlexNet"),
-    "convnext": ("convnext", "ConvNeXt"), "regnet": ("convnets", "RegNet"), "unet": ("unet", "UNet"),
-    "cosmoflow": ("cosmoflow", "CosmoFlow"), "perception": ("perception", "Perception"),
+    "convnext": ("convnets", "ConvNeXt"), "regnet": ("convnets", "RegNet"), "unet": ("unet", "UNet"),
+    "cosmoflow": ("convnets", "CosmoFlow"), "perception": ("perception", "Perception"),
 }  # fmt: skip
 """Module and class of each family of image networks by ``arch``; they take shapes as ``configs/models`` has them."""
 _SMALL = {"vocab": 256, "layers": 6, "hidden": 256, "heads": 8, "sequence": 256}

@@ -1,8 +1,14 @@
-"""Classifiers of pictures: AlexNet, VGG, ResNet, RegNet; and what all reference models of pictures share.
+"""AlexNet, VGG, ResNet, RegNet, ConvNeXt, and CosmoFlow; and what all reference models of pictures share.
 
 Krizhevsky 2014 (arXiv:1404.5997; one tower); Simonyan and Zisserman 2014 (arXiv:1409.1556, table 1); He et al. 2015
 (arXiv:1512.03385, table 1; the stride is that of the 3 x 3 convolution, version 1.5); Radosavovic et al. 2020
-(arXiv:2003.13678, section 3.3 and tables 8 and 9; Y sizes squeeze and excite).
+(arXiv:2003.13678, section 3.3 and tables 8 and 9; Y sizes squeeze and excite); Liu et al. 2022 (ConvNeXt,
+arXiv:2201.03545, section 3; no stochastic depth).
+
+CosmoFlow finds four cosmological parameters in a volume of dark matter: Mathuriya et al. 2018 (arXiv:1808.04728); sizes
+as Kahira et al. 2021 (arXiv:2104.09075) have them in the layer tables of their oracle
+(github.com/TruongThaoNguyen/paraDL-analysis, model/COSMOFLOW.net): 2,128,064 weights. At 512^3 voxels convolutions are
+not padded; the table of 256^3 voxels pads them and halves at the fourth convolution, not the third.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.model.shapes.fields import (
     AlexNetShape,
+    ConvNextShape,
+    CosmoFlowShape,
     PictureShape,
     RegNetShape,
     ResNetShape,
@@ -105,12 +113,24 @@ class AlexNet(PlainClassifier):
         super().__init__(config, units, hidden_layers(config, dropout_first=True))
 
 
-def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:
-    """So many 3 x 3 convolutions with ReLU, then max pooling, which halves the picture."""
-    parts: list[nn.Module] = []
-    for index in range(depth):
-        parts += [nn.Conv2d(outer if index else inner, outer, 3, padding=1), nn.ReLU(inplace=True)]
-    return nn.Sequential(*parts, nn.MaxPool2d(2, 2))
+def convolutions(
+    widths: Sequence[int], kernel: int = 3, *, norm: bool = False, bias: bool = True, slope: float = 0.0
+) -> Iterator[nn.Module]:
+    """Convolutions that keep the extent, each with an activation in place.
+
+    Args:
+        widths: channels that enter, and those after each convolution.
+        kernel: of the first convolution; 3 of the others.
+        norm: whether batch normalisation follows each convolution.
+        bias: whether they have biases.
+        slope: of the activation below zero.
+    """
+    for place, (inner, outer) in enumerate(pairwise(widths)):
+        size = 3 if place else kernel
+        yield nn.Conv2d(inner, outer, size, padding=size // 2, bias=bias)
+        if norm:
+            yield nn.BatchNorm2d(outer)
+        yield nn.LeakyReLU(slope, inplace=True) if slope else nn.ReLU(inplace=True)
 
 
 class VGG(PlainClassifier):
@@ -118,7 +138,10 @@ class VGG(PlainClassifier):
 
     def __init__(self, config: VggShape) -> None:
         pairs = pairwise((config.channels, *config.widths))
-        groups = (conv_group(*pair, depth) for pair, depth in zip(pairs, config.depths, strict=True))
+        groups = (
+            nn.Sequential(*convolutions((inner, *(outer,) * depth)), nn.MaxPool2d(2, 2))
+            for (inner, outer), depth in zip(pairs, config.depths, strict=True)
+        )
         super().__init__(config, groups, hidden_layers(config, dropout_first=False))
 
 
@@ -242,3 +265,133 @@ class RegNet(ImageClassifier):
         x = self.avgpool(self.trunk(self.stem(pictures)))
         logits: Tensor = self.fc(x.flatten(1))
         return logits
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """LayerNorm over the channels of every pixel of (samples, channels, height, width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Channels last, normalise, channels first again."""
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise convolution, norm, MLP of four times the width, learned scale, residual; keeps the shape."""
+
+    def __init__(self, width: int, kernel: int, scale: float) -> None:
+        super().__init__()
+        self.dwconv = nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.pwconv1 = nn.Linear(width, 4 * width)
+        self.act = nn.GELU()
+        self.pwconv2 = nn.Linear(4 * width, width)
+        self.gamma = nn.Parameter(torch.full((width,), scale))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix pixels, then channels, and add."""
+        y = self.dwconv(x).permute(0, 2, 3, 1)
+        y = self.pwconv2(self.act(self.pwconv1(self.norm(y))))
+        out: Tensor = x + (self.gamma * y).permute(0, 3, 1, 2)
+        return out
+
+
+class ConvNeXt(ImageClassifier):
+    """A ConvNeXt.
+
+    Args:
+        config: its shape.
+        scale: first value of the learned factor on each block's result.
+    """
+
+    def __init__(self, config: ConvNextShape, scale: float = 1e-6) -> None:
+        super().__init__(config)
+        widths = config.widths
+        self.stem = nn.Sequential(nn.Conv2d(config.channels, widths[0], 4, 4), LayerNorm2d(widths[0], eps=1e-6))
+        self.downsamples = nn.ModuleList(
+            nn.Sequential(LayerNorm2d(inner, eps=1e-6), nn.Conv2d(inner, outer, 2, 2))
+            for inner, outer in pairwise(widths)
+        )
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(ConvNeXtBlock(width, config.kernel, scale) for _ in range(depth)))
+            for depth, width in zip(config.depths, widths, strict=True)
+        )
+        self.norm = nn.LayerNorm(widths[-1], eps=1e-6)
+        self.head = nn.Linear(widths[-1], config.classes)
+        self.apply(self._init_weights)
+
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
+        x = self.stem(pictures)
+        for stage, blocks in enumerate(self.stages):
+            x = blocks(x if stage == 0 else self.downsamples[stage - 1](x))
+        logits: Tensor = self.head(self.norm(x.mean([-2, -1])))
+        return logits
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # the name by which a model on the meta device gets its initial values, too
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        if isinstance(module, ConvNeXtBlock):
+            nn.init.constant_(module.gamma, module.scale)
+
+
+class ConvUnit(nn.Module):
+    """A 3-D convolution with leaky ReLU, and mean pooling of 2 voxels along each side where asked for."""
+
+    def __init__(
+        self, inner: int, outer: int, kernel: int, stride: int, *, padded: bool, bias: bool, pool: bool
+    ) -> None:
+        super().__init__()
+        self.around = kernel - 1 if padded else 0
+        even = self.around // 2 if self.around % 2 == 0 else 0
+        self.conv = nn.Conv3d(inner, outer, kernel, stride, padding=even, bias=bias)
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve, rectify, pool."""
+        if self.around % 2:
+            before, behind = self.around // 2, self.around - self.around // 2
+            x = F.pad(x, (before, behind) * 3)
+        x = F.leaky_relu(self.conv(x), inplace=True)
+        return F.avg_pool3d(x, 2) if self.pool else x
+
+
+class CosmoFlow(nn.Module):
+    """Finds ``classes`` numbers for each of the volumes (samples, channels, depth, height, width)."""
+
+    def __init__(self, config: CosmoFlowShape) -> None:
+        super().__init__()
+        self.config = config
+        inner, last = (config.channels, *config.widths), len(config.widths) - 1
+        self.convolutions = nn.Sequential(
+            *(
+                ConvUnit(
+                    inner[i], inner[i + 1], config.kernels[i], config.strides[i], bias=config.bias,
+                    padded=config.padded and i < last, pool=i < last,
+                )
+                for i in range(len(config.widths))
+            )
+        )  # fmt: skip
+        sizes = (config.widths[-1], *config.hidden)
+        self.hidden = nn.ModuleList(nn.Linear(*pair, bias=config.bias) for pair in pairwise(sizes))
+        self.output = nn.Linear(sizes[-1], config.classes, bias=config.bias)
+
+    def forward(self, volumes: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Numbers (samples, classes), or their mean squared error where the right ones are given."""
+        x = torch.flatten(self.convolutions(volumes), 1)
+        for layer in self.hidden:
+            x = F.leaky_relu(layer(x), inplace=True)
+        prediction: Tensor = self.output(x)
+        return prediction if targets is None else F.mse_loss(prediction, targets)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random volumes and numbers."""
+        config, draw = self.config, torch.Generator().manual_seed(0)
+        sides = (config.image_size,) * 3
+        return {
+            "volumes": torch.rand((samples, config.channels, *sides), generator=draw),
+            "targets": torch.rand((samples, config.classes), generator=draw),
+        }

@@ -30,13 +30,6 @@ class LlamaConfig:
         check_heads(self.hidden, self.heads, self.kv_heads)
 
 
-def rotary_angles(tokens: int, head_size: int, theta: float, device: torch.device) -> Tensor:
-    """Angles (tokens, head_size) by which rotary positions turn each pair of channels (Su et al., 2021)."""
-    frequencies = theta ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
-    angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), frequencies)
-    return torch.cat((angles, angles), dim=-1)
-
-
 class LlamaMLP(nn.Module):
     """Gated SiLU MLP; maps (samples, tokens, hidden) to the same shape."""
 
@@ -88,9 +81,13 @@ class Llama(LanguageModel):
             self.head.weight = self.embed.weight
 
     def _rotations(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        head_size = self.config.hidden // self.config.heads
-        angles = rotary_angles(tokens.shape[1], head_size, self.config.rope_theta, tokens.device)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        """Cosines and sines of the angles (tokens, head size) that turn each pair of channels (Su et al., 2021)."""
+        size, device = self.config.hidden // self.config.heads, tokens.device
+        powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+        places = torch.arange(tokens.shape[1], device=device, dtype=torch.float32)
+        angles = torch.outer(places, self.config.rope_theta ** (-powers))
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos().to(dtype), both.sin().to(dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Logits (samples, tokens, vocab), or the mean cross-entropy where labels are given.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.shapes.fields import PerceptionShape
+from galvatron_lite.model.zoo.convnets import convolutions
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +63,15 @@ def birds_eye_view(scans: Sequence[Tensor], grid: VoxelGrid, count: int = 16) ->
         shape = tuple(scans.shape) if isinstance(scans, Tensor) else len(scans)
         raise InputError("scans", shape, f"Give a list of {count} point clouds (points, 3), oldest first.")
     for place, scan in enumerate(scans):
-        _check(scan, place)
+        if not isinstance(scan, Tensor):
+            raise InputError(f"scans[{place}]", type(scan).__name__, "Give a tensor (points, 3).")
+        if scan.dim() != 2 or scan.shape[1] != 3:
+            raise InputError(f"scans[{place}]", tuple(scan.shape), "Give (points, 3): x, y and z of every point.")
+        if not scan.is_floating_point():
+            raise InputError(f"scans[{place}]", scan.dtype, "Give metres as floating-point numbers (scan.float()).")
     view = torch.zeros(count * grid.side**2, device=scans[0].device)
     view[torch.cat([_cells(scan, grid) + place * grid.side**2 for place, scan in enumerate(scans)])] = 1.0
     return view.view(1, count, grid.side, grid.side)
-
-
-def _check(scan: Tensor, place: int) -> None:
-    if not isinstance(scan, Tensor):
-        raise InputError(f"scans[{place}]", type(scan).__name__, "Give a tensor (points, 3).")
-    if scan.dim() != 2 or scan.shape[1] != 3:
-        raise InputError(f"scans[{place}]", tuple(scan.shape), "Give (points, 3): x, y and z of every point.")
-    if not scan.is_floating_point():
-        raise InputError(f"scans[{place}]", scan.dtype, "Give metres as floating-point numbers (scan.float()).")
 
 
 def _cells(scan: Tensor, grid: VoxelGrid) -> Tensor:
@@ -124,23 +120,14 @@ def edge_loss(pictures: Tensor, targets: Tensor) -> Tensor:
     return terms[0] + terms[1]
 
 
-class Convs(nn.Sequential):
-    """Convolutions that keep the extent, with bias; each with batch normalisation and leaky ReLU of slope 0.01.
+_SLOPE = 0.01  # of leaky ReLU
 
-    Args:
-        widths: channels that enter, and those after each convolution.
-        kernel: of the first convolution; 3 of the others.
-    """
+
+class Convs(nn.Sequential):
+    """Convolutions with bias, batch normalisation and leaky ReLU; see ``convolutions``."""
 
     def __init__(self, widths: tuple[int, ...], kernel: int = 3) -> None:
-        kernels = (kernel, *(3 for _ in widths[2:]))
-        super().__init__(
-            *(
-                part
-                for (inner, outer), size in zip(pairwise(widths), kernels, strict=True)
-                for part in (nn.Conv2d(inner, outer, size, padding=size // 2), *_normalised(outer))
-            )
-        )
+        super().__init__(*convolutions(widths, kernel, norm=True, slope=_SLOPE))
 
 
 class DownBlock(nn.Module):
@@ -168,8 +155,9 @@ class UpBlock(nn.Module):
 
     def __init__(self, inner: int, odd: bool, beside: int, widths: tuple[int, ...], kernel: int = 3) -> None:
         super().__init__()
-        half = inner // 2
-        self.grow = nn.Sequential(nn.ConvTranspose2d(inner, half, 3 if odd else 2, 2), *_normalised(half))
+        half, activation = inner // 2, nn.LeakyReLU(_SLOPE, inplace=True)
+        grown = nn.ConvTranspose2d(inner, half, 3 if odd else 2, 2)
+        self.grow = nn.Sequential(grown, nn.BatchNorm2d(half), activation)
         self.convs = Convs((half + beside, *widths), kernel)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
@@ -232,10 +220,6 @@ class AutoEncoder(nn.Module):
         for level in (*self.downs, *self.ups):
             out = level(out)
         return out
-
-
-def _normalised(channels: int) -> tuple[nn.Module, ...]:
-    return nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)
 
 
 def _downs(channels: int, widths: tuple[int, ...]) -> nn.ModuleList:

@@ -12,19 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.model.shapes.fields import UNetShape
-from galvatron_lite.model.zoo.convnets import classification_loss, random_pictures
+from galvatron_lite.model.zoo.convnets import classification_loss, convolutions, random_pictures
 
 
 class DoubleConv(nn.Sequential):
     """Two 3 x 3 convolutions with ReLU; maps ``inner`` channels to ``outer``, with ``middle`` between."""
 
     def __init__(self, inner: int, outer: int, norm: bool, middle: int = 0) -> None:
-        parts: list[nn.Module] = []
-        for start, end in ((inner, middle or outer), (middle or outer, outer)):
-            parts.append(nn.Conv2d(start, end, 3, padding=1, bias=not norm))
-            parts += [nn.BatchNorm2d(end)] if norm else []
-            parts.append(nn.ReLU(inplace=True))
-        super().__init__(*parts)
+        super().__init__(*convolutions((inner, middle or outer, outer), norm=norm, bias=not norm))
 
 
 class Down(nn.Module):

@@ -65,69 +65,66 @@ def picture_graph(
 
 def _regnet(net: NetworkBuilder, shape: RegNetShape) -> ModelGraph:
     """Stem of one 3 x 3 convolution, blocks that halve the picture where the width grows, head."""
+
+    def block(flow: ImageFlow, width: int, stride: int) -> None:
+        """1 x 1, grouped 3 x 3 (with the stride) and 1 x 1 convolutions added to the input."""
+        x = flow.fork()
+        flow.unit(width).unit(width, 3, stride, width // min(shape.group, width))
+        if shape.squeeze:
+            flow.squeeze(round(x.channels / 4))
+        flow.convolve(width).normalise()
+        if stride > 1 or x.channels != width:
+            x.convolve(width, 1, stride).normalise()
+        flow.add(x).activate()
+
     net.stem(ImageFlow.unit, out=shape.stem, kernel=3, stride=2)
     for stage, (width, same) in enumerate(groupby(shape.widths)):
         for index, _ in enumerate(same):
-            net.block(
-                _regnet_block, f"trunk.{stage}.{index}", width=width, group=min(shape.group, width),
-                stride=1 if index else 2, squeeze=shape.squeeze,
-            )  # fmt: skip
+            net.block(block, f"trunk.{stage}.{index}", width=width, stride=1 if index else 2)
     return net.end(classify, classes=shape.classes)
-
-
-def _regnet_block(flow: ImageFlow, width: int, group: int, stride: int, squeeze: bool) -> None:
-    """1 x 1, grouped 3 x 3 (with the stride) and 1 x 1 convolutions added to the input."""
-    x = flow.fork()
-    flow.unit(width).unit(width, 3, stride, width // group)
-    if squeeze:
-        flow.squeeze(round(x.channels / 4))
-    flow.convolve(width).normalise()
-    if stride > 1 or x.channels != width:
-        x.convolve(width, 1, stride).normalise()
-    flow.add(x).activate()
 
 
 def _convnext(net: NetworkBuilder, shape: ConvNextShape) -> ModelGraph:
     """Stem, stages of blocks with downsampling layers between, pooling, norm, head and loss."""
     steps = not shape.fused_norm
-    net.stem(_patches, width=shape.widths[0], in_steps=steps)
+
+    def downsample(flow: ImageFlow, width: int) -> None:
+        flow.layer_norm(in_steps=steps).convolve(width, 2, 2, bias=True)
+
+    def block(flow: ImageFlow) -> None:
+        """Depthwise convolution, norm, MLP of four times the width, learned scale, residual."""
+        x, width = flow.fork(), flow.channels
+        flow.convolve(width, shape.kernel, 1, width, bias=True).layer_norm(in_steps=steps)
+        flow.linear(4 * width).activate("gelu").linear(width).scale().add(x)
+
+    net.stem(lambda flow: flow.convolve(shape.widths[0], 4, 4, bias=True).layer_norm(in_steps=steps))
     for stage, (depth, width) in enumerate(zip(shape.depths, shape.widths, strict=True)):
         if stage:
-            net.block(_downsample, f"downsamples.{stage - 1}", f"downsample{stage}", width=width, in_steps=steps)
+            net.block(downsample, f"downsamples.{stage - 1}", f"downsample{stage}", width=width)
         for index in range(depth):
-            net.block(
-                _convnext_block, f"stages.{stage}.{index}", f"stage{stage}_block", kernel=shape.kernel, in_steps=steps
-            )
+            net.block(block, f"stages.{stage}.{index}", f"stage{stage}_block")
     return net.end(lambda flow: compare(flow.mean().layer_norm().linear(shape.classes)))
 
 
-def _patches(flow: ImageFlow, width: int, in_steps: bool) -> None:
-    flow.convolve(width, 4, 4, bias=True).layer_norm(in_steps=in_steps)
-
-
-def _downsample(flow: ImageFlow, width: int, in_steps: bool) -> None:
-    flow.layer_norm(in_steps=in_steps).convolve(width, 2, 2, bias=True)
-
-
-def _convnext_block(flow: ImageFlow, kernel: int, in_steps: bool) -> None:
-    """Depthwise convolution, norm, MLP of four times the width, learned scale, residual."""
-    x, width = flow.fork(), flow.channels
-    flow.convolve(width, kernel, 1, width, bias=True).layer_norm(in_steps=in_steps)
-    flow.linear(4 * width).activate("gelu").linear(width).scale().add(x)
+def _convolutions(
+    flow: ImageFlow, width: int, depth: int = 1, kernel: int = 3, stride: int = 1, padding: int | None = None,
+    bias: bool = True, around: int = 0, pool: tuple[int, int] | None = None, maximum: bool = True,
+) -> None:  # fmt: skip
+    """Convolutions with activations, on a copy with ``around`` pixels more, and a pooling window (kernel, stride)."""
+    if around:
+        flow.surround(around)
+    for _ in range(depth):
+        flow.convolve(width, kernel, stride, bias=bias, padding=padding).activate()
+    if pool:
+        flow.pool(*pool, maximum=maximum, padding=0)
 
 
 def _vgg(net: NetworkBuilder, shape: VggShape) -> ModelGraph:
     """Groups of 3 x 3 convolutions with max pooling, fully connected layers with dropout behind them."""
     net.begin()
     for group, (depth, width) in enumerate(zip(shape.depths, shape.widths, strict=True)):
-        net.block(_vgg_group, f"features.{group}", depth=depth, width=width)
+        net.block(_convolutions, f"features.{group}", depth=depth, width=width, pool=(2, 2))
     return net.end(_fully_connected, shape=shape)
-
-
-def _vgg_group(flow: ImageFlow, depth: int, width: int) -> None:
-    for _ in range(depth):
-        flow.convolve(width, 3, bias=True).activate()
-    flow.pool(2, 2, padding=0)
 
 
 def _fully_connected(flow: ImageFlow, shape: VggShape | AlexNetShape) -> None:
@@ -147,37 +144,26 @@ ALEXNET = ((11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False)
 
 def _alexnet(net: NetworkBuilder, shape: AlexNetShape) -> ModelGraph:
     net.begin()
-    for index, (width, window) in enumerate(zip(shape.widths, ALEXNET, strict=True)):
-        net.block(_alexnet_unit, f"features.{index}", width=width, window=window)
+    for index, (width, (kernel, stride, padding, pooled)) in enumerate(zip(shape.widths, ALEXNET, strict=True)):
+        net.block(
+            _convolutions, f"features.{index}", width=width, kernel=kernel, stride=stride, padding=padding,
+            pool=(3, 2) if pooled else None,
+        )  # fmt: skip
     return net.end(_fully_connected, shape=shape)
 
 
-def _alexnet_unit(flow: ImageFlow, width: int, window: tuple[int, int, int, bool]) -> None:
-    kernel, stride, padding, pool = window
-    flow.convolve(width, kernel, stride, bias=True, padding=padding).activate()
-    if pool:
-        flow.pool(3, 2, padding=0)
-
-
 def _cosmoflow(net: NetworkBuilder, shape: CosmoFlowShape) -> ModelGraph:
+    """Convolutions with mean pooling; padding is a copy where it is not the same on either side."""
     net.begin()
     last = len(shape.widths) - 1
     for index, (width, kernel, stride) in enumerate(zip(shape.widths, shape.kernels, shape.strides, strict=True)):
         around = kernel - 1 if shape.padded and index < last else 0
         net.block(
-            _voxels, f"convolutions.{index}", width=width, kernel=kernel, stride=stride, bias=shape.bias,
-            around=around, pool=index < last,
+            _convolutions, f"convolutions.{index}", width=width, kernel=kernel, stride=stride, bias=shape.bias,
+            around=around if around % 2 else 0, padding=0 if around % 2 else around // 2,
+            pool=(2, 2) if index < last else None, maximum=False,
         )  # fmt: skip
     return net.end(_cosmoflow_head, shape=shape)
-
-
-def _voxels(flow: ImageFlow, width: int, kernel: int, stride: int, bias: bool, around: int, pool: bool) -> None:
-    """A convolution, padded by ``around`` voxels in all along each side; that is a copy where it is odd."""
-    if around % 2:
-        flow.surround(around)
-    flow.convolve(width, kernel, stride, bias=bias, padding=0 if around % 2 else around // 2).activate()
-    if pool:
-        flow.pool(2, 2, maximum=False, padding=0)
 
 
 def _cosmoflow_head(flow: ImageFlow, shape: CosmoFlowShape) -> None:

@@ -9,7 +9,6 @@ table 1: DenseNet); Ding et al. 2021 (arXiv:2101.03697, tables 2 and 3: RepVGG);
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER
@@ -37,7 +36,21 @@ class NormFree:
 
 def normfree_graph(net: NetworkBuilder, spec: NormFree) -> ModelGraph:
     """Stem, blocks stage by stage, head."""
-    net.stem(_normfree_stem, spec=spec)
+
+    def stem(flow: ImageFlow) -> None:
+        for index, (width, stride) in enumerate(spec.stem):
+            if index:
+                flow.activate(spec.function)
+            flow.convolve(width, 7 if spec.pool else 3, stride, bias=True)
+        if spec.pool:
+            flow.pool(3, 2)
+
+    def end(flow: ImageFlow) -> None:
+        if spec.head:
+            flow.convolve(spec.head, bias=True)
+        flow.activate(spec.function)
+
+    net.stem(stem)
     for stage, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
         for index in range(depth):
             stride = 2 if not index and (stage or spec.regular) else 1
@@ -46,26 +59,17 @@ def normfree_graph(net: NetworkBuilder, spec: NormFree) -> ModelGraph:
                 inner = rounded(net.channels * (spec.bottleneck if stage or index else 1.0))
             group = spec.group or inner
             net.block(_normfree_block, spec=spec, width=width, inner=inner // group * group, stride=stride)
-    return net.end(classify, prepare=partial(_normfree_end, spec=spec))
-
-
-def _normfree_stem(flow: ImageFlow, spec: NormFree) -> None:
-    for index, (width, stride) in enumerate(spec.stem):
-        if index:
-            flow.activate(spec.function)
-        flow.convolve(width, 7 if spec.pool else 3, stride, bias=True)
-    if spec.pool:
-        flow.pool(3, 2)
-
-
-def _normfree_end(flow: ImageFlow, spec: NormFree) -> None:
-    if spec.head:
-        flow.convolve(spec.head, bias=True)
-    flow.activate(spec.function)
+    return net.end(classify, prepare=end)
 
 
 def _normfree_block(flow: ImageFlow, spec: NormFree, width: int, inner: int, stride: int) -> None:
     """Activation before every convolution, products with plain numbers (beta, gain, alpha) instead of norms."""
+
+    def gate() -> None:
+        if spec.squeeze:
+            flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze))
+            flow.mix("gain", (2, 2), keeps=False)
+
     x, enters = flow.fork(), flow.channels
     flow.activate(spec.function).mix("beta", (2, 2), keeps=False)
     if stride > 1 or enters != width:
@@ -78,17 +82,11 @@ def _normfree_block(flow: ImageFlow, spec: NormFree, width: int, inner: int, str
         groups = inner // spec.group if spec.group else 1
         flow.convolve(inner, 3, 1 if index else stride, groups, bias=True).activate(spec.function)
     if spec.regular:
-        _gate(flow, spec)
+        gate()
     flow.convolve(width, bias=True)
     if not spec.regular:
-        _gate(flow, spec)
+        gate()
     flow.mix("alpha", (2, 2), keeps=False).add(x)
-
-
-def _gate(flow: ImageFlow, spec: NormFree) -> None:
-    if spec.squeeze:
-        flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze))
-        flow.mix("gain", (2, 2), keeps=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,38 +107,36 @@ class CrossStage:
 
 def cross_stage_graph(net: NetworkBuilder, spec: CrossStage) -> ModelGraph:
     """Stem, stages, head."""
-    net.stem(_cross_stem, spec=spec)
-    for depth, width in zip(spec.depths, spec.widths, strict=True):
-        net.block(_cross_stage, spec=spec, width=width, depth=depth)
-    return net.end(classify)
 
+    def stem(flow: ImageFlow) -> None:
+        padding = (spec.stem_kernel - 1) // 2
+        for index, width in enumerate(spec.stem):
+            flow.convolve(width, spec.stem_kernel, 1 if index else spec.stem_stride, padding=padding)
+            flow.normalise().activate(spec.function)
 
-def _cross_stem(flow: ImageFlow, spec: CrossStage) -> None:
-    for index, width in enumerate(spec.stem):
-        flow.convolve(width, spec.stem_kernel, 1 if index else spec.stem_stride, padding=(spec.stem_kernel - 1) // 2)
-        flow.normalise().activate(spec.function)
+    def stage(flow: ImageFlow, width: int, depth: int) -> None:
+        if not spec.cross:
+            flow.pool(2, 2, maximum=False, padding=0).unit(width, function=spec.function)
+            return blocks(flow, width, depth)
+        flow.unit(flow.channels, 3, 2, function=spec.function).unit(width, function=spec.function)
+        inside, beside = flow.view(width // 2), flow.view(width // 2)
+        blocks(inside, width // 2, depth)
+        inside.concatenate(beside).unit(width, function=spec.function)
+        flow.value, flow.channels = inside.value, inside.channels
+        return None
 
-
-def _cross_stage(flow: ImageFlow, spec: CrossStage, width: int, depth: int) -> None:
-    if not spec.cross:
-        flow.pool(2, 2, maximum=False, padding=0).unit(width, function=spec.function)
+    def blocks(flow: ImageFlow, width: int, depth: int) -> None:
         for _ in range(depth):
-            _cross_block(flow, spec, width)
-        return
-    flow.unit(flow.channels, 3, 2, function=spec.function).unit(width, function=spec.function)
-    inside, beside = flow.view(width // 2), flow.view(width // 2)
-    for _ in range(depth):
-        _cross_block(inside, spec, width // 2)
-    inside.concatenate(beside).unit(width, function=spec.function)
-    flow.value, flow.channels = inside.value, inside.channels
+            x = flow.fork()
+            flow.unit(round(width * spec.inner), 3 if spec.edge else 1, function=spec.function)
+            if spec.squeeze:
+                flow.squeeze(rounded(flow.channels * spec.squeeze, 8, 0.0))
+            flow.unit(width, 1 if spec.edge else 3, function=spec.function).add(x)
 
-
-def _cross_block(flow: ImageFlow, spec: CrossStage, width: int) -> None:
-    x, inner = flow.fork(), round(width * spec.inner)
-    flow.unit(inner, 3 if spec.edge else 1, function=spec.function)
-    if spec.squeeze:
-        flow.squeeze(rounded(flow.channels * spec.squeeze, 8, 0.0))
-    flow.unit(width, 1 if spec.edge else 3, function=spec.function).add(x)
+    net.stem(stem)
+    for depth, width in zip(spec.depths, spec.widths, strict=True):
+        net.block(stage, width=width, depth=depth)
+    return net.end(classify)
 
 
 _DENSE = {"121": (6, 12, 24, 16), "161": (6, 12, 36, 24), "169": (6, 12, 32, 32), "201": (6, 12, 48, 32),
@@ -151,29 +147,24 @@ _DENSE = {"121": (6, 12, 24, 16), "161": (6, 12, 36, 24), "169": (6, 12, 32, 32)
 def dense_graph(net: NetworkBuilder, depth: str) -> ModelGraph:
     """A DenseNet: blocks of layers that copy all channels so far, transitions between them."""
     growth = 48 if depth in ("161", "264") else 32
-    net.stem(_dense_stem, width=2 * growth)
+
+    def transition(flow: ImageFlow) -> None:
+        flow.normalise().activate().convolve(flow.channels // 2).pool(2, 2, maximum=False, padding=0)
+
+    def layer(flow: ImageFlow) -> None:
+        """All channels so far are copied together with the new ones."""
+        x = flow.fork()
+        flow.normalise().activate().unit(4 * growth).convolve(growth, 3)
+        x.concatenate(flow)
+        flow.value, flow.channels = x.value, x.channels
+
+    net.stem(lambda flow: flow.unit(2 * growth, 7, 2).pool(3, 2))
     for stage, layers in enumerate(_DENSE[depth]):
         if stage:
-            net.block(_dense_transition)
+            net.block(transition)
         for _ in range(layers):
-            net.block(_dense_layer, growth=growth)
+            net.block(layer)
     return net.end(classify, prepare=lambda flow: flow.normalise().activate())
-
-
-def _dense_stem(flow: ImageFlow, width: int) -> None:
-    flow.unit(width, 7, 2).pool(3, 2)
-
-
-def _dense_transition(flow: ImageFlow) -> None:
-    flow.normalise().activate().convolve(flow.channels // 2).pool(2, 2, maximum=False, padding=0)
-
-
-def _dense_layer(flow: ImageFlow, growth: int) -> None:
-    """All channels so far are copied together with the new ones."""
-    x = flow.fork()
-    flow.normalise().activate().unit(4 * growth).convolve(growth, 3)
-    x.concatenate(flow)
-    flow.value, flow.channels = x.value, x.channels
 
 
 _BRANCHED = {"a0": (0.75, 2.5), "a1": (1.0, 2.5), "a2": (1.5, 2.75), "b0": (1.0, 2.5), "b1": (2.0, 4.0),
@@ -185,38 +176,36 @@ def branched_graph(net: NetworkBuilder, size: str) -> ModelGraph:
     """A RepVGG in training: every block is the sum of a 3 x 3 convolution, a 1 x 1 one and its input."""
     factor, last = _BRANCHED[size]
     widths = (int(64 * factor), int(128 * factor), int(256 * factor), int(512 * last))
-    net.stem(_branched_block, width=min(64, widths[0]), stride=2)
+
+    def block(flow: ImageFlow, width: int, stride: int) -> None:
+        x, narrow = flow.fork(), flow.fork().convolve(width, 1, stride).normalise()
+        flow.convolve(width, 3, stride).normalise().add(narrow)
+        if stride == 1 and x.channels == width:
+            flow.add(x.normalise())
+        flow.activate()
+
+    net.stem(block, width=min(64, widths[0]), stride=2)
     for depth, width in zip((2, 4, 14, 1) if size < "b" else (4, 6, 16, 1), widths, strict=True):
         for index in range(depth):
-            net.block(_branched_block, width=width, stride=1 if index else 2)
+            net.block(block, width=width, stride=1 if index else 2)
     return net.end(classify)
 
 
-def _branched_block(flow: ImageFlow, width: int, stride: int) -> None:
-    x, narrow = flow.fork(), flow.fork().convolve(width, 1, stride).normalise()
-    flow.convolve(width, 3, stride).normalise().add(narrow)
-    if stride == 1 and x.channels == width:
-        flow.add(x.normalise())
-    flow.activate()
-
-
-def conv_mixer_graph(net: NetworkBuilder, width: str, depth: str, kernel: str, patch: str) -> ModelGraph:
+def conv_mixer_graph(net: NetworkBuilder, size: str, depth: str, kernel: str, patch: str) -> ModelGraph:
     """Depthwise and pointwise convolutions over patches."""
-    function = "relu" if width == "768" else "gelu"
-    net.stem(_mixer_stem, width=int(width), patch=int(patch or 7), function=function)
+    width, each = int(size), int(patch or 7)
+    function: Activation = "relu" if size == "768" else "gelu"
+    sides = 7 if size == "768" else int(kernel or 9)
+
+    def block(flow: ImageFlow) -> None:
+        x = flow.fork()
+        flow.convolve(width, sides, 1, width, bias=True).activate(function).normalise().add(x)
+        flow.convolve(width, bias=True).activate(function).normalise()
+
+    net.stem(lambda flow: flow.convolve(width, each, each, bias=True).activate(function).normalise())
     for _ in range(int(depth)):
-        net.block(_mixer_block, kernel=7 if width == "768" else int(kernel or 9), function=function)
+        net.block(block)
     return net.end(classify)
-
-
-def _mixer_stem(flow: ImageFlow, width: int, patch: int, function: Activation) -> None:
-    flow.convolve(width, patch, patch, bias=True).activate(function).normalise()
-
-
-def _mixer_block(flow: ImageFlow, kernel: int, function: Activation) -> None:
-    x, width = flow.fork(), flow.channels
-    flow.convolve(width, kernel, 1, width, bias=True).activate(function).normalise().add(x)
-    flow.convolve(width, bias=True).activate(function).normalise()
 
 
 _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 8), "large": (768, 16)}
@@ -226,34 +215,39 @@ _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 
 def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelGraph:
     """Blocks, then two layers whose attention is the class token's only."""
     width, heads = _XCIT[size]
+
+    def stem(flow: ImageFlow) -> None:
+        """3 x 3 convolutions that halve the picture; 64 waves make positions."""
+        for left in reversed(range(3 if patch == "8" else 4)):
+            flow.convolve(width // 2**left, 3, 2).normalise()
+            if left:
+                flow.activate("gelu")
+        flow.tape.count(65 * width)
+        flow.mix("positions", (3, 1), keeps=False)
+
+    def block(flow: ImageFlow) -> None:
+        """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
+        x = flow.fork()
+        _scaled_sum(flow.layer_norm().linear(3 * width).covary(heads).linear(width), x)
+        x = flow.fork()
+        flow.layer_norm().mix("permute", (2, 2), keeps=False).convolve(width, 3, 1, width, bias=True).activate("gelu")
+        _scaled_sum(flow.normalise().convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2), keeps=False), x)
+        x = flow.fork()
+        _scaled_sum(flow.layer_norm().linear(4 * width).activate("gelu").linear(width), x)
+
+    def class_layer(flow: ImageFlow) -> None:
+        """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
+        x = flow.fork()
+        flow.layer_norm()
+        flow.fork().linear(2 * width).mix("attend", (2, 4))
+        flow.tape.count(10 * width * width + 9 * width)
+        flow.add(x)
+
     net.kernels = replace(EAGER, autocast=net.autocast)
-    net.stem(_xcit_stem, width=width, halvings=3 if patch == "8" else 4)
-    for _ in range(int(depth)):
-        net.block(_xcit_block, heads=heads)
-    for _ in range(2):
-        net.block(_class_layer)
+    net.stem(stem)
+    for step in (block,) * int(depth) + (class_layer,) * 2:
+        net.block(step)
     return net.end(classify, prepare=ImageFlow.layer_norm)
-
-
-def _xcit_stem(flow: ImageFlow, width: int, halvings: int) -> None:
-    """3 x 3 convolutions that halve the picture; 64 waves make positions."""
-    for left in reversed(range(halvings)):
-        flow.convolve(width // 2**left, 3, 2).normalise()
-        if left:
-            flow.activate("gelu")
-    flow.tape.count(65 * width)
-    flow.mix("positions", (3, 1), keeps=False)
-
-
-def _xcit_block(flow: ImageFlow, heads: int) -> None:
-    """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
-    x, width = flow.fork(), flow.channels
-    _scaled_sum(flow.layer_norm().linear(3 * width).covary(heads).linear(width), x)
-    x = flow.fork()
-    flow.layer_norm().mix("permute", (2, 2), keeps=False).convolve(width, 3, 1, width, bias=True).activate("gelu")
-    _scaled_sum(flow.normalise().convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2), keeps=False), x)
-    x = flow.fork()
-    _scaled_sum(flow.layer_norm().linear(4 * width).activate("gelu").linear(width), x)
 
 
 def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
@@ -265,12 +259,3 @@ def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
     flow.scale().add(x)
     if flow.value.item_bytes < FP32:
         flow.mix("widen", (2, 9), count=0, keeps=False)
-
-
-def _class_layer(flow: ImageFlow) -> None:
-    """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
-    x, width = flow.fork(), flow.channels
-    flow.layer_norm()
-    flow.fork().linear(2 * width).mix("attend", (2, 4))
-    flow.tape.count(10 * width * width + 9 * width)
-    flow.add(x)

@@ -104,15 +104,6 @@ class ImageFlow:
         self.tape.record(ShapeCall((x,), self.value), replace(operator, shape=shape))
         return self
 
-    def double(self, out: int = 0, more: int = 0) -> ImageFlow:
-        """The picture at twice the size: by transposed convolution to ``out`` channels; 0: by interpolation.
-
-        Args:
-            out: channels, or 0.
-            more: pixels of a transposed convolution's kernel beyond two, and of the picture beyond twice the size.
-        """
-        return self.transpose(out, 2, 2 + more) if out else self.interpolate()
-
     def normalise(self) -> ImageFlow:
         """Batch normalisation in training: keeps its input (statistics are a batch's, not a sample's)."""
         x, statistics = self.value, 2 * self.channels
@@ -180,14 +171,15 @@ class ImageFlow:
     def view(self, channels: int) -> ImageFlow:
         """The first of the channels, a view, on a branch of its own."""
         items = self.value.items * channels // self.channels
-        return ImageFlow(self.tape, replace(self.value, items=items, storage=self.value.held), channels, self.extent)
+        return ImageFlow(self.tape, self.value.view(items), channels, self.extent)
 
     def mixed(self, out: int, kernels: tuple[int, ...], stride: int = 1, *, depthwise: bool = False) -> ImageFlow:
         """Convolutions of several kernels, each of its share of the channels (Tan and Le 2019, arXiv:1907.09595)."""
         if len(kernels) == 1:
             return self.convolve(out, kernels[0], stride, self.channels if depthwise else 1)
-        branches = []
-        for share, width, kernel in zip(_shares(self.channels, kernels), _shares(out, kernels), kernels, strict=True):
+        branches, ways = [], len(kernels)
+        for place, kernel in enumerate(kernels):  # equal shares; the first has the remainder, too
+            share, width = (items // ways + items % ways * (not place) for items in (self.channels, out))
             branch = self.view(share)
             copies = memory_operator(self._name("view"), branch.value, 2 * branch.value.bytes, 4 * branch.value.bytes)
             self.tape.extra(copies)  # a convolution copies a view to read it, and in backward
@@ -330,12 +322,6 @@ class ImageFlow:
         saved = saved or (x,) * keeps
         self.value = self.tape.memory(self._name(name), (x,), out, moved, back, like=x, saved=saved, count=count)
         return self
-
-
-def _shares(channels: int, kernels: tuple[int, ...]) -> list[int]:
-    """Equal shares of the channels; the first also has the remainder."""
-    share, rest = divmod(channels, len(kernels))
-    return [share + rest, *(share for _ in kernels[1:])]
 
 
 def _windowed(extent: Extent, kernels: Extent, stride: int, pads: Extent) -> Extent:

@@ -11,7 +11,7 @@ of every micro-batch only what enters the partition is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -22,7 +22,6 @@ from galvatron_lite.model.graph import (
     ModelGraph,
     Operator,
     OperatorClass,
-    Passed,
     Recompute,
     Role,
     TensorSplit,
@@ -33,16 +32,12 @@ from galvatron_lite.model.shapes.tape import Tape, assemble
 
 def channels_last(graph: ModelGraph) -> ModelGraph:
     """The same graph, every convolution of which reads and writes pictures channels last (NHWC)."""
-    return replace(
-        graph,
-        kinds={
-            name: replace(kind, operators=tuple(map(_turned, kind.operators))) for name, kind in graph.kinds.items()
-        },
-    )
 
+    def turned(kind: LayerKind) -> LayerKind:
+        operators = (replace(one, channels_last=one.kind is OperatorClass.CONVOLUTION) for one in kind.operators)
+        return replace(kind, operators=tuple(operators))
 
-def _turned(one: Operator) -> Operator:
-    return replace(one, channels_last=True) if one.kind is OperatorClass.CONVOLUTION else one
+    return replace(graph, kinds={name: turned(kind) for name, kind in graph.kinds.items()})
 
 
 def fused_norms(graph: ModelGraph) -> ModelGraph:
@@ -80,52 +75,46 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
     ends = list(accumulate(balance))
     ends[-1] -= 1
     starts = [0, *ends[:-1]]
-    joined = [
-        _joined(f"partition{place}", kinds[start:end])
-        for place, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
-    blocks = [Layer(f"partitions.{place}", kind.name, Role.BLOCK) for place, kind in enumerate(joined)]
+    joined, blocks, where = list[LayerKind](), list[Layer](), {graph.layers[-1].name: "after"}
+    for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        joined.append(_joined(f"partition{place}", kinds[start:end]))
+        blocks.append(Layer(f"partitions.{place}", joined[-1].name, Role.BLOCK))
+        where |= {layer.name: blocks[-1].name for layer in graph.layers[start:end]}
     tape = Tape(1)
     before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Division.WHOLE, grad=False),), kinds[0].dims)
     all_kinds = [before, *joined, kinds[-1]]
     assembled = assemble(graph.name, all_kinds, blocks, sequence=graph.sequence, precision=graph.precision)
-    where = {
-        layer.name: block.name
-        for block, start, end in zip(blocks, starts, ends, strict=True)
-        for layer in graph.layers[start:end]
-    } | {graph.layers[-1].name: "after"}
-    return replace(assembled, tensors=_between(graph.tensors, where))
-
-
-def _between(tensors: Sequence[Passed], where: Mapping[str, str]) -> tuple[Passed, ...]:
-    """The tensors that go from one partition to others; ``where``: the partition of each layer."""
-    moved = (
-        replace(tensor, producer=where[tensor.producer], readers=tuple(dict.fromkeys(where[r] for r in tensor.readers)))
-        for tensor in tensors
-    )
-    outside = (replace(t, readers=tuple(name for name in t.readers if name != t.producer)) for t in moved)
-    return tuple(tensor for tensor in outside if tensor.readers)
+    tensors = []  # that go from one partition to others
+    for tensor in graph.tensors:
+        producer = where[tensor.producer]
+        readers = [name for name in dict.fromkeys(where[reader] for reader in tensor.readers) if name != producer]
+        tensors.append(replace(tensor, producer=producer, readers=tuple(readers)))
+    return replace(assembled, tensors=tuple(tensor for tensor in tensors if tensor.readers))
 
 
 def _joined(name: str, kinds: Sequence[LayerKind]) -> LayerKind:
     """Layers one after the other as one; recomputed, it keeps what enters the first."""
-    kept = sum(kind.kept[Recompute.NONE].total for kind in kinds)
+    before = [0, *accumulate(kind.kept[Recompute.NONE].total for kind in kinds)]
+    kept = before[-1]
+
+    def beyond(figure: str) -> TensorSplit:
+        """Bytes at the worst moment of any layer, all before it kept, beyond what all keep."""
+        moments = (
+            held + kind.kept[Recompute.NONE].total + getattr(kind, figure).total
+            for held, kind in zip(before, kinds, strict=False)
+        )
+        return TensorSplit(whole=max(0, max(moments) - kept))
+
     return LayerKind(
         name=name,
         parameters=TensorSplit(whole=sum(kind.parameters.total for kind in kinds)),
         operators=tuple(operator for kind in kinds for operator in kind.operators),
         kept={Recompute.NONE: TensorSplit(whole=kept), Recompute.FULL: TensorSplit(whole=kinds[0].input_bytes)},
-        working=TensorSplit(whole=_beyond(kept, kinds, [kind.working.total for kind in kinds])),
-        forward_working=TensorSplit(whole=_beyond(kept, kinds, [kind.forward_working.total for kind in kinds])),
+        working=beyond("working"),
+        forward_working=beyond("forward_working"),
         input_bytes=kinds[0].input_bytes,
         output_bytes=kinds[-1].output_bytes,
         dims=kinds[0].dims,
         buffer_bytes=sum(kind.buffer_bytes for kind in kinds),
         tensor_reason=kinds[0].tensor_reason,
     )
-
-
-def _beyond(kept: int, kinds: Sequence[LayerKind], live: Sequence[int]) -> int:
-    """Bytes at the worst moment of any layer, all before it kept, beyond what all keep."""
-    prefixes = accumulate(kind.kept[Recompute.NONE].total for kind in kinds)
-    return max(0, max(prefix + more for prefix, more in zip(prefixes, live, strict=True)) - kept)

@@ -1,73 +1,98 @@
-"""Networks whose layers read what layers further back gave: U-Nets of pictures and volumes, the perception network.
+"""Networks whose layers read what layers further back gave: U-Nets, the perception network, AmoebaNet-D.
 
 Sources: Ronneberger et al. 2015 (arXiv:1505.04597, figure 1: 572 x 572, convolutions without padding); Isensee et al.
 2021 (nnU-Net; plans of BraTS as NVIDIA's DeepLearningExamples train them: patches of 192 x 160 and of 128^3, 32
 channels doubled to at most 512 and 320, strided convolutions on the way down, instance normalisation); Sah and Chinara
 2024 (arXiv:2412.18165), as the reference model (``model.zoo.perception``) has them: layers are the levels of each
 network's way down and up, and the convolutions through which pictures go across.
+
+AmoebaNet-D, whose cells take the outputs of the two cells before them: Real et al. 2018 (arXiv:1802.01548, figure 5 and
+appendix), as GPipe (Huang et al. 2018, arXiv:1811.06965) and torchgpipe (Kim et al. 2020, arXiv:2004.09910, section 4)
+train it: the outputs of a normal cell are its states 0, 3, 4 and 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, dead_note
 from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
-from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare, skipping
 from galvatron_lite.model.shapes.records import FP32, Division, Value
 from galvatron_lite.model.shapes.tape import Tape, with_skips
 from galvatron_lite.units import activation_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A U-Net of two convolutions a level."""
+
+    widths: tuple[int, ...]  # channels of each level, the lowest last
+    classes: int  # of a pixel
+    padded: bool = True  # whether convolutions keep the extent
+    strided: bool = False  # whether a convolution halves the picture, else maximum pooling before it
+    norm: bool = False  # whether normalisation follows every convolution
+    bilinear: bool = False  # whether interpolation doubles the picture, else a transposed convolution
+
+
+MEDICAL = {
+    "unet_medical": (1, (572, 572), Levels((64, 128, 256, 512, 1024), 2, padded=False)),
+    "nnunet_2d": (4, (192, 160), Levels((32, 64, 128, 256, 512, 512), 4, strided=True, norm=True)),
+    "nnunet_3d": (4, (128, 128, 128), Levels((32, 64, 128, 256, 320, 320), 4, strided=True, norm=True)),
+}
+"""Channels and pixels of the picture, and levels, by the names of published runs."""
+
+
+def medical_graph(net: NetworkBuilder, name: str) -> ModelGraph:
+    """A U-Net of medical pictures."""
+    net.channels, net.extent, levels = MEDICAL[name]
+    return _levels_graph(net, levels, named=False)
+
+
 def unet_graph(net: NetworkBuilder, shape: UNetShape) -> ModelGraph:
-    """Down and up again; every level's picture on the way down goes to its neighbour on the way up."""
-    norm, less = shape.norm, 2 if shape.bilinear else 1
+    """A U-Net of padded convolutions; one that interpolates has half of the channels in the lowest level."""
     widths = [shape.base * 2**level for level in range(shape.levels)]
-    net.stem(_double, width=shape.base, middle=shape.base, norm=norm)
-    down = ["before"]
-    for level, width in enumerate([*widths[1:], 2 * widths[-1] // less]):
-        down.append(net.block(_unet_down, f"downs.{level}", width=width, norm=norm))
-    readers = {}
-    for level, (producer, width) in enumerate(zip(reversed(down[:-1]), reversed(widths), strict=True)):
-        settings = {"skip": width, "width": max(width // less, shape.base), "norm": norm, "bilinear": shape.bilinear}
-        readers[producer] = net.block(_unet_up, f"ups.{level}", **settings)
-    return skipping(net.end(_unet_head, classes=shape.classes), readers)
+    lowest = 2 * widths[-1] // (2 if shape.bilinear else 1)
+    spec = Levels((*widths, lowest), shape.classes, norm=shape.norm, bilinear=shape.bilinear)
+    return _levels_graph(net, spec, named=True)
 
 
-def _double(flow: ImageFlow, width: int, middle: int, norm: bool) -> None:
-    for out in (middle, width):
-        _unit(flow, out, norm)
+def _levels_graph(net: NetworkBuilder, spec: Levels, named: bool) -> ModelGraph:
+    """Down and up again; each picture on the way down goes to its neighbour on the way up (its middle, where that is
+    larger)."""
+    net.stem(_level, spec=spec, width=spec.widths[0])
+    down, readers = ["before"], {}
+    for level, width in enumerate(spec.widths[1:]):
+        down.append(net.block(_level_down, f"downs.{level}" * named, spec=spec, width=width))
+    for level, (producer, skip) in enumerate(zip(down[-2::-1], spec.widths[-2::-1], strict=True)):
+        width = max(skip // 2, spec.widths[0]) if spec.bilinear else skip
+        readers[producer] = net.block(_level_up, f"ups.{level}" * named, spec=spec, skip=skip, width=width)
+    return skipping(net.end(lambda flow: compare(flow.convolve(spec.classes, bias=True))), readers)
 
 
-def _unit(flow: ImageFlow, out: int, norm: bool, stride: int = 1, padding: int | None = None) -> None:
-    flow.convolve(out, 3, stride, bias=not norm, padding=padding)
-    (flow.normalise() if norm else flow).activate()
+def _level(flow: ImageFlow, spec: Levels, width: int, stride: int = 1, middle: int = 0) -> None:
+    for out, step in ((middle or width, stride), (width, 1)):
+        flow.convolve(out, 3, step, bias=not spec.norm, padding=None if spec.padded else 0)
+        (flow.normalise() if spec.norm else flow).activate()
 
 
-def _unet_down(flow: ImageFlow, width: int, norm: bool) -> None:
-    _double(flow.pool(2, 2, padding=0), width, width, norm)
+def _level_down(flow: ImageFlow, spec: Levels, width: int) -> None:
+    _level(flow if spec.strided else flow.pool(2, 2, padding=0), spec, width, 2 if spec.strided else 1)
 
 
-def _unet_up(flow: ImageFlow, skip: int, width: int, norm: bool, bilinear: bool) -> None:
-    flow.double(0 if bilinear else flow.channels // 2).beside(skip)
-    _double(flow, width, flow.channels // 2 if bilinear else width, norm)
-
-
-def _unet_head(flow: ImageFlow, classes: int) -> None:
-    compare(flow.convolve(classes, bias=True))
+def _level_up(flow: ImageFlow, spec: Levels, skip: int, width: int) -> None:
+    (flow.interpolate() if spec.bilinear else flow.transpose(skip, 2, 2)).beside(skip)
+    _level(flow, spec, width, middle=flow.channels // 2 if spec.bilinear else 0)
 
 
 def pooled_graph(net: NetworkBuilder, count: str, base: str) -> ModelGraph:
     """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910): the picture before each pooling goes across; ``count``
     convolutions a level, five levels that double ``base`` channels."""
-    each, widths, (side, _), skips = (
-        int(count),
-        [int(base) * 2**level for level in range(5)],
-        net.extent,
-        list[Passed](),
-    )
+    each, side, skips = int(count), net.extent[0], list[Passed]()
+    widths = [int(base) * 2**level for level in range(5)]
     net.stem(_pooled_level, widths=(widths[0],) * each, halves=True)
     down = ["before", *(net.block(_pooled_level, widths=(width,) * each, halves=True) for width in widths[1:])]
     net.block(_pooled_level, widths=(*(2 * widths[-1],) * (each - 1), widths[-1]), halves=False)
@@ -94,51 +119,6 @@ def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
     flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
     flow.tape.memory("enlarge", (x,), flow.value, 2 * flow.value.bytes, count=2)
     _pooled_level(flow, widths, halves=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Medical:
-    """A U-Net of medical pictures."""
-
-    inputs: int  # channels of the picture
-    extent: tuple[int, ...]  # pixels along its sides
-    widths: tuple[int, ...]  # channels of each level, the lowest last
-    classes: int  # of a pixel
-    padded: bool = True  # whether convolutions keep the extent
-    strided: bool = True  # whether a convolution halves the picture, else maximum pooling before it
-    norm: bool = True  # whether normalisation follows every convolution
-
-
-MEDICAL = {
-    "unet_medical": Medical(1, (572, 572), (64, 128, 256, 512, 1024), 2, padded=False, strided=False, norm=False),
-    "nnunet_2d": Medical(4, (192, 160), (32, 64, 128, 256, 512, 512), 4),
-    "nnunet_3d": Medical(4, (128, 128, 128), (32, 64, 128, 256, 320, 320), 4),
-}
-"""By the names of published runs."""
-
-
-def medical_graph(net: NetworkBuilder, name: str) -> ModelGraph:
-    """Levels down and up again; each picture on the way down goes to its neighbour on the way up."""
-    spec = MEDICAL[name]
-    net.channels, net.extent = spec.inputs, spec.extent
-    net.stem(_medical_level, spec=spec, width=spec.widths[0], halves=False)
-    down = ["before", *(net.block(_medical_level, spec=spec, width=width, halves=True) for width in spec.widths[1:])]
-    levels = zip(reversed(down[:-1]), spec.widths[-2::-1], strict=True)
-    readers = {producer: net.block(_medical_up, spec=spec, width=width) for producer, width in levels}
-    return skipping(net.end(_unet_head, classes=spec.classes), readers)
-
-
-def _medical_level(flow: ImageFlow, spec: Medical, width: int, halves: bool) -> None:
-    if halves and not spec.strided:
-        flow.pool(2, 2, padding=0)
-    _unit(flow, width, spec.norm, 2 if halves and spec.strided else 1, None if spec.padded else 0)
-    _unit(flow, width, spec.norm, 1, None if spec.padded else 0)
-
-
-def _medical_up(flow: ImageFlow, spec: Medical, width: int) -> None:
-    """The picture at twice the size, that of the way down (its middle, where that is larger) before it."""
-    flow.double(width).beside(width)
-    _medical_level(flow, spec, width, halves=False)
 
 
 _VIEW = "before"  # what gives the bird's-eye view
@@ -178,18 +158,15 @@ def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     layers = tuple(
         replace(layer, modules=(layer.name,)) if layer.role is Role.BLOCK else layer for layer in graph.layers
     )
-    dead = () if shape.chained else _dropped(graph, shape)
+    dead: tuple[DeadParameters, ...] = ()
+    if not shape.chained:  # all levels of the segmentation network but the finest are computed and dropped
+        lower = range(1, shape.levels)
+        names = [f"segmentation.{part}.{level}" for part in ("downs", "sides") for level in lower]
+        names += [f"segmentation.ups.{level - 1}" for level in lower]
+        items = {layer.name: graph.kind_of(layer).parameters.total for layer in graph.layers}
+        dead = tuple(DeadParameters(name, items[name]) for name in names)
     notes = (*graph.notes, *dead_note(dead, graph.parameters, "what the model returns"))
     return replace(graph, layers=layers, tensors=wiring.tensors(graph), dead=dead, notes=notes)
-
-
-def _dropped(graph: ModelGraph, shape: PerceptionShape) -> tuple[DeadParameters, ...]:
-    """Levels of the segmentation network that are computed and dropped: all but the finest."""
-    lower = range(1, shape.levels)
-    names = [f"segmentation.{part}.{level}" for part in ("downs", "sides") for level in lower]
-    names += [f"segmentation.ups.{level - 1}" for level in lower]
-    items = {layer.name: graph.kind_of(layer).parameters.total for layer in graph.layers}
-    return tuple(DeadParameters(name, items[name]) for name in names)
 
 
 def _segmentation(wiring: _Wiring, shape: PerceptionShape) -> str:
@@ -230,7 +207,7 @@ def _down(flow: ImageFlow, width: int, kernel: int) -> None:
 
 def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: int) -> None:
     """Twice the size (and a pixel more) with half of the channels, another picture beside, convolutions."""
-    flow.double(flow.channels // 2, more).normalise().activate()
+    flow.transpose(flow.channels // 2, 2, 2 + more).normalise().activate()
     if skip:
         flow.beside(skip)
     for place, width in enumerate(widths):
@@ -265,3 +242,111 @@ def _edges(tape: Tape, picture: Value, inner: int) -> Value:
     tape.memory("slopes", (sums,), slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
     saved = (slopes, steep) if picture.grad else ()
     return tape.memory("edges", (slopes,), steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad, saved=saved)
+
+
+def _narrow(flow: ImageFlow, stride: int, kernels: tuple[Extent, ...]) -> ImageFlow:
+    """Convolutions at a quarter of the channels between two 1 x 1 ones; the first of them strides."""
+    channels = flow.channels
+    _unit(flow, channels // 4, (1, 1))
+    for index, kernel in enumerate(kernels):
+        _unit(flow, channels // 4, kernel, 1 if index else stride)
+    return _unit(flow, channels, (1, 1))
+
+
+def _unit(flow: ImageFlow, out: int, kernel: Extent, stride: int = 1) -> ImageFlow:
+    return flow.rectify().convolve(out, kernel, stride, padding=None if kernel != (1, 1) else 0).normalise()
+
+
+_OPERATIONS: dict[str, Callable[[ImageFlow, int], ImageFlow]] = {
+    "none": lambda flow, _: flow,
+    "conv": lambda flow, stride: _unit(flow, flow.channels, (1, 1), stride),
+    "conv3": lambda flow, stride: _narrow(flow, stride, ((3, 3),)),
+    "conv7": lambda flow, stride: _narrow(flow, stride, ((1, 7), (7, 1))),
+    "mean": lambda flow, stride: flow.pool(3, stride, maximum=False),
+    "max": lambda flow, stride: flow.pool(2, stride, padding=0),
+}
+_NORMAL = (
+    ((1, "conv"), (1, "mean")), ((1, "none"), (0, "conv7")), ((0, "conv"), (0, "conv7")), ((2, "mean"), (2, "none")),
+    ((1, "mean"), (5, "conv")),
+)  # fmt: skip
+_REDUCTION = (
+    ((0, "max"), (0, "mean")), ((2, "none"), (1, "conv3")), ((2, "conv7"), (2, "mean")), ((3, "none"), (1, "max")),
+    ((2, "mean"), (3, "conv")),
+)  # fmt: skip
+"""Pairs of operations whose results are summed into a new state, each with the state it takes (3 x 3 maxima are means
+in torchgpipe's port)."""
+
+
+Picture = tuple[int, Extent]
+"""Channels and extent."""
+
+
+def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
+    """Stem, two reduction cells, three rows of normal cells with reduction cells between them, classifier.
+
+    Every output goes to the two cells after it; the classifier takes the last one's alone.
+    """
+    normal, channels = [False] * (int(layers) // 3), int(filters) // 4
+    net.autocast = False
+    width = channels
+    net.stem(lambda flow: flow.rectify().convolve(width, 3, 2).normalise())
+    names, pictures = ["before"], [(net.channels, net.extent)]
+    for reduction in (True, True, *normal, True, *normal, True, *normal):
+        channels *= 2 if reduction else 1
+        before = pictures[-2] if len(pictures) > 1 else None
+        names.append(
+            net.block(_cell, f"cells.{len(net.layers)}", before=before, channels=channels, reduction=reduction)
+        )
+        pictures.append((net.channels, net.extent))
+
+    def classifier(flow: ImageFlow) -> None:
+        """The mean of all pixels by a window of their extent."""
+        _enter(flow, pictures[-2])
+        compare(flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(1000))
+
+    graph = net.end(classifier)
+    readers = [tuple(names[place + 1 : place + 3]) or ("after",) for place in range(len(names))]
+    sizes = [_items(picture) * activation_bytes(net.precision) for picture in pictures]
+    return replace(graph, tensors=tuple(map(Passed, names, readers, sizes)))
+
+
+def _items(picture: Picture) -> int:
+    return picture[0] * prod(picture[1])
+
+
+def _enter(flow: ImageFlow, picture: Picture) -> ImageFlow:
+    """Another picture that enters the layer."""
+    return ImageFlow(flow.tape, flow.tape.enter(_items(picture), Division.WHOLE), *picture)
+
+
+def _cell(flow: ImageFlow, before: Picture | None, channels: int, reduction: bool) -> None:
+    """A cell.
+
+    Args:
+        flow: the previous cell's output.
+        before: the output two cells back; None: the same tensor.
+        channels: of the cell's states.
+        reduction: whether it halves the picture.
+    """
+    flow.passed = (flow.value,)
+    extent = flow.extent
+    skipped = _enter(flow, before) if before else flow.fork()
+    states = [_unit(flow.fork(), channels, (1, 1)), _fitted(skipped, extent, channels)]
+    for pair in _REDUCTION if reduction else _NORMAL:
+        first, second = (
+            _OPERATIONS[kind](states[source].fork(), 2 if reduction and source < 2 else 1) for source, kind in pair
+        )
+        states.append(first.add(second))
+    chosen = (4, 5, 6) if reduction else (0, 3, 4, 6)
+    out = states[chosen[0]].fork().concatenate(*(states[index] for index in chosen[1:]))
+    flow.value, flow.channels, flow.extent = out.value, out.channels, out.extent
+
+
+def _fitted(before: ImageFlow, extent: Extent, channels: int) -> ImageFlow:
+    """The output two cells back at the cell's channels and extent; halved by two 1 x 1 convolutions side by side."""
+    if before.extent != extent:
+        before.rectify()
+        other = before.fork().mix("shift", (2, 2), keeps=False)
+        halves = [half.convolve(channels // 2, 1, 2) for half in (before.fork(), other)]
+        return halves[0].concatenate(halves[1]).normalise()
+    return before if before.channels == channels else _unit(before, channels, (1, 1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import ceil
 
 from galvatron_lite.files import read_data
@@ -69,15 +69,15 @@ def mobile_graph(net: NetworkBuilder, spec: Mobile) -> ModelGraph:
     for row in spec.rows:
         for index in range(spec.repeats(row)):
             net.block(_block, row=row, spec=spec, stride=1 if index else row.stride)
-    return net.end(classify, prepare=partial(_last, spec=spec))
 
+    def last(flow: ImageFlow) -> None:
+        head = spec.scaled(spec.head, spec.fixed_head)
+        if spec.late_head:
+            flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(head).activate(spec.function)
+        else:
+            flow.unit(head, function=spec.function)
 
-def _last(flow: ImageFlow, spec: Mobile) -> None:
-    head = spec.scaled(spec.head, spec.fixed_head)
-    if spec.late_head:
-        flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(head).activate(spec.function)
-    else:
-        flow.unit(head, function=spec.function)
+    return net.end(classify, prepare=last)
 
 
 def _block(flow: ImageFlow, row: BlockSpec, spec: Mobile, stride: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 from galvatron_lite.files import from_data, read_data
 from galvatron_lite.folders import config_folder
@@ -18,7 +18,6 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, Shape, VggShape, VitShape
 from galvatron_lite.model.shapes.images.convnets import picture_graph
-from galvatron_lite.model.shapes.images.evolved import evolved_graph
 from galvatron_lite.model.shapes.images.families import (
     CrossStage,
     NormFree,
@@ -29,14 +28,11 @@ from galvatron_lite.model.shapes.images.families import (
     normfree_graph,
     xcit_graph,
 )
-from galvatron_lite.model.shapes.images.mirrored import medical_graph, pooled_graph
+from galvatron_lite.model.shapes.images.mirrored import evolved_graph, medical_graph, pooled_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_networks
 from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.images.residual import TRAINED, detector_graph, residual_graph, residual_of
 from galvatron_lite.model.shapes.registry import build_graph, shape_from_data
-
-Network = Callable[[NetworkBuilder], ModelGraph]
-"""Adds a network's layers to what has the picture that enters it."""
 
 
 def canonical(name: str) -> str:
@@ -122,29 +118,18 @@ def graph_of_name(name: str, side: int, precision: str, kernels: Kernels | None 
     listed = _listed().get(name.removeprefix("tv_"))
     if isinstance(listed, RegNetShape | VggShape):
         return picture_graph(replace(listed, name=name, image_size=side), precision, autocast=True)
-    network = _network_of(name)
-    return network(NetworkBuilder(name, precision, 3, (side, side))) if network else None
-
-
-def _network_of(name: str) -> Network | None:
+    net = NetworkBuilder(name, precision, 3, (side, side))
     if residual := residual_of(name):
-        return partial(residual_graph, spec=residual)
+        return residual_graph(net, residual)
     match = _MOBILE.fullmatch(name)
     if match and (mobile := mobile_networks().get(match[1])):
-        return partial(mobile_graph, spec=mobile)
-    spec = _families().get(name.removeprefix("dm_"))
-    if isinstance(spec, NormFree):
-        return partial(normfree_graph, spec=spec)
-    if spec is not None:
-        return partial(cross_stage_graph, spec=spec)
+        return mobile_graph(net, mobile)
+    if spec := _families().get(name.removeprefix("dm_")):
+        return normfree_graph(net, spec) if isinstance(spec, NormFree) else cross_stage_graph(net, spec)
     for pattern, add in _NAMES:
         if match := re.fullmatch(pattern, name):
-            return partial(_of_parts, add, match.groups(default=""))
+            return add(net, *match.groups(default=""))
     return None
-
-
-def _of_parts(add: Callable[..., ModelGraph], parts: tuple[str, ...], net: NetworkBuilder) -> ModelGraph:
-    return add(net, *parts)
 
 
 _MOBILE = re.compile(r"(?:tf_|gc_)?(\w+?)(?:_(?:ap|ns|in1k|in21k|in21ft1k|in22k|in22ft1k|miil|475|ra|jft)(?:_\w+)?)*")

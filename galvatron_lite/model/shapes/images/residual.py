@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.images.flow import ImageFlow, rounded
@@ -55,8 +54,7 @@ class Residual:
 def residual_graph(net: NetworkBuilder, spec: Residual, classes: int = 1000) -> ModelGraph:
     """Stem, blocks stage by stage, pooling with linear head and loss."""
     _add_blocks(net, spec)
-    prepare = partial(_prepare, spec=spec) if spec.preactive else None
-    return net.end(classify, classes=classes, prepare=prepare)
+    return net.end(classify, classes=classes, prepare=(lambda flow: _prepare(flow, spec)) if spec.preactive else None)
 
 
 def _add_blocks(net: NetworkBuilder, spec: Residual, halving: tuple[int, ...] = (1, 2, 3)) -> None:
@@ -87,20 +85,16 @@ def _bottleneck(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> No
     """1 x 1, 3 x 3 and 1 x 1 convolutions, each normalised, added to the input."""
     x, width = flow.fork(), planes * spec.group_width // 64 * spec.groups
     flow.unit(width, 1, stride if spec.early else 1)
-    if spec.radix:
-        _split_attention(flow, spec, width, stride)
-    else:
+    if not spec.radix:
         _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
-    _close(flow, x, spec, spec.expansion * planes, stride, 1)
-
-
-def _split_attention(flow: ImageFlow, spec: Residual, width: int, stride: int) -> None:
+        return _close(flow, x, spec, spec.expansion * planes, stride, 1)
     if stride > 1 and spec.pool_first:
         flow.pool(3, 2, maximum=False)
     flow.unit(spec.radix * width, 3, 1, spec.groups * spec.radix)
     flow.split_attention(spec.radix, max(32, rounded(width * spec.radix / 4)), spec.groups)
     if stride > 1 and not spec.pool_first:
         flow.pool(3, 2, maximum=False)
+    return _close(flow, x, spec, spec.expansion * planes, stride, 1)
 
 
 def _preactive(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> None:
@@ -159,22 +153,19 @@ _BOXES = (4, 6, 6, 6, 4, 4)  # default boxes a place, map after map
 
 def detector_graph(net: NetworkBuilder) -> ModelGraph:
     """SSD300: ResNet-50 without its last stage, the third not halving the picture; more maps; heads on every map."""
+
+    def maps(flow: ImageFlow) -> None:
+        """Places and classes of the boxes of each map, with their losses in fp32."""
+        for boxes, extra in zip(_BOXES, (*_EXTRA, None), strict=True):
+            for columns in (4 * boxes, _CLASSES * boxes):
+                flow.fork().convolve(columns, 3, bias=True).mix("loss", (6, 6), count=4)
+            if extra:
+                inner, outer, stride, padding = extra
+                flow.unit(inner).convolve(outer, 3, stride, padding=padding).normalise().activate()
+
     _add_blocks(net, Residual(depths=(3, 4, 6)), halving=(1,))
-    net.block(_maps)
+    net.block(maps)
     return net.end(classify, classes=_CLASSES)
-
-
-def _maps(flow: ImageFlow) -> None:
-    _heads(flow, _BOXES[0])
-    for (inner, outer, stride, padding), boxes in zip(_EXTRA, _BOXES[1:], strict=True):
-        flow.unit(inner).convolve(outer, 3, stride, padding=padding).normalise().activate()
-        _heads(flow, boxes)
-
-
-def _heads(flow: ImageFlow, boxes: int) -> None:
-    """Places and classes of the boxes of one map, with their losses in fp32."""
-    for columns in (4 * boxes, _CLASSES * boxes):
-        flow.fork().convolve(columns, 3, bias=True).mix("loss", (6, 6), count=4)
 
 
 def residual_of(name: str) -> Residual | None:
