@@ -181,10 +181,7 @@ class BranchOptions:
         key = (likeness(request.graph), pins, devices, room)
         if key not in self._known:
             figures = self._figures.setdefault(branch.layers, PriceCache())
-            try:
-                solved = search(replace(request, known=figures), pricer)
-            except InputError:  # samples that its devices cannot share, or pins that leave it nothing
-                solved = None
+            solved = search(replace(request, known=figures), pricer)
             stages = () if solved is None else solved.partition.stages
             self._known[key] = tuple(strategy for stage in stages for strategy in stage.strategies) or None
         return self._known[key]

@@ -140,14 +140,6 @@ class ChainFigures:
         return f[TIME].sum(axis=1) + moved * self.by[0], fits
 
 
-@dataclass(slots=True)
-class LastPrice:
-    """The price of memory that bounded the last one of some chains of equal length best."""
-
-    value: float | None = None  # picoseconds a byte; None: there was none
-    moment: int = 0  # place of the layer whose moment is priced
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainBounds:
     """Lagrangian bounds of a chain: shortest paths at several prices of memory, with one moment priced."""
@@ -161,21 +153,9 @@ class ChainBounds:
     root: FloatArray  # (K,) bounds on the weighted time of the whole
 
     @classmethod
-    def of(cls, chain: Chain, last: LastPrice | None = None) -> ChainBounds:
-        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there.
-
-        Args:
-            chain: the problem.
-            last: what bounded chains best that hardly differ from it: the price is looked for only where the best of
-                those around that one is the first or the last of them. It is kept for the next chain.
-        """
+    def of(cls, chain: Chain) -> ChainBounds:
+        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there."""
         line, weight = ChainFigures.of(chain), int(chain.weights[0]) if len(chain.weights) == 1 else 0
-        if last is not None and last.value is not None:
-            bounds = cls.at(line, last.value * _AROUND, last.moment, weight)
-            place = int(np.argmax(bounds.root))
-            if 1 < place < len(_AROUND) - 1:
-                last.value = float(bounds.prices[place])
-                return bounds
         trial = moment = len(line.kind) - 1
         best = (0.0, -np.inf)
         for _ in range(_MOMENTS):
@@ -185,8 +165,6 @@ class ChainBounds:
             best, moment, trial = better, trial, _worst_moment(line, better[0])
             if trial == moment:
                 break
-        if last is not None:
-            last.value, last.moment = best[0], moment
         return cls.at(line, best[0] * _AROUND, moment, weight)
 
     @classmethod
@@ -211,14 +189,6 @@ class ChainBounds:
     def exceeds(self, limit: float) -> bool:
         """Whether no path takes at most a limit."""
         return bool((self.root > self.ceiling(limit)).any())
-
-    def through(self, place: int) -> FloatArray:
-        """(S,): weighted times that no path through each choice of a layer beats."""
-        priced = _priced(self.line, self.prices, self.moment)[place]
-        group = self.line.at(place).figures[GROUP]
-        values: FloatArray = priced + (self.before[place] + self.behind[place])[:, group]
-        least: FloatArray = (values - self.prices[:, None] * self.line.room).max(axis=0) * (1 - TINY) - 1
-        return least
 
     def useful(self, limit: float) -> list[IntArray]:
         """Per kind, the choices that some path may use that takes at most ``limit``."""

@@ -53,7 +53,6 @@ from galvatron_lite.search.chain_bounds import (
     TINY,
     UPDATED,
     ChainBounds,
-    LastPrice,
 )
 from galvatron_lite.search.tables import pareto_rows, pareto_within
 
@@ -69,7 +68,7 @@ _CLOSE = (64, 256)
 """Labels a layer by which a path near the bound is looked for, one after another."""
 
 
-def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
+def pareto_paths(chain: Chain, cap: float = np.inf, beam: int | None = None, near: float = 0.0) -> ChainFront:
     """The Pareto set of a chain within memory; empty where nothing fits.
 
     Args:
@@ -79,24 +78,21 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, 
         near: of one criterion, a path will do that another one may beat by this share.
     """
     if chain.runs == 1 and len(chain.weights) == 1 and is_countable(chain):
-        best = best_of_parts(chain, np.inf if cap is None else cap)
+        best = best_of_parts(chain, cap)
         return ChainFront(() if best is None else (best,), len(chain.layers))
     bounds = ChainBounds.of(chain)
-    limit = bounds.line.longest if cap is None else min(float(cap), bounds.line.longest)
+    limit = min(float(cap), bounds.line.longest)
     if bounds.exceeds(limit):
         return ChainFront(())
     return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam, near)
 
 
-def good_path(chain: Chain, last: LastPrice | None = None) -> tuple[Path | None, float]:
-    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits.
-
-    ``last``: see ``ChainBounds.of``.
-    """
+def good_path(chain: Chain) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits."""
     if chain.runs == 1 and is_countable(chain):
         best = best_of_parts(chain, np.inf)
         return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
-    bounds = ChainBounds.of(chain, last)
+    bounds = ChainBounds.of(chain)
     if bounds.exceeds(bounds.line.longest):
         return None, np.inf
     path = bounds.rounded()
@@ -325,24 +321,24 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
+def net_paths(net: Net, cap: float = np.inf, beam: int | None = None, near: float = 0.0) -> ChainFront:
     """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
     return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
 
 
-def good_way(net: Net, last: LastPrice | None = None) -> tuple[Path | None, float]:
+def good_way(net: Net) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats, as ``good_path``."""
     if not net.skips:
-        return good_path(net.chain, last)
+        return good_path(net.chain)
     relaxed = _relaxed(net, {})
-    path, least = good_path(relaxed.chain, last)
+    path, least = good_path(relaxed.chain)
     return (None if path is None else _priced(net, relaxed, path)[0]), least
 
 
 @dataclass(slots=True, eq=False)
 class _Walk:
     net: Net  # the problem
-    cap: int | None  # on the weighted time
+    cap: float  # on the weighted time
     beam: int | None  # labels of a layer
     best: list[Path] = field(default_factory=list)  # Pareto-best paths met
     work: int = 0  # labels looked at
@@ -355,7 +351,7 @@ class _Walk:
         while heap:
             least, _, settled = heapq.heappop(heap)
             limit = self._limit()
-            if limit is not None and least > limit:
+            if least > limit:
                 continue
             if looked >= _MOST:
                 self.dropped = min(self.dropped, float(least))
@@ -366,12 +362,12 @@ class _Walk:
         paths = sorted(self.best, key=lambda path: (path.time, path.choices))
         return ChainFront(tuple(paths), self.work, self.dropped)
 
-    def _limit(self) -> int | None:
+    def _limit(self) -> float:
         if len(self.net.chain.weights) > 1 or not self.best:
             return self.cap
         return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
 
-    def _look(self, settled: dict[int, int], limit: int | None) -> list[tuple[int, dict[int, int]]]:
+    def _look(self, settled: dict[int, int], limit: float) -> list[tuple[int, dict[int, int]]]:
         """Notes the paths of a node; what is to be looked into if those are not all."""
         relaxed = _relaxed(self.net, settled)
         front = pareto_paths(relaxed.chain, limit, self.beam)
@@ -392,7 +388,7 @@ class _Walk:
         return [(least, settled | {place: int(group)}) for group in groups]
 
     def _note(self, paths: Sequence[Path]) -> None:
-        every = self.best + [path for path in paths if self.cap is None or self._weighted(path) <= self.cap]
+        every = self.best + [path for path in paths if self._weighted(path) <= self.cap]
         if every:
             rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
             self.best = [every[row] for row in rows]

@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import inf
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
-from galvatron_lite.cost.plan import evaluate, price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.cost.switching import switch_cost
 from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
@@ -222,16 +222,6 @@ def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
     if progress is not None:
         progress(1, 1, f"certified in {certificate.taken:.1f} s")
     return str(certificate)
-
-
-def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans with their predictions, quickest first.
-
-    Raises:
-        InputError: a plan that is not for the profile's model.
-    """
-    priced = [evaluate(profile, plan) for plan in plans]
-    return sorted(priced, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0)
 
 
 def request_of(

@@ -25,7 +25,7 @@ and on the device unless these are pinned too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import groupby
@@ -79,8 +79,11 @@ class Fixed:
 
     def at_layer(self, layer: str) -> Fixed:
         """What is pinned and forbidden for one layer, as if for all: what its strategies are declared under."""
-        own = self.pins_of(layer)
-        return Fixed(strategy=tuple(dict.fromkeys((*self.strategy, *own))), forbidden=self.forbidden)
+        return Fixed(strategy=self.strategy, forbidden=self.forbidden).with_pins(self.pins_of(layer))
+
+    def with_pins(self, pins: Iterable[tuple[str, object]]) -> Fixed:
+        """The same with more values that every layer must have."""
+        return replace(self, strategy=tuple(dict.fromkeys((*self.strategy, *pins))))
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""

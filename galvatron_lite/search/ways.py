@@ -215,30 +215,21 @@ def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
 def _ways(request: Request, fields: Sequence[str], kinds: Collection[str]) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every one of these kinds has a strategy."""
     layers = [layer for layer in request.graph.layers if layer.kind in kinds]
+    unlike = {(layer.kind, request.fixed.pins_of(layer.name)): layer for layer in layers}
     offered = [
-        {tuple(getattr(strategy, name) for name in fields) for strategy in _strategies(request, kind, layer)}
-        for (kind, _), layer in {
-            (layer.kind, request.fixed.pins_of(layer.name)): layer.name for layer in layers
-        }.items()
+        {tuple(getattr(strategy, name) for name in fields) for strategy in request.offered(layer)}
+        for layer in unlike.values()
     ]
     common = set.intersection(*offered) if offered else set()
     for values in sorted(common, key=lambda values: [str(value) for value in values]):
         yield tuple(zip(fields, values, strict=True))
 
 
-def _strategies(request: Request, kind: str, layer: str, pins: Pins = ()) -> list[Strategy]:
-    """Of a layer, on stages of any size that is tried."""
-    fixed = request.fixed.at_layer(layer)
-    fixed = replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
-    sizes = [request.devices // stages for stages in request.pipelines]
-    return [strategy for size in sizes for strategy in request.space.strategies(kind, size, fixed)]
-
-
 def _pinned(request: Request, kinds: Collection[str], pins: Pins) -> Fixed:
     """What is pinned with one way; layer by layer where some have no parameters."""
     fixed, graph = request.fixed, request.graph
     if len(kinds) == len({layer.kind for layer in graph.layers}):
-        return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
+        return fixed.with_pins(pins)
     layer_pins = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
     return replace(fixed, layers=(*fixed.layers, *layer_pins))
 
@@ -269,7 +260,10 @@ def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, ob
     if not fields or not blocks:
         yield ()
         return
-    offered = {kind: _strategies(task.request, kind, layer.name, pins) for kind, layer in kinds.items()}
+    offered = {
+        kind: task.request.offered(layer, task.request.fixed.at_layer(layer.name).with_pins(pins))
+        for kind, layer in kinds.items()
+    }
     strategies = [one for kind in blocks for one in offered[kind] if rule is None or rule(one)]
     offers = {kind: {(name, getattr(one, name)) for one in every if kind not in blocks or rule is None or rule(one)
                      for name in (*fields, *dict(task.backend.edges))} for kind, every in offered.items()}  # fmt: skip
@@ -297,14 +291,11 @@ def _globs(graph: ModelGraph, kind: str) -> list[str]:
 
 def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
     """Those whose best plans take least by the closed form, quickest first."""
-    promising, limit = list[tuple[int, Fixed]](), None
+    promising, limit = list[tuple[int, Fixed]](), float("inf")
     search(task.request, task.session.pricer, effort=_WORK, slack=_REACH)  # for bounds that hold whatever the way
     for fixed in ways:
         request = replace(task.request, fixed=fixed, wider=task.request)
-        try:
-            best = search(request, task.session.pricer, below=limit, effort=_WORK)
-        except InputError:  # a batch that this way cannot share out
-            continue
+        best = search(request, task.session.pricer, below=limit, effort=_WORK)
         if best is not None:
             limit = int(best.partition.time * (1.0 + _REACH))
             promising.append((best.partition.time, fixed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -140,7 +141,7 @@ def check_good(chain: Chain, best: list[Times]) -> None:
         assert weighted(chain, path.time) >= least
 
 
-def check_near(chain: Chain, best: list[Times], cap: int | None) -> None:
+def check_near(chain: Chain, best: list[Times], cap: float) -> None:
     """A path that may be beaten by a share is beaten by no more, and what is said to beat it is a bound."""
     front = pareto_paths(chain, cap, near=NEAR)
     check(chain, front, best)
@@ -161,8 +162,8 @@ def test_every_sequence(seed: int) -> None:
     for room in (peaks[0] - 1, peaks[0], draw.choice(peaks), peaks[-1]):
         own = with_room(chain, room)
         fitting = [time for time, peak in paths if peak <= room]
-        cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else None
-        best = pareto([time for time in fitting if cap is None or weighted(chain, time) <= cap])
+        cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else math.inf
+        best = pareto([time for time in fitting if weighted(chain, time) <= cap])
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
         if criteria == 1:
             check_good(own, best)
