@@ -144,7 +144,7 @@ class _Walk:
     below: float  # below, slack, settled: see ``search``
     slack: float
     settled: float
-    heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (rank, number, node)
+    heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (bound, number, node)
     order: Iterator[int] = field(default_factory=count)  # gives the numbers
     work: int = 0  # labels looked at
     open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
@@ -165,11 +165,9 @@ class _Walk:
         return bound < self.limit
 
     def push(self, problem: Problem, stage: _Stage, bound: float, bounds: StageBounds | None = None) -> None:
-        """Add a node, unless it leads nowhere; exact searches come after quick ones, which may lower the limit."""
+        """Add a node, unless it leads nowhere."""
         if self.worth(bound):
-            late = stage is _Stage.TRIED and self.limit < inf and not self.settled
-            rank = (bound + self.limit) / 2 if late else bound
-            heapq.heappush(self.heap, (rank, next(self.order), _Node(problem.shape, stage, bound, problem, bounds)))
+            heapq.heappush(self.heap, (bound, next(self.order), _Node(problem.shape, stage, bound, problem, bounds)))
 
     def pop(self) -> _Node | None:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
@@ -326,7 +324,7 @@ class _Walk:
             todo = [place for place in stages if place not in bounds.looked]
             if todo:
                 self.work += _STAGE * len(todo)
-                values = {place: problem.least(place[0], range(*place[1:]), met=accepted) for place in todo}
+                values = {place: problem.good(place[0], range(*place[1:]))[1] for place in todo}
                 bounds = bounds.with_theta(values, exact=False)
                 continue
             if accepted:

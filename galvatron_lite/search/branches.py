@@ -287,7 +287,7 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
         mode=task.session.mode,
     )
     priced = price_plan(course.parts.pricer, plan)
-    return replace(priced, provenance=provenance(task.session.profile, task.budget, 0.0))
+    return replace(priced, provenance=provenance(task.session.profile, task.request.budget, 0.0))
 
 
 def _described(task: PlanTask, plan: Plan) -> Plan:

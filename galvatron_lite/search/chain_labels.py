@@ -322,8 +322,42 @@ class _Relaxed:
 
 
 def net_paths(net: Net, cap: float = np.inf, beam: int | None = None, near: float = 0.0) -> ChainFront:
-    """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
-    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
+    """The Pareto set of a net within memory, as ``pareto_paths`` has it of a chain."""
+    if not net.skips:
+        return pareto_paths(net.chain, cap, beam, near)
+
+    def weighted(path: Path) -> int:
+        return sum(int(weight) * time for weight, time in zip(net.chain.weights, path.time, strict=True))
+
+    def beaten(path: Path) -> bool:
+        return any(all(a <= b for a, b in zip(other.time, path.time, strict=True)) for other in best)
+
+    best, work, dropped, looked, order = list[Path](), 0, np.inf, 0, count()
+    heap = [(0, next(order), dict[int, int]())]
+    while heap:
+        least, _, settled = heapq.heappop(heap)
+        limit = weighted(best[0]) - 1 if best and len(net.chain.weights) == 1 else cap
+        if least <= limit and looked >= _MOST:
+            dropped = min(dropped, float(least))
+        if least > limit or looked >= _MOST:
+            continue
+        looked += 1
+        relaxed = _relaxed(net, settled)
+        front = pareto_paths(relaxed.chain, limit, beam)
+        work, dropped = work + front.work, min(dropped, front.dropped)
+        priced = [_priced(net, relaxed, path) for path in front.paths]
+        best += [path for path, _ in priced if weighted(path) <= cap]
+        best = [best[row] for row in pareto_rows(np.array([path.time for path in best], dtype=np.int64))]
+        # The node is to be looked into where a path that no way met beats does not price at what its chain says.
+        pairs = zip(front.paths, priced, strict=True)
+        unsure = [(weighted(path), under) for path, (_, under) in pairs if under and not beaten(path)]
+        if unsure:
+            least, under = min(unsure, key=lambda pair: pair[0])
+            place = _most_underrated(under)
+            groups = np.unique(net.chain.layers[place].group)
+            for group in groups:
+                heapq.heappush(heap, (least, next(order), settled | {place: int(group)}))
+    return ChainFront(tuple(sorted(best, key=lambda path: (path.time, path.choices))), work, dropped)
 
 
 def good_way(net: Net) -> tuple[Path | None, float]:
@@ -333,71 +367,6 @@ def good_way(net: Net) -> tuple[Path | None, float]:
     relaxed = _relaxed(net, {})
     path, least = good_path(relaxed.chain)
     return (None if path is None else _priced(net, relaxed, path)[0]), least
-
-
-@dataclass(slots=True, eq=False)
-class _Walk:
-    net: Net  # the problem
-    cap: float  # on the weighted time
-    beam: int | None  # labels of a layer
-    best: list[Path] = field(default_factory=list)  # Pareto-best paths met
-    work: int = 0  # labels looked at
-    dropped: float = np.inf  # a weighted time that no path left out beats
-
-    def run(self) -> ChainFront:
-        """Looks into the nodes, the most promising first."""
-        order, looked = count(1), 0
-        heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
-        while heap:
-            least, _, settled = heapq.heappop(heap)
-            limit = self._limit()
-            if least > limit:
-                continue
-            if looked >= _MOST:
-                self.dropped = min(self.dropped, float(least))
-                continue
-            looked += 1
-            for bound, child in self._look(settled, limit):
-                heapq.heappush(heap, (bound, next(order), child))
-        paths = sorted(self.best, key=lambda path: (path.time, path.choices))
-        return ChainFront(tuple(paths), self.work, self.dropped)
-
-    def _limit(self) -> float:
-        if len(self.net.chain.weights) > 1 or not self.best:
-            return self.cap
-        return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
-
-    def _look(self, settled: dict[int, int], limit: float) -> list[tuple[int, dict[int, int]]]:
-        """Notes the paths of a node; what is to be looked into if those are not all."""
-        relaxed = _relaxed(self.net, settled)
-        front = pareto_paths(relaxed.chain, limit, self.beam)
-        self.work += front.work
-        self.dropped = min(self.dropped, front.dropped)
-        priced = [_priced(self.net, relaxed, path) for path in front.paths]
-        self._note([path for path, _ in priced])
-        unsure = [
-            (self._weighted(path), under)
-            for path, (_, under) in zip(front.paths, priced, strict=True)
-            if under and not self._beaten(path)
-        ]
-        if not unsure:
-            return []
-        least, under = min(unsure, key=lambda one: one[0])
-        place = _most_underrated(under)
-        groups = np.unique(self.net.chain.layers[place].group)
-        return [(least, settled | {place: int(group)}) for group in groups]
-
-    def _note(self, paths: Sequence[Path]) -> None:
-        every = self.best + [path for path in paths if self._weighted(path) <= self.cap]
-        if every:
-            rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
-            self.best = [every[row] for row in rows]
-
-    def _beaten(self, path: Path) -> bool:
-        return any(all(a <= b for a, b in zip(best_path.time, path.time, strict=True)) for best_path in self.best)
-
-    def _weighted(self, path: Path) -> int:
-        return sum(int(weight) * time for weight, time in zip(self.net.chain.weights, path.time, strict=True))
 
 
 def _relaxed(net: Net, settled: Settled) -> _Relaxed:

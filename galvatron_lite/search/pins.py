@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names
 from galvatron_lite.parallelism.registry import choosing, pinned
 from galvatron_lite.parallelism.strategy import ADDED, Strategy
-from galvatron_lite.search.space import Delay, Fixed, fields_of
+from galvatron_lite.search.space import Delay, Fixed, fields_of, nearest
 
 Reader = Callable[[str, str], object]
 """From (name, text) to a value; raises InputError."""
@@ -308,10 +308,8 @@ class Pins:
         if samples is None:
             return self.fixed
         if batch % samples:
-            near_by = " or ".join(map(str, sorted(sorted(divisors(batch), key=lambda one: abs(one - samples))[:2])))
-            raise InputError(
-                "--fix microbatch", samples, f"It must divide the batch of {batch} samples; the nearest: {near_by}."
-            )
+            remedy = f"It must divide the batch of {batch} samples; the nearest: {nearest(divisors(batch), samples)}."
+            raise InputError("--fix microbatch", samples, remedy)
         return replace(self.fixed, microbatches=batch // samples)
 
     def _samples(self, devices: int) -> int | None:

@@ -134,9 +134,7 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     if margin:
         request = replace(request, budget=as_budget(budget).scaled(1.0 - margin), margin=margin)
-    task = PlanTask(
-        kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
-    )
+    task = PlanTask(kept, request, runner, delay, certify=certify, tolerance=0.0 if certify else tolerance)
     searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort)
     looked = partial(with_alike, searched, task, runners_up)
     ways = (branch_plans, delayed_plans) if runner.beside else ()
@@ -199,7 +197,7 @@ def _ordinary(
             *unprofiled(request, pricer),
         ),
         provenance=replace(
-            provenance(profile, task.budget, gap, tolerance),
+            provenance(profile, request.budget, gap, tolerance),
             certificate=certificate,
             interrupted=quick_plan.stopped,
             least_seconds=chosen.range.least if chosen.range else 0.0,

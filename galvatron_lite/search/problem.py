@@ -387,12 +387,6 @@ class Problem:
         plan = None if path is None else self._planned(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
 
-    def least(self, stage: int, inside: range, *, met: bool) -> float:
-        """The time of ``good`` that no way takes less than; unless the way is to be met, that of other runs will do."""
-        if met or self.runs == 1:
-            return self.good(stage, inside)[1]
-        return self.answers.memo.once(("least", *self.key(stage, inside)[:-1]), lambda: self.good(stage, inside)[1])
-
     def quickest(self, stage: int, inside: range, cap: float, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
 

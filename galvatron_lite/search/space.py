@@ -193,14 +193,14 @@ def microbatch_counts(global_batch: int, fixed: Fixed) -> tuple[int, ...]:
     if fixed.microbatches is None:
         return counts
     if fixed.microbatches not in counts:
-        raise InputError("microbatches", fixed.microbatches, f"Give a divisor of the batch: {nearest(counts, fixed)}.")
+        near = nearest(counts, fixed.microbatches)
+        raise InputError("microbatches", fixed.microbatches, f"Give a divisor of the batch: {near}.")
     return (fixed.microbatches,)
 
 
-def nearest(counts: Iterable[int], fixed: Fixed) -> str:
-    """The two numbers nearest to the pinned micro-batch count, for an error message."""
-    wanted = fixed.microbatches or 1
-    return " or ".join(str(count) for count in sorted(sorted(counts, key=lambda count: abs(count - wanted))[:2]))
+def nearest(numbers: Iterable[int], wanted: int) -> str:
+    """The two numbers that are nearest to one, for an error message."""
+    return " or ".join(map(str, sorted(sorted(numbers, key=lambda number: abs(number - wanted))[:2])))
 
 
 def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster | None = None) -> tuple[int, ...]:

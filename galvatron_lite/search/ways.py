@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -32,7 +31,6 @@ class PlanTask:
     session: Session  # of the profile and the mode
     request: Request  # what is planned
     backend: Backend  # what is to run the plan
-    budget: int | Budget  # bytes a device, or of each type of device
     delay: Delay | None = None  # which rules of delayed gradients the user allows; None: none
     ordinary: Plan | None = None  # the best plan of stages in the model's order; None where none fits
     certify: bool = False  # whether integer programmes are to say the same as the search
