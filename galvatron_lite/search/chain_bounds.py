@@ -145,7 +145,6 @@ class ChainBounds:
     """Lagrangian bounds of a chain: shortest paths at several prices of memory, with one moment priced."""
 
     line: ChainFigures
-    weight: int  # of the one criterion; 0 where there are several
     prices: FloatArray  # (K,) picoseconds a byte
     moment: int  # place of the layer whose moment is priced
     before: list[FloatArray]  # per place (K, groups): the least of the layers before it, with the move to it
@@ -155,7 +154,7 @@ class ChainBounds:
     @classmethod
     def of(cls, chain: Chain) -> ChainBounds:
         """Bounds at prices about the one that bounds best, with the moment priced that is the worst there."""
-        line, weight = ChainFigures.of(chain), int(chain.weights[0]) if len(chain.weights) == 1 else 0
+        line = ChainFigures.of(chain)
         trial = moment = len(line.kind) - 1
         best = (0.0, -np.inf)
         for _ in range(_MOMENTS):
@@ -165,17 +164,17 @@ class ChainBounds:
             best, moment, trial = better, trial, _worst_moment(line, better[0])
             if trial == moment:
                 break
-        return cls.at(line, best[0] * _AROUND, moment, weight)
+        return cls.at(line, best[0] * _AROUND, moment)
 
     @classmethod
-    def at(cls, line: ChainFigures, prices: FloatArray, moment: int, weight: int = 0) -> ChainBounds:
+    def at(cls, line: ChainFigures, prices: FloatArray, moment: int) -> ChainBounds:
         """The bounds at some prices."""
         before, root = _before(line, prices, moment)
         values, behind = _priced(line, prices, moment), [np.zeros((len(prices), line.groups(len(line.kind) - 1)))]
         for place in range(len(line.kind) - 1, 0, -1):
             ahead = line.at(place).least(values[place], line.groups(place)) + behind[-1]
             behind.append((line.scaled[place] + ahead[:, None, :]).min(axis=2))
-        return cls(line, weight, prices, moment, before, behind[::-1], root)
+        return cls(line, prices, moment, before, behind[::-1], root)
 
     @property
     def least(self) -> float:
@@ -218,7 +217,7 @@ class ChainBounds:
             options = np.concatenate((options, np.where(start, low, high), np.where(start, high, low)))
         times, fits = line.evaluated(options)
         best = int(np.argmin(np.where(fits, times.astype(np.float64), np.inf)))
-        return Path((int(times[best]) // self.weight,), tuple(int(choice) for choice in options[best]))
+        return Path((int(times[best]),), tuple(int(choice) for choice in options[best]))
 
     def _shortest(self) -> IntArray:
         """(K, L): the choices of the shortest path at each price."""

@@ -38,7 +38,7 @@ from itertools import count, pairwise
 import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.search.chain import Chain, ChainFront, Path, best_of_parts, is_countable
+from galvatron_lite.search.chain import Chain, ChainFront, Path, best_of_parts, strategies_of_parts
 from galvatron_lite.search.chain_bounds import (
     BOTH,
     GATHERED,
@@ -77,8 +77,9 @@ def pareto_paths(chain: Chain, cap: float = np.inf, beam: int | None = None, nea
         beam: keep only so many labels a layer, the most promising. Where that drops any, the front is not complete.
         near: of one criterion, a path will do that another one may beat by this share.
     """
-    if chain.runs == 1 and len(chain.weights) == 1 and is_countable(chain):
-        best = best_of_parts(chain, cap)
+    common = strategies_of_parts(chain)
+    if common is not None:
+        best = best_of_parts(chain, common, cap)
         return ChainFront(() if best is None else (best,), len(chain.layers))
     bounds = ChainBounds.of(chain)
     limit = min(float(cap), bounds.line.longest)
@@ -89,38 +90,39 @@ def pareto_paths(chain: Chain, cap: float = np.inf, beam: int | None = None, nea
 
 def good_path(chain: Chain) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits."""
-    if chain.runs == 1 and is_countable(chain):
-        best = best_of_parts(chain, np.inf)
-        return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
+    common = strategies_of_parts(chain)
+    if common is not None:
+        best = best_of_parts(chain, common)
+        return best, np.inf if best is None else float(best.time[0])
     bounds = ChainBounds.of(chain)
     if bounds.exceeds(bounds.line.longest):
         return None, np.inf
     path = bounds.rounded()
     least = bounds.least * (1 - TINY) - 1
-    return path, least if path is None else min(least, float(path.time[0] * chain.weights[0]))
+    return path, least if path is None else min(least, float(path.time[0]))
 
 
 def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) -> ChainFront:
     """The path of least time: limits grow until a path is met; then none is quicker."""
     best, low, most = bounds.rounded(), max(bounds.least * (1 - TINY) - 1, 0.0), cap
     work, dropped = 0, np.inf
-    if best is not None and best.time[0] * bounds.weight > cap:
+    if best is not None and best.time[0] > cap:
         best = None
-    if near and (best is None or low < best.time[0] * bounds.weight * (1 - near)):
+    if near and (best is None or low < best.time[0] * (1 - near)):
         enough = min(low / (1 - near), cap)
         for labels in _CLOSE:
             close = _front(bounds, enough, labels)
             work += close.work
             if close.paths or close.complete:
                 break
-        best = Path((close.paths[0].time[0] // bounds.weight,), close.paths[0].choices) if close.paths else best
+        best = close.paths[0] if close.paths else best
         if close.complete and best is None and enough == cap:
             return ChainFront((), work)
-    if best is not None and low >= best.time[0] * bounds.weight * (1 - near):
+    if best is not None and low >= best.time[0] * (1 - near):
         return ChainFront((best,), work, low)
     step = _START * max(low, cap * 1e-6) / len(bounds.line.kind)
     if best is not None:
-        most = _below(best.time[0] * bounds.weight)
+        most = _below(best.time[0])
         step = max((most - low) / 8, 1.0)
     while low <= most:
         limit = float(int(min(most, low + step)))
@@ -132,13 +134,12 @@ def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) ->
                 front = _front(bounds, most, beam)
                 work += front.work
         if front.paths:
-            best = Path((front.paths[0].time[0] // bounds.weight,), front.paths[0].choices)
-            dropped = min(dropped, front.dropped)
+            best, dropped = front.paths[0], min(dropped, front.dropped)
         if front.paths or front.dropped <= limit:
             break
         low = max(limit + 1, float(np.nextafter(limit, np.inf)))
         step *= _GROWTH
-    if best is not None and dropped >= best.time[0] * bounds.weight:
+    if best is not None and dropped >= best.time[0]:
         dropped = np.inf
     return ChainFront(() if best is None else (best,), work, dropped)
 
