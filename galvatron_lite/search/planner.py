@@ -284,27 +284,25 @@ def choose(
         steps: of each phase.
         switching: seconds from one candidate to another.
     """
+
+    def taken(phase: int, last: int, place: int) -> float:
+        own = seconds[phase]
+        if own[place] == inf or place == last:
+            return steps[phase] * own[place]
+        cost = switching(last, place)
+        pays = steps[phase] * (own[last] - own[place]) > cost
+        return cost + steps[phase] * own[place] if pays else inf
+
     count = len(seconds[0])
     reached = [(steps[0] * seconds[0][own], [own]) for own in range(count)]
-    for phase, own_seconds in enumerate(seconds[1:], start=1):
-        before = reached
-        reached = []
-        for own in range(count):
-            ways = [
-                (total + _from(own_seconds, steps[phase], last, own, switching), [*path, own])
-                for last, (total, path) in enumerate(before)
-            ]
-            reached.append(min(ways, key=lambda candidate: candidate[0]))
+    for phase in range(1, len(seconds)):
+        ways = [
+            [(total + taken(phase, last, own), [*path, own]) for last, (total, path) in enumerate(reached)]
+            for own in range(count)
+        ]
+        reached = [min(options, key=lambda option: option[0]) for options in ways]
     total, path = min(reached, key=lambda candidate: candidate[0])
     return None if total == inf else path
-
-
-def _from(seconds: Sequence[float], steps: int, last: int, place: int, switching: Callable[[int, int], float]) -> float:
-    if seconds[place] == inf or place == last:
-        return steps * seconds[place]
-    cost = switching(last, place)
-    pays = steps * (seconds[last] - seconds[place]) > cost
-    return cost + steps * seconds[place] if pays else inf
 
 
 def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:

@@ -356,26 +356,19 @@ class Uniform:
                 alive = alive & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
         return np.where(alive, total, np.inf)
 
-    def _summed(self, parts: Parts, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
-        total, places = _ZERO, list(places)
-        for axis, part in enumerate(parts):
-            tables = [part[place] for place in places if place in part]
-            counts = Counter(map(id, tables))
-            for table in {id(choice): choice for choice in tables}.values():
-                total = total + _along(counts[id(table)] * figure(table), axis)
-        return total
-
     def _group(self, parts: Parts, group: int) -> list[IntArray]:
-        form, held = self.problem.form, self.chunks.held[group]
-        passes = (
-            lambda choice: choice.figures.forward,
-            lambda choice: choice.figures.backward,
-            lambda choice: choice.saved(form),
+        form, runs = self.problem.form, list(_runs(parts, sorted(self.chunks.held[group])))
+        forward, backward, saved, step = (
+            _column(runs, figure)
+            for figure in (
+                lambda table: table.figures.forward,
+                lambda table: table.figures.backward,
+                lambda table: table.saved(form),
+                lambda table: table.figures.step,
+            )
         )
-        forward, backward, saved = (self._summed(parts, held, figure) for figure in passes)
         moves, sends = self._moves(parts, group), self._sends(parts, group)
-        micro = form.parts(forward + moves + sends[0], backward + moves + sends[1], saved)
-        return [*micro, self._summed(parts, held, lambda choice: choice.figures.step)]
+        return [*form.parts(forward + moves + sends[0], backward + moves + sends[1], saved), step]
 
     def _moves(self, parts: Parts, group: int) -> IntArray:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them, or where tensors skip
@@ -504,7 +497,7 @@ def _along(values: IntArray, axis: int) -> IntArray:
     return values.reshape(shape)
 
 
-def _runs(parts: Parts, inside: range) -> Iterator[Run]:
+def _runs(parts: Parts, inside: Iterable[int]) -> Iterator[Run]:
     choice = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
     for (axis, _), same in groupby(choice, key=lambda pair: (pair[0], id(pair[1]))):
         layers = list(same)

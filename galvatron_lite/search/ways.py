@@ -56,24 +56,21 @@ def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, way
         InputError: the same where the ordinary search cannot share out the batch.
     """
     only = task.delay is not None and task.delay.only
+    first, refused = None, InfeasibleError(f"No such plan of {task.request.graph.name} fits.")
     try:
         first = ordinary()
     except (InfeasibleError, InputError) as error:
-        candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
-        fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
-        if not fitting:
-            raise (_needing(candidates, error) if isinstance(error, InfeasibleError) else error) from None
-        return led(fitting, runners_up)
+        refused = error  # type: ignore[assignment]
     task = replace(task, ordinary=first)
     candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
-    if not candidates:
-        return first
     fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
-    if only and not fitting:
-        raise _needing(candidates, InfeasibleError(f"No such plan of {first.model} fits."))
+    if not fitting and (first is None or (only and candidates)):
+        raise _needing(candidates, refused) if isinstance(refused, InfeasibleError) else refused
+    if first is None:
+        return led(fitting, runners_up)
     quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
-    others = [plan for plan in candidates if not any(plan is one for one in quicker)]
-    return led([*quicker, first, *others], runners_up)
+    others = [plan for plan in candidates if not any(plan is other for other in quicker)]
+    return led([*quicker, first, *others], runners_up) if candidates else first
 
 
 def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:
