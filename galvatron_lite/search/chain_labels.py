@@ -61,8 +61,11 @@ TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, LAYOUT, NAME, RUNS, CRITERIA = 
 in its part of the model; then time in each criterion, where there are several."""
 _START, _GROWTH = 0.04, 1.7
 """How far above the bound the first limit of labels is, as a share of an average layer's time; and how it grows."""
-_CLOSE = 256
-"""Labels a layer by which a path near the bound is looked for."""
+_CROWD, _MOST_PAIRS = 8, 100_000
+"""Pairs of labels and choices are looked at up to so many times the beam, or to the second, whichever is more; of a
+narrow beam no more than so many times it."""
+_CLOSE = (64, 256)
+"""Labels a layer by which a path near the bound is looked for, one after another."""
 
 
 def pareto_paths(chain: Chain, cap: float = np.inf, beam: int | None = None, near: float = 0.0) -> ChainFront:
@@ -107,8 +110,11 @@ def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) ->
         best = None
     if near and (best is None or low < best.time[0] * (1 - near)):
         enough = min(low / (1 - near), cap)
-        close = _front(bounds, enough, _CLOSE)
-        work += close.work
+        for labels in _CLOSE:
+            close = _front(bounds, enough, labels)
+            work += close.work
+            if close.paths or close.complete:
+                break
         best = close.paths[0] if close.paths else best
         if close.complete and best is None and enough == cap:
             return ChainFront((), work)
@@ -216,6 +222,13 @@ class _Labels:
             useful &= runs <= line.runs
         self.work += totals.size
         choice, parent = np.nonzero(useful)
+        fewest = 0 if self.beam in _CLOSE else _MOST_PAIRS
+        most = np.inf if self.beam is None else max(_CROWD * self.beam, fewest)
+        if len(choice) > most:
+            seconds = totals[choice, parent] - price * line.room
+            order = np.argsort(seconds, kind="stable")
+            self._drop(float(seconds[order[int(most)]]))
+            choice, parent = (reduced[np.sort(order[: int(most)])] for reduced in (choice, parent))
         x, old = x[:, choice], old[:, parent]
         moved = line.moves[place + 1][x[GROUP], old[LAYOUT]]
         new = np.empty((CRITERIA + len(x) - PARTS, len(choice)), dtype=np.int64)
@@ -251,12 +264,15 @@ class _Labels:
             return step
         promise = (step.promise - (self.bounds.ceiling(0.0) - 1)[:, None]).max(axis=0)
         order = np.argsort(promise, kind="stable")
-        if self.line.runs is not None and self.beam == _CLOSE:  # as many of each number of runs
+        if self.line.runs is not None and self.beam in _CLOSE:  # as many of each number of runs
             runs = step.figures[RUNS][order]
             rank = ((runs[:, None] == np.arange(1, self.line.runs + 1)).cumsum(axis=0))[np.arange(len(runs)), runs - 1]
             order = order[np.argsort(rank, kind="stable")]
-        self.dropped = min(self.dropped, float(promise[order[self.beam :]].min()) * (1 - TINY) - 1)
+        self._drop(float(promise[order[self.beam :]].min()))
         return step.take(np.sort(order[: self.beam]))
+
+    def _drop(self, promise: float) -> None:
+        self.dropped = min(self.dropped, promise * (1 - TINY) - 1)
 
     def _undominated(self, place: int, figures: IntArray) -> IntArray:
         """Places of the labels that no other one equals or beats; at place 0 only their times count."""
