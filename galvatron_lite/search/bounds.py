@@ -259,17 +259,15 @@ def _distinct(tables: Sequence[TableRow]) -> list[TableRow]:
 
 def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
     """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
-    form, ramps, rounds = problem.form, [], []
-    for distinct in _distinct(tables):
-        if not all(len(table) for table in distinct):
-            return np.inf
-        least = {}
-        for table in {id(table): table for table in distinct}.values():
-            ramp = form.share * table.ramp(form)
-            least[id(table)] = float(ramp.min()), float((table.theta(form) - ramp).min())
-        ramps.append([least[id(table)][0] for table in distinct])
-        rounds.append([least[id(table)][1] for table in distinct])
-    ramp, more = np.min(ramps, axis=0), np.min(rounds, axis=0)
+    form, rows = problem.form, _distinct(tables)
+    kinds = {id(table): table for row in rows for table in row}
+    if not all(map(len, kinds.values())):
+        return np.inf
+    ramps = {key: form.share * table.ramp(form) for key, table in kinds.items()}
+    least = {key: float(ramp.min()) for key, ramp in ramps.items()}
+    rounds = {key: float((kinds[key].theta(form) - ramp).min()) for key, ramp in ramps.items()}
+    ramp = np.min([[least[id(table)] for table in row] for row in rows], axis=0)
+    more = np.min([[rounds[id(table)] for table in row] for row in rows], axis=0)
     return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
 
 

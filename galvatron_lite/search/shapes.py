@@ -6,7 +6,7 @@ most promising node first and stop as soon as no bound is below the best plan it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -196,8 +196,18 @@ def with_ties(problem: Problem) -> Iterator[Problem]:
 
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
-    """The problem under every choice of layouts at the edges of the model or of stages."""
-    for glue, wire in _edge_choices(problem):
+    """The problem under every choice of layouts at the edges of the one stage, or at the boundaries of several."""
+    layers = problem.graph.layers
+    glues: Sequence[Glue | None] = [None]
+    wires: Sequence[Layout | None] = [None]
+    if problem.shape.stages > 1:
+        kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
+        wires = sorted({layout for layer in kinds.values() for layout in _layouts(problem, layer)})
+    elif is_glued(problem.graph):
+        edges = [layer for layer in layers if layer.role is not Role.BLOCK]
+        offered = [{glue_of(layout) for layout in _layouts(problem, layer)} for layer in edges]
+        glues = sorted(set.intersection(*offered))
+    for glue, wire in product(glues, wires):
         yield replace(problem, choice=Choice(glue, wire, ()))
 
 
@@ -216,20 +226,6 @@ def tables_by_stage(problem: Problem) -> list[list[StrategyTable]]:
     stages = {id(tables): stage for stage, tables in enumerate(problem.tables)}
     known = {key: widest_tables(problem, stage) for key, stage in stages.items()}
     return [known[id(tables)] for tables in problem.tables]
-
-
-def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
-    """Layouts to try at the edges of the one stage, or at the boundaries between several."""
-    layers = problem.graph.layers
-    if problem.shape.stages > 1:
-        kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
-        wires = {layout for layer in kinds.values() for layout in _layouts(problem, layer)}
-        return [(None, wire) for wire in sorted(wires)]
-    if not is_glued(problem.graph):
-        return [(None, None)]
-    edges = [layer for layer in layers if layer.role is not Role.BLOCK]
-    offered = [{glue_of(layout) for layout in _layouts(problem, layer)} for layer in edges]
-    return [(glue, None) for glue in sorted(set.intersection(*offered))]
 
 
 def _layouts(problem: Problem, layer: Layer) -> list[Layout]:
