@@ -417,8 +417,10 @@ class Tables:
         return every[np.ix_(left.present, right.present)]
 
 
-_FEW, _FIRST, _CHUNK, _PAIRS = 96, 64, 256, 2**17
-"""Rows of which every two are compared; of more, rows that others are compared with at once, and pairs of rows."""
+_FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96
+_EARLIER = np.tri(_SMALL, k=-1, dtype=bool)
+_TOGETHER = (8, 32)
+"""Rows up to which groups are looked at together."""
 
 
 def pareto_rows(values: IntArray) -> IntArray:
@@ -446,9 +448,23 @@ def pareto_within(values: IntArray, groups: IntArray) -> IntArray:
 
     Of equal rows the first stays.
     """
+    if len(values) <= _SMALL:
+        same = np.stack((groups, -groups))  # rows of other groups beat none
+        return np.flatnonzero(~_beaten_before(np.concatenate((values.T, same))))
     order = np.argsort(groups, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    return np.sort(np.concatenate([rows[pareto_rows(values[rows])] for rows in parts]))
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(groups[order])) + 1))
+    sizes, count = np.diff(np.append(starts, len(order))), len(order)
+    columns = np.column_stack((values[order].T, np.full(values.shape[1], np.iinfo(np.int64).max)))
+    kept, least = list[IntArray](), 0
+    for most in _TOGETHER:  # groups of about one size, filled up with rows that beat none
+        some, own = np.flatnonzero((sizes > least) & (sizes <= most)), np.arange(most)
+        places = np.where(own < sizes[some, None], starts[some, None] + own, count)
+        kept.append(order[places[~_beaten_before(columns[:, places]) & (places < count)]])
+        least = most
+    for group in np.flatnonzero(sizes > least):
+        rows = order[starts[group] : starts[group] + sizes[group]]
+        kept.append(rows[pareto_rows(values[rows])])
+    return np.sort(np.concatenate(kept))
 
 
 def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -466,28 +482,48 @@ def _more_columns(ordered: IntArray) -> IntArray:
 
     In that order few rows beat most others soon (Chomicki et al. 2003, "Skyline with presorting").
     """
-    if len(ordered) <= _FEW:
-        return np.flatnonzero(~np.tril(_beats(ordered.T, ordered.T), -1).any(axis=1))
-    ranks = np.stack([np.unique(column, return_inverse=True)[1] for column in ordered.T])
-    left, count, kept = np.argsort(ranks.sum(axis=0), kind="stable"), _FIRST, list[IntArray]()
-    columns = ranks[:, left].astype(np.min_scalar_type(len(ordered)))  # small integers compare faster
+    if len(ordered) <= _SMALL:
+        return np.flatnonzero(~(_beats(ordered.T, ordered.T) & _EARLIER[: len(ordered), : len(ordered)]).any(axis=1))
+    ranks = _ranks(ordered)
+    left = np.argsort(ranks.sum(axis=0, dtype=np.int64), kind="stable")
+    columns, count = np.ascontiguousarray(ranks[:, left]), _FIRST
+    kept: list[IntArray] = []
     while len(left):
         some = columns[:, :count]
         # A row beaten by a row that is itself beaten is beaten by the latter's victor too.
-        alive = ~np.tril(_beats(some, some), -1).any(axis=1)
+        alive = ~(_beats(some, some) & np.tri(some.shape[1], k=-1, dtype=bool)).any(axis=1)
         kept.append(left[:count][alive])
-        front = np.ascontiguousarray(some[:, alive])
-        left, columns, count = left[count:], columns[:, count:], _CHUNK
-        step = max(_PAIRS // front.shape[1], 1)
-        parts = [_beats(columns[:, begin : begin + step], front).any(axis=1) for begin in range(0, len(left), step)]
-        rest = ~np.concatenate(parts) if parts else np.zeros(0, dtype=bool)
-        left, columns = left[rest], np.ascontiguousarray(columns[:, rest])
+        left, columns = left[count:], columns[:, count:]
+        rest = ~_beaten(columns, np.ascontiguousarray(some[:, alive]))
+        left, columns, count = left[rest], np.ascontiguousarray(columns[:, rest]), _CHUNK
     return np.sort(np.concatenate(kept))
 
 
+def _ranks(ordered: IntArray) -> NDArray[Any]:
+    """(columns, rows): ranks of values in their column; small integers compare faster."""
+    ranks = np.stack([np.unique(column, return_inverse=True)[1] for column in ordered.T])
+    return ranks.astype(np.min_scalar_type(len(ordered)))
+
+
+def _beaten_before(columns: IntArray) -> BoolArray:
+    """(..., rows): whether another of the rows beats each, or an earlier one equals it; columns first."""
+    beats = _beats(columns, columns)
+    equal, earlier = beats & np.swapaxes(beats, -1, -2), _EARLIER[: beats.shape[-1], : beats.shape[-1]]
+    beaten: BoolArray = (beats & (~equal | earlier)).any(axis=-1)
+    return beaten
+
+
 def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:
-    """(rows, others): whether each of the others equals or beats a row in every column; columns first."""
-    beaten: BoolArray = others[0] <= columns[0][:, None]
+    """(..., rows, others): whether each of the others equals or beats a row in every column; columns first."""
+    beaten: BoolArray = others[0][..., None, :] <= columns[0][..., :, None]
     for column, other in zip(columns[1:], others[1:], strict=True):
-        beaten &= other <= column[:, None]
+        beaten &= other[..., None, :] <= column[..., :, None]
+    return beaten
+
+
+def _beaten(columns: NDArray[Any], front: NDArray[Any]) -> BoolArray:
+    beaten = np.empty(columns.shape[1], dtype=bool)
+    some = max(_PAIRS // max(front.shape[1], 1), 1)
+    for begin in range(0, len(beaten), some):
+        beaten[begin : begin + some] = _beats(columns[:, begin : begin + some], front).any(axis=1)
     return beaten
