@@ -411,7 +411,7 @@ def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[t
             if len(meant[other]) == len(meant[layers]) and set(fields) & set(meant[other])
         ]  # fmt: skip
         if equal:
-            typed = next(pin.name for pin in pin_names() if pin.field == field_name)
+            typed = typed_name(field_name)
             other, rival = equal[0]
             raise InputError(
                 "--fix", f"{layers}.{typed}={_shown(value)}",
@@ -487,10 +487,8 @@ def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> 
         able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
         unable = [layer.name for layer in graph.layers if layer.role is Role.BLOCK and layer.name not in able]
         if unable:
-            name = next(pin.name for pin in pin_names() if pin.field == field_name)
-            lines.append(
-                f"--fix {name}={_shown(value)} is not possible for {_few(unable)}, and holds for the other layers"
-            )
+            pin = f"--fix {typed_name(field_name)}={_shown(value)}"
+            lines.append(f"{pin} is not possible for {_few(unable)}, and holds for the other layers")
     return tuple(lines)
 
 
