@@ -24,7 +24,7 @@ from galvatron_lite.units import (
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.answers import Answer
-    from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
+    from galvatron_lite.plans.phases import PhasedPlan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanRequest
@@ -320,7 +320,10 @@ def _print_phases(plan: PhasedPlan) -> None:
     console.print(f"Costs {origin}; switches estimated.\n")
     table = plain_table("phase", "steps", "batch", "sequence", "step", "memory", "takes")
     for phase in plan.phases:
-        table.add_row(*_phase_row(phase))
+        prediction = phase.plan.prediction
+        step, peak = (0.0, 0) if prediction is None else (prediction.step_seconds, prediction.peak_memory)
+        counts = (format_count(phase.steps), str(phase.plan.global_batch), str(phase.sequence))
+        table.add_row(phase.name, *counts, format_seconds(step), format_bytes(peak), format_duration(phase.seconds))
     console.print(table)
     console.print()
     for phase in plan.phases:
@@ -333,10 +336,3 @@ def _print_phases(plan: PhasedPlan) -> None:
     others = "no one plan fits all phases" if single is None else f"{format_duration(single)} under one plan throughout"
     others += "" if always is None else f", {format_duration(always)} with the fastest plan in every phase"
     console.print(f"\nThe run: {format_duration(plan.seconds)} ({others}).")
-
-
-def _phase_row(phase: PlannedPhase) -> tuple[str, ...]:
-    prediction = phase.plan.prediction
-    step, peak = (0.0, 0) if prediction is None else (prediction.step_seconds, prediction.peak_memory)
-    counts = (format_count(phase.steps), str(phase.plan.global_batch), str(phase.sequence))
-    return (phase.name, *counts, format_seconds(step), format_bytes(peak), format_duration(phase.seconds))

@@ -183,7 +183,7 @@ def _levels(levels_data: Any, gpus: int | None, place: str, field: str) -> list[
     linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(levels_data)]
     for number, level in enumerate(linked):  # those beyond so many devices, too
         size = _size(level.get("size"), f"{place}.{number}.size", number == len(linked) - 1)
-        _level(level | {"size": size or 1}, f"{place}.{number}")
+        from_data(Level, level | {"size": size or 1}, f"{place}.{number}")
     return _sized(linked, gpus, field)
 
 
@@ -201,11 +201,11 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
         own = _levels(group.get("levels", common), devices, place, place)
         if group["count"] % own[0]["size"]:
             raise FileFormatError(place, group["count"], f"A node has {own[0]['size']} devices: give whole nodes.")
-        group["levels"] = [_level(level, place) for level in own]
+        group["levels"] = [from_data(Level, level, place) for level in own]
     check_sizes([group["levels"] for group in kept], field)
     shared_levels = common is not None and len(kept) > 1
     shared = (
-        [_level(level, field) for level in _levels(common, devices, f"{field}, levels", field)]
+        [from_data(Level, level, field) for level in _levels(common, devices, f"{field}, levels", field)]
         if shared_levels
         else None
     )
@@ -216,10 +216,6 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
     runs = [{"device": group["device"], "count": group["count"]} for group in kept]
     data["groups"] = [run | link for run, link in zip(runs, links, strict=True)]
     return data
-
-
-def _level(data: dict[str, Any], place: str) -> Level:
-    return from_data(Level, data, place)
 
 
 def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
@@ -263,7 +259,10 @@ def _sized(levels: list[dict[str, Any]], gpus: int | None, field: str) -> list[d
             return [*sized, level | {"size": wanted}]
         if level["size"] != size:
             size = next(share for share in range(size, 0, -1) if wanted % share == 0)
-        _check_multiple(unit * wanted, unit * size, str(level.get("name", "node")))
+        if wanted % size:
+            above, below = unit * size, wanted // size * unit * size
+            remedy = f"A {level.get('name', 'node')} has {above} devices; give a number that fills whole ones, such as "
+            raise InputError("--gpus", unit * wanted, f"{remedy}{below} or {below + above}.")
         sized.append(level | {"size": size})
         wanted, unit = wanted // size, unit * size
     if wanted is not None:
@@ -281,16 +280,6 @@ def _size(value: Any, place: str, outermost: bool) -> int | None:
         remedy = "Give a number, up to a number for even shares, or any for the outermost level."
         raise FileFormatError(place, value, remedy)
     return value
-
-
-def _check_multiple(gpus: int, unit: int, level: str) -> None:
-    if gpus % unit:
-        below = gpus // unit * unit
-        raise InputError(
-            "--gpus",
-            gpus,
-            f"A {level} has {unit} devices; give a number that fills whole ones, such as {below} or {below + unit}.",
-        )
 
 
 def _first_devices(groups: list[dict[str, Any]], devices: int, field: str) -> list[dict[str, Any]]:

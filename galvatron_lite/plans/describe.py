@@ -204,7 +204,8 @@ def _layers(runs: Sequence[LayerRun]) -> str:
 
 def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
     """The branches that a plan places, in its order."""
-    branches = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
+    regions = find_regions(graph) if plan.branches else ()
+    branches = {branch.name: branch for region in regions for branch in region.branches}
     placed: list[Branch] = []
     for number, one in enumerate(plan.branches):
         if one.name not in branches:
@@ -283,11 +284,7 @@ _UNEVEN = 0.005
 
 
 def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    norms = [
-        strategy
-        for kind, strategy in (_in_parts if plan.branches else _layer_names)(graph, plan)
-        if has_batch_norms(kind)
-    ]
+    norms = [strategy for kind, strategy in _kinds_of_parts(graph, plan) if has_batch_norms(kind)]
     replicas = max((norm.batch_degree for norm in norms), default=1)
     if not norms or replicas * plan.microbatches == 1:
         return ()
@@ -303,15 +300,9 @@ def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _layer_names(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
-    strategies = [run.strategy for stage in plan.stages for run in stage.runs for _ in range(run.count)]
-    for layer, strategy in zip(graph.layers, strategies, strict=True):
-        yield graph.kind_of(layer), strategy
-
-
-def _in_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
-    """The same of a plan with branches: the trunk's layers, then those of each branch."""
-    runs = [plan.stages[0].runs, *(branch.runs for branch in plan.branches)]
+def _kinds_of_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
+    """The kind and strategy of each layer: of the trunk's, then of those of each branch."""
+    runs = [[run for stage in plan.stages for run in stage.runs], *(branch.runs for branch in plan.branches)]
     for part, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
         strategies = [run.strategy for run in part for _ in range(run.count)]
         for layer, strategy in zip(layers, strategies, strict=True):

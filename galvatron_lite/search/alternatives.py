@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.pipeline.schedule import Schedule
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import OriginKind, Profile
-from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, SolvedPlan, finished, search
+from galvatron_lite.search.best_first import ANY_TIME, SolvedPlan, finished, search
 from galvatron_lite.search.problem import Partition, StagePlan, part_of
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request, open_problem, shapes_of
@@ -252,14 +252,14 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     """
     split = tuple(schedule for schedule in request.schedules if schedule.splits_backward)
     others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
-    fitting = _searched(replace(request, schedules=others, wider=request), pricer, slack=_SLIGHT) if others else None
+    fitting = search(replace(request, schedules=others, wider=request), pricer, slack=_SLIGHT) if others else None
     if fitting is not None:
         yield _finalist(request, pricer, _name(fitting.problem.shape), fitting)
-    below, share = None if fitting is None else fitting.partition.time, 1.0
+    below, share = inf if fitting is None else fitting.partition.time, 1.0
     for _ in range(_TRIES):
         share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
         less = replace(request, budget=as_budget(request.budget).scaled(share), schedules=split, wider=request)
-        solved = _searched(less, pricer, below=below, slack=_SLIGHT)
+        solved = search(less, pricer, below=below, slack=_SLIGHT)
         if solved is None:
             return
         over = _finalist(request, pricer, _name(solved.problem.shape), solved)
@@ -340,22 +340,12 @@ def _name(shape: Shape) -> str:
 
 
 def _best_of(
-    request: Request, pricer: LayerPricer, name: str, below: int = ANY_TIME, budget: int | None = None
+    request: Request, pricer: LayerPricer, name: str, below: float = ANY_TIME, budget: int | None = None
 ) -> Finalist | None:
     """A good plan, soon; within another budget than that of the request where one is given."""
     limited = request if budget is None else replace(request, budget=budget)
-    solved = _searched(limited, pricer, below=below, effort=_LITTLE)
+    solved = search(limited, pricer, below=below, effort=_LITTLE)
     return None if solved is None else _finalist(request, pricer, name or _name(solved.problem.shape), solved)
-
-
-def _searched(
-    request: Request, pricer: LayerPricer, *, below: int | None = None, slack: float = 0.0, effort: int = MOST_WORK
-) -> SolvedPlan | None:
-    """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
-    try:
-        return search(request, pricer, below=below, slack=slack, effort=effort)
-    except InputError:
-        return None
 
 
 def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPlan) -> Finalist:
@@ -406,12 +396,9 @@ def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], Solved
     narrow = _shaped(request, best.problem.shape)
     for strategy, _ in used.most_common() if len(used) > 1 else ():
         pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name != "recompute")
-        pinned = tuple(dict.fromkeys((*narrow.fixed.strategy, *pins)))
-        if len({name for name, _ in pinned}) == len(pinned):  # not pinned otherwise
-            try:
-                solved = below(replace(narrow, fixed=replace(narrow.fixed, strategy=pinned)))
-            except InputError:  # the pins go beyond the space
-                continue
+        pinned = narrow.fixed.with_pins(pins)
+        if len(dict(pinned.strategy)) == len(pinned.strategy):  # not pinned otherwise
+            solved = below(replace(narrow, fixed=pinned))
             if solved is not None and _offers(request, solved):
                 return solved
     return None

@@ -20,7 +20,7 @@ beats go, and so do labels whose bound reaches the limit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count, pairwise
@@ -33,6 +33,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.stage import Shape, tied_groups
+from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
 from galvatron_lite.search.bounds import StageBounds, averaged_uniform
 from galvatron_lite.search.problem import Partition, Problem, StagePlan, cuts_of, step_time, weighted
@@ -81,11 +82,11 @@ def search(
     stoppable: bool = False,
     start: SolvedPlan | None = None,
     effort: int = MOST_WORK,
-    below: int | None = None,
+    below: float = inf,
     slack: float = 0.0,
     settled: float = 0.0,
 ) -> SolvedPlan | None:
-    """The best plan over all shapes; None where nothing fits.
+    """The best plan over all shapes; None where nothing fits, or pins leave no shape.
 
     Args:
         request: what is planned.
@@ -98,10 +99,14 @@ def search(
         slack: share by which plans may be quicker than the one that is found.
         settled: the same for plans that only labels find.
     """
+    try:
+        shapes = shapes_of(request)
+    except InputError:
+        return None
     walk = _Walk(effort, start, start, below, slack, settled)
     stopped = False
     try:
-        walk.run(request, pricer, progress)
+        walk.run(request, shapes, pricer, progress)
     except KeyboardInterrupt:
         if not stoppable or walk.best is None:
             raise
@@ -136,10 +141,10 @@ class _Walk:
     most_work: int  # labels after which the search ends; only once there is a plan
     best: SolvedPlan | None  # plan so far
     start: SolvedPlan | None
-    below: int | None  # below, slack, settled: see ``search``
+    below: float  # below, slack, settled: see ``search``
     slack: float
     settled: float
-    heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (rank, number, node)
+    heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (bound, number, node)
     order: Iterator[int] = field(default_factory=count)  # gives the numbers
     work: int = 0  # labels looked at
     open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
@@ -149,22 +154,20 @@ class _Walk:
     front_loaded: dict[tuple[Schedule, int, int], list[Shape]] = field(default_factory=dict)
 
     @property
-    def limit(self) -> int | None:
-        """What bounds must be below for a plan to be looked for."""
+    def limit(self) -> float:
+        """What bounds must be below for a plan to be looked for; infinite where any plan will do."""
         if self.best is None:
             return self.below
         return self.best.partition.time - int(self.slack * self.best.partition.time)
 
     def worth(self, bound: float) -> bool:
         """Whether a bound leaves room for a better plan."""
-        return self.limit is None or bound < self.limit
+        return bound < self.limit
 
     def push(self, problem: Problem, stage: _Stage, bound: float, bounds: StageBounds | None = None) -> None:
-        """Add a node, unless it leads nowhere; exact searches come after quick ones, which may lower the limit."""
-        if self.worth(bound) and bound < inf:
-            late = stage is _Stage.TRIED and self.limit is not None and not self.settled
-            rank = (bound + (self.limit or 0)) / 2 if late else bound
-            heapq.heappush(self.heap, (rank, next(self.order), _Node(problem.shape, stage, bound, problem, bounds)))
+        """Add a node, unless it leads nowhere."""
+        if self.worth(bound):
+            heapq.heappush(self.heap, (bound, next(self.order), _Node(problem.shape, stage, bound, problem, bounds)))
 
     def pop(self) -> _Node | None:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
@@ -175,7 +178,7 @@ class _Walk:
             if node.stage is _Stage.TRIED and self._is_settled(node):
                 self.open = min(self.open, node.bound)
                 continue
-            if self.work < self.most_work or (self.best is None and self.below is None):
+            if self.work < self.most_work or (self.best is None and self.below == inf):
                 self.inside = node
                 return node
             self.open = min(self.open, node.bound)
@@ -195,23 +198,23 @@ class _Walk:
         if reached is None or partition.time < reached.partition.time:
             self.met[key] = SolvedPlan(problem, partition)
         most = self.below if self.best is None else self.best.partition.time
-        if most is None or partition.time < most:
+        if partition.time < most:
             self.best = SolvedPlan(problem, partition)
 
     def end(self, stopped: bool) -> SolvedPlan | None:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
-        least = min(self.open, self.limit or inf) if self.slack else self.open
+        least = min(self.open, self.limit) if self.slack else self.open
         if stopped:
             left = [node.bound for _, _, node in self.heap] + ([] if self.inside is None else [self.inside.bound])
             least = min([least, *left])
         gap, before = max(1.0 - least / self.best.partition.time, 0.0), self.start.others if self.start else ()
         return replace(self.best, gap=gap, others=(*self.met.values(), *before), stopped=stopped)
 
-    def run(self, request: Request, pricer: LayerPricer, progress: Progress | None) -> None:
+    def run(self, request: Request, shapes: Sequence[Shape], pricer: LayerPricer, progress: Progress | None) -> None:
         """Looks into nodes until none is left."""
-        glance, shapes = request.known.glance(pricer.profile), shapes_of(request)
+        glance = request.known.glance(pricer.profile)
         for shape in shapes:
             bound = glance.bound(request.graph, shape)
             if request.wider is not None and self.worth(bound):
@@ -262,11 +265,8 @@ class _Walk:
             # with strategies of tied layers left open
             bounds = self._refined(problem, node.bounds)
             if self.worth(bounds.bound):
-                places = [place for group in tied for place in group] if problem.shape.stages == 1 else []
-                through = problem.through_layers(places) if places else {}
                 for child in with_ties(problem):
-                    least = max(through.get(pair, 0.0) for pair in child.choice.tied)
-                    self.push(child, _Stage.SETTLED, max(bounds.bound, node.bound, least), bounds.opened)
+                    self.push(child, _Stage.SETTLED, max(bounds.bound, node.bound), bounds.opened)
         elif node.stage is not _Stage.TRIED:
             bounds = self._refined(problem, node.bounds, accepted=True)
             self.push(problem, _Stage.TRIED, max(bounds.bound, node.bound), bounds)
@@ -277,7 +277,7 @@ class _Walk:
 
     def _push_bounded(self, problem: Problem, stage: _Stage, least: float) -> None:
         bounds = bounds_of(problem)
-        if stage is _Stage.SHAPE and problem.runs is None:
+        if stage is _Stage.SHAPE:
             problem.answers.relaxed = inf if bounds is None else bounds.bound
         if bounds is not None:
             self.push(problem, stage, max(bounds.bound, least), bounds)
@@ -285,9 +285,8 @@ class _Walk:
     def _solve(self, problem: Problem, bounds: StageBounds) -> None:
         """The best plan of a node by labels over all cuts; one stage was solved exactly."""
         if problem.shape.stages == 1:
-            cap = None if self.limit is None else self.limit - 1
             every_layer = range(len(problem.graph.layers))
-            self.open = min(self.open, problem.quickest(0, every_layer, cap, self.settled)[1])
+            self.open = min(self.open, problem.quickest(0, every_layer, self.limit - 1, self.settled)[1])
             return
         before = problem.work
         plan, least = best_partition(problem, bounds, self.limit)
@@ -298,7 +297,7 @@ class _Walk:
     def _solve_uniform(self, node: _Node, problem: Problem) -> None:
         """The best uniform plan of a node; looked for once other nodes have had a chance to lower the limit."""
         if node.stage is _Stage.PRICED:
-            least = min(plans.bound(float(self.limit or inf), problem.runs) for plans in _uniform(problem))
+            least = min(plans.bound(self.limit, problem.runs) for plans in _uniform(problem))
             self.push(problem, _Stage.TRIED, max(node.bound, least))
         else:
             self.work += _LOOK
@@ -318,15 +317,14 @@ class _Walk:
         """
         before = problem.work
         for _ in range(_MOST_STAGES):
-            limit = self.limit
-            if not self.worth(bounds.bound) or not np.isfinite(bounds.bound):
+            if not self.worth(bounds.bound):
                 break
             cuts = bounds.cuts()
             stages = [(stage, *ends) for stage, ends in enumerate(pairwise(cuts))]
             todo = [place for place in stages if place not in bounds.looked]
             if todo:
                 self.work += _STAGE * len(todo)
-                values = {place: problem.least(place[0], range(*place[1:]), met=accepted) for place in todo}
+                values = {place: problem.good(place[0], range(*place[1:]))[1] for place in todo}
                 bounds = bounds.with_theta(values, exact=False)
                 continue
             if accepted:
@@ -337,7 +335,7 @@ class _Walk:
             if not todo:
                 break
             place = max(todo, key=lambda place: float(bounds.excess[place[0]][place[1:]]))
-            cap = None if limit is None else limit - 1 - bounds.others(*place)
+            cap = self.limit - 1 - bounds.others(*place)
             bounds = bounds.with_theta({place: problem.quickest(place[0], range(*place[1:]), cap, self.settled)[1]})
         self.work += problem.work - before
         return bounds
@@ -353,10 +351,8 @@ def _combined(problem: Problem, cuts: list[int]) -> Partition | None:
 
 
 def _uniform(problem: Problem) -> list[Uniform]:
-    if not problem.answers.uniform:
-        cuts = cuts_of(problem.graph, problem.shape.stages * problem.shape.virtual)
-        problem.answers.uniform += [Uniform(problem, cut) for cut in cuts]
-    return problem.answers.uniform
+    cuts = cuts_of(problem.graph, problem.shape.stages * problem.shape.virtual)
+    return problem.answers.memo.once("uniform", lambda: [Uniform(problem, cut) for cut in cuts])
 
 
 def _shape_text(shape: Shape) -> str:
@@ -384,17 +380,16 @@ def plain(request: Request, result: SolvedPlan) -> Plan:
     return replace(plan, virtual_stages=shape.virtual)
 
 
-def best_partition(problem: Problem, bounds: StageBounds, limit: int | None) -> tuple[Partition | None, float]:
+def best_partition(problem: Problem, bounds: StageBounds, limit: float) -> tuple[Partition | None, float]:
     """The best plan of a shape of several stages that takes less than ``limit`` picoseconds; and a time that no plan
     below the limit beats.
 
     Args:
         problem: with everything settled.
         bounds: of it.
-        limit: picoseconds; None: any plan will do.
+        limit: picoseconds.
     """
     layers, least, stages, form = len(problem.graph.layers), np.inf, problem.shape.stages, problem.form
-    top = np.inf if limit is None else float(limit)
     # by layers so far, the figures (labels, columns) of each label, and its stages with where they end
     front: dict[int, _Front] = {0: (np.zeros((1, len(problem.weights) + 1), dtype=np.int64), [()])}
     for stage in range(stages):
@@ -403,17 +398,16 @@ def best_partition(problem: Problem, bounds: StageBounds, limit: int | None) -> 
             later = stages - stage - 1
             for stop in range(start + 1, layers - later + 1) if later else (layers,):
                 through = bounds.through(stage, start, stop)
-                if through < top:
+                if through < limit:
                     others = bounds.others(stage, start, stop)
-                    cap = ANY_TIME if limit is None else limit - others
-                    options, dropped = problem.plans(stage, range(start, stop), cap)
+                    options, dropped = problem.plans(stage, range(start, stop), limit - others)
                     # A plan with an option left out takes that option's time alone and what other layers need.
                     least = min(least, max(through, dropped + others))
                     if options:
                         reached.setdefault(stop, []).append((labels, options))
         front = {}
         for stop, pairs in reached.items():
-            joined = _joined(pairs, stop, form, top - bounds.least_after(stage, stop))
+            joined = _joined(pairs, stop, form, limit - bounds.least_after(stage, stop))
             if joined[1]:
                 front[stop] = joined
     ends = [

@@ -36,7 +36,7 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import weight_seconds
 from galvatron_lite.profiler.schema import LayerPoint, Profile
-from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts, part_of
+from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts
 from galvatron_lite.search.tables import TICKS, Memo, StrategyTable, pairs_within, remembered, ticks
 from galvatron_lite.search.uniform import Uniform
 
@@ -53,8 +53,8 @@ class StageBounds:
     """Bounds of a shape; per stage, of the layers i..j-1, (L + 1, L + 1), infinite where nothing fits."""
 
     excess: tuple[FloatArray, ...]  # picoseconds that no plan with those layers in that stage beats
-    pre: tuple[FloatArray, ...]  # per stage (L + 1,): the least ramp of the stages before it, if they end there
-    post: tuple[FloatArray, ...]  # per stage (L + 1,): that of the stages after it, if they start there
+    pre: FloatArray  # (stages, L + 1): the least ramp of the stages before each, if they end there
+    post: FloatArray  # (stages, L + 1): that of the stages after each, if they start there
     looked: frozenset[Place] = frozenset()  # places whose bound is that of their chain's shortest paths
     timed: frozenset[Place] = frozenset()  # places whose bound is exact
 
@@ -126,61 +126,39 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
     if any(not len(table) for stage_tables in _distinct(tables) for table in stage_tables):
         return None
     form, stages, sends = problem.form, problem.shape.stages, problem.least_sends()
-    held = [problem.held(stage) for stage in range(stages)]
-    figures: dict[int, _Figures] = {}
-    thetas: dict[tuple[object, ...], FloatArray] = {}
-    theta, even = [], stages > 1 and problem.tables[0].fixed.even
+    even = stages > 1 and problem.tables[0].fixed.even
     cuts = even_cuts(problem.graph, stages) if even else ()
     if even and not cuts:
         return None
-    for stage, stage_tables in enumerate(tables):
-        ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
+    figures = {key: _Figures(problem, row) for key, row in {id(row): row for row in tables}.items()}
+    pre, post = _least_around([figures[id(row)].ramp for row in tables], sends)
+    excess = []
+    for stage, row in enumerate(tables):
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
-        filled = problem.filled(stage)
+        ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         place = cuts[stage : stage + 2]
-        key = (held[stage], filled, id(stage_tables), room, ends, sends[stage], place)
-        if id(stage_tables) not in figures:
-            figures[id(stage_tables)] = _Figures(problem, stage_tables)
-        if key not in thetas:
-            bound = figures[id(stage_tables)].theta(held[stage], filled, room, ends, place)
-            thetas[key] = bound + form.microbatches * sends[stage]
-        theta.append(thetas[key])
-    pre, post = _least_around([figures[id(table)].ramp for table in tables], sends)
-    around = zip(theta, pre, post, strict=True)
-    bounds = StageBounds(
-        tuple(stage_tables + before[:, None] + after for stage_tables, before, after in around), pre, post
-    )
+        own = figures[id(row)].theta(problem.held(stage), problem.filled(stage), room, ends, place)
+        excess.append(own + form.microbatches * sends[stage] + pre[stage][:, None] + post[stage])
+    bounds = StageBounds(tuple(excess), pre, post)
     return bounds if np.isfinite(bounds.bound) else None
 
 
-def _least_around(
-    ramps: Sequence[FloatArray], sends: Sequence[int]
-) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+def _least_around(ramps: Sequence[FloatArray], sends: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     """``pre`` and ``post`` where the ramp of layers adds up over any stages: each layer where it takes least."""
-    count = len(ramps[0])
-    pre, post = ([np.where(np.arange(count + 1) == end, 0.0, np.inf)] for end in (0, count))
-    cache: dict[frozenset[int], FloatArray] = {}
-
-    def summed(stages: Sequence[FloatArray]) -> FloatArray:
-        key = frozenset(map(id, stages))
-        if key not in cache:
-            cache[key] = _summed(np.min([*{id(stage): stage for stage in stages}.values()], axis=0))
-        return cache[key]
-
-    for stage in range(1, len(ramps)):
-        pre.append(summed(ramps[:stage]) + sum(sends[:stage]))
-    for stage in range(len(ramps) - 1, 0, -1):
-        total = summed(ramps[stage:])
-        post.append(total[-1] - total + sum(sends[stage:]))
-    return tuple(pre), tuple(post[::-1])
+    stages, count = np.shape(ramps)
+    pre, post = (np.where(np.arange(count + 1) == np.full((stages, 1), end), 0.0, np.inf) for end in (0, count))
+    sent = np.cumsum([sends], axis=1).T
+    pre[1:] = _summed(np.minimum.accumulate(ramps))[:-1] + sent[:-1]
+    behind = _summed(np.minimum.accumulate(ramps[::-1])[::-1])[1:]
+    post[:-1] = behind[:, -1:] - behind + (sent[-1] - sent[:-1])
+    return pre, post
 
 
 class _Figures:
     def __init__(self, problem: Problem, tables: TableRow) -> None:
-        numbers: dict[int, int] = {}
+        self._memo, numbers = Memo(), dict[int, int]()
         self.which = np.array([numbers.setdefault(id(table), len(numbers)) for table in tables])
         kinds, form = list({id(table): table for table in tables}.values()), problem.form
-        self.problem = problem
         self.ramp = np.array([float(table.ramp(form).min()) for table in kinds])[self.which]
         self.time = [table.theta(form).astype(np.float64) for table in kinds]
         memory = [table.figures.memory for table in kinds]
@@ -193,6 +171,7 @@ class _Figures:
             for table in kinds
         ]
 
+    @remembered
     def theta(
         self, held: int, filled: bool, room: float, ends: tuple[bool, bool], place: tuple[int, ...]
     ) -> FloatArray:
@@ -208,13 +187,10 @@ class _Figures:
     def _theta(
         self, held: int, filled: bool, room: float, ends: tuple[bool, bool], inside: tuple[slice, slice]
     ) -> FloatArray:
-        extra, problem = float(held - 1), self.problem
+        extra = float(held - 1)
         rows = zip(self.both, self.kept, self.late, strict=True)
         memory = [both + extra * kept - filled * late for both, kept, late in rows]
         local = [last + extra * kept for last, kept in zip(self.last, self.kept, strict=True)]
-        parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts and any(ends) else []
-        if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
-            return self._alike(np.array(parts), memory, local, room)[inside]
         counts = np.bincount(self.which)
         spreads = [float(counts @ [np.ptp(value) for value in values]) for values in (self.time, memory)]
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
@@ -240,32 +216,6 @@ class _Figures:
         pairs = ((time[among], size[among]) if wired else (time, size) for time, size, among in rows)
         least = [(time + prices[:, None] * size).min(axis=1, initial=np.inf) for time, size in pairs]
         return np.stack(least, axis=1)[:, self.which]
-
-    def _alike(self, parts: IntArray, memory: list[FloatArray], local: list[FloatArray], room: float) -> FloatArray:
-        """``theta`` where blocks of a stage have one strategy, in the wire's layout, as one of them is at a boundary:
-        no more than one layer is before them, and after them."""
-        blocks = np.concatenate(([0], np.cumsum(parts == 1)))
-        kind, count = self.which[np.flatnonzero(parts == 1)[0]], np.arange(blocks[-1] + 1)[:, None]
-        seconds, size, end = (every[kind][self.wired[kind]] for every in (self.time, memory, local))
-        first, last = self.which[0], self.which[-1]
-        before = (
-            (self.time[first].min(), np.minimum(memory[first], local[first]).min()) if parts[0] == 0 else (0.0, 0.0)
-        )
-        after = (self.time[last].min(), local[last].min()) if parts[-1] == 2 else (0.0, 0.0)
-
-        def least(edges: float, around: FloatArray | float) -> FloatArray:
-            """(blocks + 1,): theta of so many blocks, and of layers around them, which need so many bytes."""
-            best = np.where(count * size + around <= room, count * seconds, np.inf).min(axis=1, initial=np.inf)
-            best[0] = 0.0
-            return np.asarray(best + edges)
-
-        alone = (end - size) * (count > 0)
-        bound = least(0.0, alone)[np.maximum(blocks - blocks[:, None], 0)]
-        bound[0] = least(before[0], before[1] + alone)[blocks]
-        if parts[-1] == 2:
-            bound[:, -1] = least(after[0], after[1])[blocks[-1] - blocks]
-            bound[0, -1] = least(before[0] + after[0], before[1] + after[1])[-1]
-        return np.where(np.tri(len(blocks), dtype=bool), np.inf, bound)
 
 
 def _wired(
@@ -310,17 +260,15 @@ def _distinct(tables: Sequence[TableRow]) -> list[TableRow]:
 
 def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
     """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
-    form, ramps, rounds = problem.form, [], []
-    for distinct in _distinct(tables):
-        if not all(len(table) for table in distinct):
-            return np.inf
-        least = {}
-        for table in {id(table): table for table in distinct}.values():
-            ramp = form.share * table.ramp(form)
-            least[id(table)] = float(ramp.min()), float((table.theta(form) - ramp).min())
-        ramps.append([least[id(table)][0] for table in distinct])
-        rounds.append([least[id(table)][1] for table in distinct])
-    ramp, more = np.min(ramps, axis=0), np.min(rounds, axis=0)
+    form, rows = problem.form, _distinct(tables)
+    kinds = {id(table): table for row in rows for table in row}
+    if not all(map(len, kinds.values())):
+        return np.inf
+    ramps = {key: form.share * table.ramp(form) for key, table in kinds.items()}
+    least = {key: float(ramp.min()) for key, ramp in ramps.items()}
+    rounds = {key: float((kinds[key].theta(form) - ramp).min()) for key, ramp in ramps.items()}
+    ramp = np.min([[least[id(table)] for table in row] for row in rows], axis=0)
+    more = np.min([[rounds[id(table)] for table in row] for row in rows], axis=0)
     return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
 
 

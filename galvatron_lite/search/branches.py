@@ -38,6 +38,7 @@ from galvatron_lite.search.best_first import search
 from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.shapes import PriceCache, Request
 from galvatron_lite.search.space import microbatch_counts
+from galvatron_lite.search.tables import Memo
 from galvatron_lite.search.ways import PlanTask, seconds_of
 from galvatron_lite.units import format_seconds
 
@@ -146,8 +147,7 @@ class BranchOptions:
     """Options of branches under one course; those of branches that are alike are searched once."""
 
     course: BranchCourse  # the number of micro-batches
-    _known: dict[tuple[object, ...], Strategies | None] = field(default_factory=dict)
-    _figures: dict[tuple[str, ...], PriceCache] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     def of(self, branch: Branch, room: int, working: int, beside: int) -> Choices:
         """What a branch may do: the quickest within all of the room, and within an even share of it.
@@ -178,16 +178,14 @@ class BranchOptions:
             request_of_course, graph=pricer.profile.graph, devices=devices, budget=room + course.context, fixed=fixed
         )  # fmt: skip
         pins = tuple(request.fixed.pins_of(name) for name in branch.layers)
-        key = (likeness(request.graph), pins, devices, room)
-        if key not in self._known:
-            figures = self._figures.setdefault(branch.layers, PriceCache())
-            try:
-                solved = search(replace(request, known=figures), pricer)
-            except InputError:  # samples that its devices cannot share, or pins that leave it nothing
-                solved = None
+        figures: PriceCache = self._memo.once(branch.layers, PriceCache)
+
+        def searched() -> Strategies | None:
+            solved = search(replace(request, known=figures), pricer)
             stages = () if solved is None else solved.partition.stages
-            self._known[key] = tuple(strategy for stage in stages for strategy in stage.strategies) or None
-        return self._known[key]
+            return tuple(strategy for stage in stages for strategy in stage.strategies) or None
+
+        return self._memo.once((likeness(request.graph), pins, devices, room), searched)
 
 
 def likeness(graph: ModelGraph) -> tuple[object, ...]:
@@ -290,7 +288,7 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
         mode=task.session.mode,
     )
     priced = price_plan(course.parts.pricer, plan)
-    return replace(priced, provenance=provenance(task.session.profile, task.budget, 0.0))
+    return replace(priced, provenance=provenance(task.session.profile, task.request.budget, 0.0))
 
 
 def _described(task: PlanTask, plan: Plan) -> Plan:

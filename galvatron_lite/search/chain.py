@@ -68,7 +68,7 @@ class Chain:
 
     layers: tuple[ChainLayer, ...]
     moves: IntArray  # (C,) how many times a move counts in each criterion
-    weights: IntArray  # (C,) what turns the criteria into one time
+    weights: IntArray  # (C,) what turns the criteria into one time; 1 of a single one
     room: int  # bytes (M)
     runs: int | None = None  # of neighbouring layers with one strategy that each part may have; None: any
 
@@ -115,10 +115,15 @@ def worst_moment(runs: Sequence[tuple[Sequence[IntArray], int]]) -> IntArray:
     return worst
 
 
-def _common(chain: Chain) -> tuple[list[list[ChainLayer]], list[IntArray]]:
-    parts = [list(layers) for _, layers in groupby(chain.layers, key=lambda layer: layer.part)]
-    names = [{id(layer): _strategies(layer) for layer in layers}.values() for layers in parts]
-    return parts, [reduce(np.intersect1d, name) for name in names]
+def strategies_of_parts(chain: Chain) -> list[IntArray] | None:
+    """Where each part of the model is to have one strategy: those that all of its layers have. None where it may have
+    several, or where there are too many combinations to look at all (``best_of_parts``)."""
+    if chain.runs != 1 or len(chain.weights) > 1:
+        return None
+    parts = groupby(chain.layers, key=lambda layer: layer.part)
+    names = [{id(layer): _strategies(layer) for layer in layers}.values() for _, layers in parts]
+    common = [reduce(np.intersect1d, name) for name in names]
+    return common if prod(groups.size for groups in common) <= _COMBINATIONS else None
 
 
 def _strategies(layer: ChainLayer) -> IntArray:
@@ -126,19 +131,14 @@ def _strategies(layer: ChainLayer) -> IntArray:
     return layer.strategy
 
 
-def is_countable(chain: Chain) -> bool:
-    """Whether a chain with one strategy a part has so few combinations that ``best_of_parts`` looks at all."""
-    return prod(groups.size for groups in _common(chain)[1]) <= _COMBINATIONS
-
-
-def best_of_parts(chain: Chain, cap: float) -> Path | None:
+def best_of_parts(chain: Chain, common: Sequence[IntArray], cap: float = np.inf) -> Path | None:
     """The best path of a chain with one criterion whose parts have one strategy each; None where none fits.
 
-    Every combination at once, as arrays.
+    Every combination of the strategies that layers of a part have in common at once, as arrays.
     """
-    parts, common = _common(chain)
     if not all(groups.size for groups in common):
         return None
+    parts = [list(layers) for _, layers in groupby(chain.layers, key=lambda layer: layer.part)]
     rows: dict[int, IntArray] = {}
     for layers, wanted in zip(parts, common, strict=True):
         for layer in {id(layer): layer for layer in layers}.values():
@@ -163,7 +163,7 @@ def best_of_parts(chain: Chain, cap: float) -> Path | None:
     figures = [([along(getattr(layer, name), layer, axis) for name in MEMORY], count) for axis, layer, count in runs]
     rest, updated = (sum((count * groups[column] for groups, count in figures), start=none) for column in (0, 6))
     fits = (rest + worst_moment(figures) <= chain.room) & (updated <= chain.room)
-    least = np.where(fits & (time * chain.weights[0] <= cap), time, np.inf)
+    least = np.where(fits & (time <= cap), time, np.inf)
     place = int(np.argmin(least))
     if not np.isfinite(least.flat[place]):
         return None

@@ -140,20 +140,11 @@ class ChainFigures:
         return f[TIME].sum(axis=1) + moved * self.by[0], fits
 
 
-@dataclass(slots=True)
-class LastPrice:
-    """The price of memory that bounded the last one of some chains of equal length best."""
-
-    value: float | None = None  # picoseconds a byte; None: there was none
-    moment: int = 0  # place of the layer whose moment is priced
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainBounds:
     """Lagrangian bounds of a chain: shortest paths at several prices of memory, with one moment priced."""
 
     line: ChainFigures
-    weight: int  # of the one criterion; 0 where there are several
     prices: FloatArray  # (K,) picoseconds a byte
     moment: int  # place of the layer whose moment is priced
     before: list[FloatArray]  # per place (K, groups): the least of the layers before it, with the move to it
@@ -161,21 +152,9 @@ class ChainBounds:
     root: FloatArray  # (K,) bounds on the weighted time of the whole
 
     @classmethod
-    def of(cls, chain: Chain, last: LastPrice | None = None) -> ChainBounds:
-        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there.
-
-        Args:
-            chain: the problem.
-            last: what bounded chains best that hardly differ from it: the price is looked for only where the best of
-                those around that one is the first or the last of them. It is kept for the next chain.
-        """
-        line, weight = ChainFigures.of(chain), int(chain.weights[0]) if len(chain.weights) == 1 else 0
-        if last is not None and last.value is not None:
-            bounds = cls.at(line, last.value * _AROUND, last.moment, weight)
-            place = int(np.argmax(bounds.root))
-            if 1 < place < len(_AROUND) - 1:
-                last.value = float(bounds.prices[place])
-                return bounds
+    def of(cls, chain: Chain) -> ChainBounds:
+        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there."""
+        line = ChainFigures.of(chain)
         trial = moment = len(line.kind) - 1
         best = (0.0, -np.inf)
         for _ in range(_MOMENTS):
@@ -185,19 +164,17 @@ class ChainBounds:
             best, moment, trial = better, trial, _worst_moment(line, better[0])
             if trial == moment:
                 break
-        if last is not None:
-            last.value, last.moment = best[0], moment
-        return cls.at(line, best[0] * _AROUND, moment, weight)
+        return cls.at(line, best[0] * _AROUND, moment)
 
     @classmethod
-    def at(cls, line: ChainFigures, prices: FloatArray, moment: int, weight: int = 0) -> ChainBounds:
+    def at(cls, line: ChainFigures, prices: FloatArray, moment: int) -> ChainBounds:
         """The bounds at some prices."""
         before, root = _before(line, prices, moment)
         values, behind = _priced(line, prices, moment), [np.zeros((len(prices), line.groups(len(line.kind) - 1)))]
         for place in range(len(line.kind) - 1, 0, -1):
             ahead = line.at(place).least(values[place], line.groups(place)) + behind[-1]
             behind.append((line.scaled[place] + ahead[:, None, :]).min(axis=2))
-        return cls(line, weight, prices, moment, before, behind[::-1], root)
+        return cls(line, prices, moment, before, behind[::-1], root)
 
     @property
     def least(self) -> float:
@@ -211,14 +188,6 @@ class ChainBounds:
     def exceeds(self, limit: float) -> bool:
         """Whether no path takes at most a limit."""
         return bool((self.root > self.ceiling(limit)).any())
-
-    def through(self, place: int) -> FloatArray:
-        """(S,): weighted times that no path through each choice of a layer beats."""
-        priced = _priced(self.line, self.prices, self.moment)[place]
-        group = self.line.at(place).figures[GROUP]
-        values: FloatArray = priced + (self.before[place] + self.behind[place])[:, group]
-        least: FloatArray = (values - self.prices[:, None] * self.line.room).max(axis=0) * (1 - TINY) - 1
-        return least
 
     def useful(self, limit: float) -> list[IntArray]:
         """Per kind, the choices that some path may use that takes at most ``limit``."""
@@ -248,7 +217,7 @@ class ChainBounds:
             options = np.concatenate((options, np.where(start, low, high), np.where(start, high, low)))
         times, fits = line.evaluated(options)
         best = int(np.argmin(np.where(fits, times.astype(np.float64), np.inf)))
-        return Path((int(times[best]) // self.weight,), tuple(int(choice) for choice in options[best]))
+        return Path((int(times[best]),), tuple(int(choice) for choice in options[best]))
 
     def _shortest(self) -> IntArray:
         """(K, L): the choices of the shortest path at each price."""

@@ -38,7 +38,7 @@ from itertools import count, pairwise
 import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.search.chain import Chain, ChainFront, Path, best_of_parts, is_countable
+from galvatron_lite.search.chain import Chain, ChainFront, Path, best_of_parts, strategies_of_parts
 from galvatron_lite.search.chain_bounds import (
     BOTH,
     GATHERED,
@@ -53,7 +53,6 @@ from galvatron_lite.search.chain_bounds import (
     TINY,
     UPDATED,
     ChainBounds,
-    LastPrice,
 )
 from galvatron_lite.search.tables import pareto_rows, pareto_within
 
@@ -69,7 +68,7 @@ _CLOSE = (64, 256)
 """Labels a layer by which a path near the bound is looked for, one after another."""
 
 
-def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
+def pareto_paths(chain: Chain, cap: float = np.inf, beam: int | None = None, near: float = 0.0) -> ChainFront:
     """The Pareto set of a chain within memory; empty where nothing fits.
 
     Args:
@@ -78,53 +77,52 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, 
         beam: keep only so many labels a layer, the most promising. Where that drops any, the front is not complete.
         near: of one criterion, a path will do that another one may beat by this share.
     """
-    if chain.runs == 1 and len(chain.weights) == 1 and is_countable(chain):
-        best = best_of_parts(chain, np.inf if cap is None else cap)
+    common = strategies_of_parts(chain)
+    if common is not None:
+        best = best_of_parts(chain, common, cap)
         return ChainFront(() if best is None else (best,), len(chain.layers))
     bounds = ChainBounds.of(chain)
-    limit = bounds.line.longest if cap is None else min(float(cap), bounds.line.longest)
+    limit = min(float(cap), bounds.line.longest)
     if bounds.exceeds(limit):
         return ChainFront(())
     return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam, near)
 
 
-def good_path(chain: Chain, last: LastPrice | None = None) -> tuple[Path | None, float]:
-    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits.
-
-    ``last``: see ``ChainBounds.of``.
-    """
-    if chain.runs == 1 and is_countable(chain):
-        best = best_of_parts(chain, np.inf)
-        return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
-    bounds = ChainBounds.of(chain, last)
+def good_path(chain: Chain) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits."""
+    common = strategies_of_parts(chain)
+    if common is not None:
+        best = best_of_parts(chain, common)
+        return best, np.inf if best is None else float(best.time[0])
+    bounds = ChainBounds.of(chain)
     if bounds.exceeds(bounds.line.longest):
         return None, np.inf
     path = bounds.rounded()
     least = bounds.least * (1 - TINY) - 1
-    return path, least if path is None else min(least, float(path.time[0] * chain.weights[0]))
+    return path, least if path is None else min(least, float(path.time[0]))
 
 
 def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) -> ChainFront:
     """The path of least time: limits grow until a path is met; then none is quicker."""
     best, low, most = bounds.rounded(), max(bounds.least * (1 - TINY) - 1, 0.0), cap
     work, dropped = 0, np.inf
-    if best is not None and best.time[0] * bounds.weight > cap:
+    if best is not None and best.time[0] > cap:
         best = None
-    if near and (best is None or low < best.time[0] * bounds.weight * (1 - near)):
+    if near and (best is None or low < best.time[0] * (1 - near)):
         enough = min(low / (1 - near), cap)
         for labels in _CLOSE:
             close = _front(bounds, enough, labels)
             work += close.work
             if close.paths or close.complete:
                 break
-        best = Path((close.paths[0].time[0] // bounds.weight,), close.paths[0].choices) if close.paths else best
+        best = close.paths[0] if close.paths else best
         if close.complete and best is None and enough == cap:
             return ChainFront((), work)
-    if best is not None and low >= best.time[0] * bounds.weight * (1 - near):
+    if best is not None and low >= best.time[0] * (1 - near):
         return ChainFront((best,), work, low)
     step = _START * max(low, cap * 1e-6) / len(bounds.line.kind)
     if best is not None:
-        most = _below(best.time[0] * bounds.weight)
+        most = _below(best.time[0])
         step = max((most - low) / 8, 1.0)
     while low <= most:
         limit = float(int(min(most, low + step)))
@@ -136,13 +134,12 @@ def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) ->
                 front = _front(bounds, most, beam)
                 work += front.work
         if front.paths:
-            best = Path((front.paths[0].time[0] // bounds.weight,), front.paths[0].choices)
-            dropped = min(dropped, front.dropped)
+            best, dropped = front.paths[0], min(dropped, front.dropped)
         if front.paths or front.dropped <= limit:
             break
         low = max(limit + 1, float(np.nextafter(limit, np.inf)))
         step *= _GROWTH
-    if best is not None and dropped >= best.time[0] * bounds.weight:
+    if best is not None and dropped >= best.time[0]:
         dropped = np.inf
     return ChainFront(() if best is None else (best,), work, dropped)
 
@@ -325,83 +322,52 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
-    """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
-    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
+def net_paths(net: Net, cap: float = np.inf, beam: int | None = None, near: float = 0.0) -> ChainFront:
+    """The Pareto set of a net within memory, as ``pareto_paths`` has it of a chain."""
+    if not net.skips:
+        return pareto_paths(net.chain, cap, beam, near)
+
+    def weighted(path: Path) -> int:
+        return sum(int(weight) * time for weight, time in zip(net.chain.weights, path.time, strict=True))
+
+    def beaten(path: Path) -> bool:
+        return any(all(a <= b for a, b in zip(other.time, path.time, strict=True)) for other in best)
+
+    best, work, dropped, looked, order = list[Path](), 0, np.inf, 0, count()
+    heap = [(0, next(order), dict[int, int]())]
+    while heap:
+        least, _, settled = heapq.heappop(heap)
+        limit = weighted(best[0]) - 1 if best and len(net.chain.weights) == 1 else cap
+        if least <= limit and looked >= _MOST:
+            dropped = min(dropped, float(least))
+        if least > limit or looked >= _MOST:
+            continue
+        looked += 1
+        relaxed = _relaxed(net, settled)
+        front = pareto_paths(relaxed.chain, limit, beam)
+        work, dropped = work + front.work, min(dropped, front.dropped)
+        priced = [_priced(net, relaxed, path) for path in front.paths]
+        best += [path for path, _ in priced if weighted(path) <= cap]
+        best = [best[row] for row in pareto_rows(np.array([path.time for path in best], dtype=np.int64))]
+        # The node is to be looked into where a path that no way met beats does not price at what its chain says.
+        pairs = zip(front.paths, priced, strict=True)
+        unsure = [(weighted(path), under) for path, (_, under) in pairs if under and not beaten(path)]
+        if unsure:
+            least, under = min(unsure, key=lambda pair: pair[0])
+            place = _most_underrated(under)
+            groups = np.unique(net.chain.layers[place].group)
+            for group in groups:
+                heapq.heappush(heap, (least, next(order), settled | {place: int(group)}))
+    return ChainFront(tuple(sorted(best, key=lambda path: (path.time, path.choices))), work, dropped)
 
 
-def good_way(net: Net, last: LastPrice | None = None) -> tuple[Path | None, float]:
+def good_way(net: Net) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats, as ``good_path``."""
     if not net.skips:
-        return good_path(net.chain, last)
+        return good_path(net.chain)
     relaxed = _relaxed(net, {})
-    path, least = good_path(relaxed.chain, last)
+    path, least = good_path(relaxed.chain)
     return (None if path is None else _priced(net, relaxed, path)[0]), least
-
-
-@dataclass(slots=True, eq=False)
-class _Walk:
-    net: Net  # the problem
-    cap: int | None  # on the weighted time
-    beam: int | None  # labels of a layer
-    best: list[Path] = field(default_factory=list)  # Pareto-best paths met
-    work: int = 0  # labels looked at
-    dropped: float = np.inf  # a weighted time that no path left out beats
-
-    def run(self) -> ChainFront:
-        """Looks into the nodes, the most promising first."""
-        order, looked = count(1), 0
-        heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
-        while heap:
-            least, _, settled = heapq.heappop(heap)
-            limit = self._limit()
-            if limit is not None and least > limit:
-                continue
-            if looked >= _MOST:
-                self.dropped = min(self.dropped, float(least))
-                continue
-            looked += 1
-            for bound, child in self._look(settled, limit):
-                heapq.heappush(heap, (bound, next(order), child))
-        paths = sorted(self.best, key=lambda path: (path.time, path.choices))
-        return ChainFront(tuple(paths), self.work, self.dropped)
-
-    def _limit(self) -> int | None:
-        if len(self.net.chain.weights) > 1 or not self.best:
-            return self.cap
-        return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
-
-    def _look(self, settled: dict[int, int], limit: int | None) -> list[tuple[int, dict[int, int]]]:
-        """Notes the paths of a node; what is to be looked into if those are not all."""
-        relaxed = _relaxed(self.net, settled)
-        front = pareto_paths(relaxed.chain, limit, self.beam)
-        self.work += front.work
-        self.dropped = min(self.dropped, front.dropped)
-        priced = [_priced(self.net, relaxed, path) for path in front.paths]
-        self._note([path for path, _ in priced])
-        unsure = [
-            (self._weighted(path), under)
-            for path, (_, under) in zip(front.paths, priced, strict=True)
-            if under and not self._beaten(path)
-        ]
-        if not unsure:
-            return []
-        least, under = min(unsure, key=lambda one: one[0])
-        place = _most_underrated(under)
-        groups = np.unique(self.net.chain.layers[place].group)
-        return [(least, settled | {place: int(group)}) for group in groups]
-
-    def _note(self, paths: Sequence[Path]) -> None:
-        every = self.best + [path for path in paths if self.cap is None or self._weighted(path) <= self.cap]
-        if every:
-            rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
-            self.best = [every[row] for row in rows]
-
-    def _beaten(self, path: Path) -> bool:
-        return any(all(a <= b for a, b in zip(best_path.time, path.time, strict=True)) for best_path in self.best)
-
-    def _weighted(self, path: Path) -> int:
-        return sum(int(weight) * time for weight, time in zip(self.net.chain.weights, path.time, strict=True))
 
 
 def _relaxed(net: Net, settled: Settled) -> _Relaxed:

@@ -169,7 +169,7 @@ def _hopeless(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
     slower = _least_seconds(task, count) / count >= seconds_of(task.ordinary)
     costs = layer_costs(task.session.pricer, task.request.global_batch // count)
     states = sum(cost.parameters + cost.states for cost in costs) if setting is CyclicSetting.DATA else 0
-    return slower or states + sum(cost.kept for cost in costs) > bytes_on(task.budget, "")
+    return slower or states + sum(cost.kept for cost in costs) > bytes_on(task.request.budget, "")
 
 
 def _plan(task: PlanTask, cyclic: Cyclic, count: int) -> Plan:
@@ -193,7 +193,7 @@ def _best(task: PlanTask, plans: Sequence[Plan]) -> Plan | None:
 def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
     ordinary = task.ordinary
     known = None if ordinary is None else ordinary.provenance
-    base = known or provenance(task.session.profile, task.budget, 0.0)
+    base = known or provenance(task.session.profile, task.request.budget, 0.0)
     made = []
     for plan in plans:
         only = task.delay is not None and task.delay.only

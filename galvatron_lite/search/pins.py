@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names
 from galvatron_lite.parallelism.registry import choosing, pinned
 from galvatron_lite.parallelism.strategy import ADDED, Strategy
-from galvatron_lite.search.space import Delay, Fixed, fields_of
+from galvatron_lite.search.space import Delay, Fixed, fields_of, nearest
 
 Reader = Callable[[str, str], object]
 """From (name, text) to a value; raises InputError."""
@@ -308,10 +308,8 @@ class Pins:
         if samples is None:
             return self.fixed
         if batch % samples:
-            near_by = " or ".join(map(str, sorted(sorted(divisors(batch), key=lambda one: abs(one - samples))[:2])))
-            raise InputError(
-                "--fix microbatch", samples, f"It must divide the batch of {batch} samples; the nearest: {near_by}."
-            )
+            remedy = f"It must divide the batch of {batch} samples; the nearest: {nearest(divisors(batch), samples)}."
+            raise InputError("--fix microbatch", samples, remedy)
         return replace(self.fixed, microbatches=batch // samples)
 
     def _samples(self, devices: int) -> int | None:
@@ -413,7 +411,7 @@ def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[t
             if len(meant[other]) == len(meant[layers]) and set(fields) & set(meant[other])
         ]  # fmt: skip
         if equal:
-            typed = next(pin.name for pin in pin_names() if pin.field == field_name)
+            typed = typed_name(field_name)
             other, rival = equal[0]
             raise InputError(
                 "--fix", f"{layers}.{typed}={_shown(value)}",
@@ -489,10 +487,8 @@ def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> 
         able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
         unable = [layer.name for layer in graph.layers if layer.role is Role.BLOCK and layer.name not in able]
         if unable:
-            name = next(pin.name for pin in pin_names() if pin.field == field_name)
-            lines.append(
-                f"--fix {name}={_shown(value)} is not possible for {_few(unable)}, and holds for the other layers"
-            )
+            pin = f"--fix {typed_name(field_name)}={_shown(value)}"
+            lines.append(f"{pin} is not possible for {_few(unable)}, and holds for the other layers")
     return tuple(lines)
 
 

@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import inf
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
-from galvatron_lite.cost.plan import evaluate, price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.cost.switching import switch_cost
 from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
@@ -134,9 +134,7 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     if margin:
         request = replace(request, budget=as_budget(budget).scaled(1.0 - margin), margin=margin)
-    task = PlanTask(
-        kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
-    )
+    task = PlanTask(kept, request, runner, delay, certify=certify, tolerance=0.0 if certify else tolerance)
     searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort)
     looked = partial(with_alike, searched, task, runners_up)
     ways = (branch_plans, delayed_plans) if runner.beside else ()
@@ -199,7 +197,7 @@ def _ordinary(
             *unprofiled(request, pricer),
         ),
         provenance=replace(
-            provenance(profile, task.budget, gap, tolerance),
+            provenance(profile, request.budget, gap, tolerance),
             certificate=certificate,
             interrupted=quick_plan.stopped,
             least_seconds=chosen.range.least if chosen.range else 0.0,
@@ -222,16 +220,6 @@ def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
     if progress is not None:
         progress(1, 1, f"certified in {certificate.taken:.1f} s")
     return str(certificate)
-
-
-def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans with their predictions, quickest first.
-
-    Raises:
-        InputError: a plan that is not for the profile's model.
-    """
-    priced = [evaluate(profile, plan) for plan in plans]
-    return sorted(priced, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0)
 
 
 def request_of(
@@ -296,27 +284,25 @@ def choose(
         steps: of each phase.
         switching: seconds from one candidate to another.
     """
+
+    def taken(phase: int, last: int, place: int) -> float:
+        own = seconds[phase]
+        if own[place] == inf or place == last:
+            return steps[phase] * own[place]
+        cost = switching(last, place)
+        pays = steps[phase] * (own[last] - own[place]) > cost
+        return cost + steps[phase] * own[place] if pays else inf
+
     count = len(seconds[0])
     reached = [(steps[0] * seconds[0][own], [own]) for own in range(count)]
-    for phase, own_seconds in enumerate(seconds[1:], start=1):
-        before = reached
-        reached = []
-        for own in range(count):
-            ways = [
-                (total + _from(own_seconds, steps[phase], last, own, switching), [*path, own])
-                for last, (total, path) in enumerate(before)
-            ]
-            reached.append(min(ways, key=lambda candidate: candidate[0]))
+    for phase in range(1, len(seconds)):
+        ways = [
+            [(total + taken(phase, last, own), [*path, own]) for last, (total, path) in enumerate(reached)]
+            for own in range(count)
+        ]
+        reached = [min(options, key=lambda option: option[0]) for options in ways]
     total, path = min(reached, key=lambda candidate: candidate[0])
     return None if total == inf else path
-
-
-def _from(seconds: Sequence[float], steps: int, last: int, place: int, switching: Callable[[int, int], float]) -> float:
-    if seconds[place] == inf or place == last:
-        return steps * seconds[place]
-    cost = switching(last, place)
-    pays = steps * (seconds[last] - seconds[place]) > cost
-    return cost + steps * seconds[place] if pays else inf
 
 
 def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:

@@ -10,11 +10,10 @@ Besides legality, the space is bounded by these rules, which the runtime relies 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,13 +25,8 @@ from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
-from galvatron_lite.search.chain_bounds import ChainBounds, LastPrice
 from galvatron_lite.search.chain_labels import Net, good_way, net_paths
 from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, remembered, ticks
-
-if TYPE_CHECKING:
-    from galvatron_lite.search.bounds import StageBounds
-    from galvatron_lite.search.uniform import Uniform
 
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
 
@@ -95,14 +89,15 @@ def is_glued(graph: ModelGraph) -> bool:
 
 def part_of(graph: ModelGraph) -> list[int]:
     """Of each layer: whether it is before, among or after the blocks (0, 1, 2)."""
-    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK] or [0, len(graph.layers)]
-    return [(place >= blocks[0]) + (place > blocks[-1]) for place in range(len(graph.layers))]
+    return [part for part, places in enumerate(parts_of(graph)) for _ in places]
 
 
 def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
-    """Places of the layers before the blocks, from the first to the last block, and after them."""
-    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
-    return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, len(graph.layers))
+    """Places of the layers before the blocks, from the first to the last block (all, where there are no blocks), and
+    after them."""
+    count = len(graph.layers)
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK] or range(count)
+    return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, count)
 
 
 def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
@@ -139,8 +134,6 @@ class Answers:
     plans: dict[tuple[object, ...], tuple[float, list[StagePlan], float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
     best: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # the last answer of ``quickest``
-    bounds: dict[tuple[Choice, bool], StageBounds | None] = field(default_factory=dict)  # by runs: one, or any
-    uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts
     memo: Memo = field(default_factory=Memo)
 
 
@@ -363,7 +356,7 @@ class Problem:
         between = store.exchanges(inside) if self.graph.tensors else store.crossing[inside.start + 1 : inside.stop]
         return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage], self.runs)
 
-    def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
+    def plans(self, stage: int, inside: range, cap: float) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
         time alone that no way left out beats (infinite where none was)."""
         key, answers = self.key(stage, inside), self.answers.plans
@@ -377,7 +370,7 @@ class Problem:
             answers[key] = (cap, options, dropped)
         return answers[key][1:]
 
-    def _front(self, built: StageChain, cap: int | None, near: float = 0.0) -> ChainFront:
+    def _front(self, built: StageChain, cap: float, near: float = 0.0) -> ChainFront:
         front = net_paths(built.net, cap, widest(built.net.chain), near)
         self.work += front.work
         return front
@@ -390,64 +383,33 @@ class Problem:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
-        path, least = good_way(built.net, self._last_price(stage, inside))
+        path, least = good_way(built.net)
         plan = None if path is None else self._planned(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
 
-    def least(self, stage: int, inside: range, *, met: bool) -> float:
-        """The time of ``good`` that no way takes less than; unless the way is to be met, that of other runs will do."""
-        if met or self.runs == 1:
-            return self.good(stage, inside)[1]
-        return self.answers.memo.once(("least", *self.key(stage, inside)[:-1]), lambda: self.good(stage, inside)[1])
-
-    def _last_price(self, stage: int, inside: range) -> LastPrice:
-        return self.answers.memo.once(("price", stage, inside.start, inside.stop), LastPrice)
-
-    def through_layers(self, places: Iterable[int]) -> dict[tuple[int, Strategy], float]:
-        """Of plans without a pipeline: by layer and strategy, times that none with that beats; empty where tensors skip
-        layers."""
-        key = ("through", *self.key(0, range(self._end))[:-1])
-        return self.answers.memo.once(key, lambda: dict(self._through_layers(places)))
-
-    def _through_layers(self, places: Iterable[int]) -> Iterator[tuple[tuple[int, Strategy], float]]:
-        built = self.chain(0, range(self._end), scalar=True)
-        if built is None or built.net.skips:
-            return
-        bounds = ChainBounds.of(built.net.chain, self._last_price(0, range(self._end)))
-        for place in places:
-            least = bounds.through(place) + self.shape.microbatches * sum(built.sends)
-            for strategy, time in zip(built.tables[place].strategies, least, strict=True):
-                yield (place, strategy), float(time)
-
-    def quickest(self, stage: int, inside: range, cap: int | None, near: float = 0.0) -> tuple[StagePlan | None, float]:
+    def quickest(self, stage: int, inside: range, cap: float, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
 
         None where none fits or none is within the cap. A way will do that some other may beat by the share ``near``.
         """
-        key, answers, most = (*self.key(stage, inside), near), self.answers.quickest, np.inf if cap is None else cap
-        if key not in answers or (answers[key][1] is None and answers[key][0] < most):
-            found, least = self._quickest(stage, inside, cap, near)
-            answers[key] = (most, found, least)
-            if found is not None:
-                self.answers.best[key[:-1]] = found
+        key, answers = (*self.key(stage, inside), near), self.answers.quickest
+        if key not in answers or (answers[key][1] is None and answers[key][0] < cap):
+            built, plan, least = self.chain(stage, inside, scalar=True), None, np.inf
+            if built is not None:
+                fixed = self.shape.microbatches * sum(built.sends)
+                front = self._front(built, cap - fixed, near)
+                least = front.dropped + fixed
+                for best in front.paths[:1]:
+                    plan = self.answers.best[key[:-1]] = self._planned(best, built)
+                    least = min(least, best.time[0] + fixed)
+            answers[key] = (cap, plan, least)
         _, plan, least = answers[key]
-        return (None, np.inf) if least > most else (plan, least)
+        return (None, np.inf) if least > cap else (plan, least)
 
     def met(self, stage: int, inside: range) -> StagePlan | None:
         """The best answer of ``quickest`` and ``good`` that is known."""
         key = self.key(stage, inside)
         return self.answers.best.get(key) or self.answers.memo.get(("good", *key), (None, 0.0))[0]
-
-    def _quickest(self, stage: int, inside: range, cap: int | None, near: float) -> tuple[StagePlan | None, float]:
-        built = self.chain(stage, inside, scalar=True)
-        if built is None:
-            return None, np.inf
-        fixed = self.shape.microbatches * sum(built.sends)
-        front = self._front(built, None if cap is None else cap - fixed, near)
-        if not front.paths:
-            return None, front.dropped + fixed
-        best = front.paths[0]
-        return self._planned(best, built), min(front.dropped, best.time[0]) + fixed
 
     def _planned(self, path: Path, built: StageChain) -> StagePlan:
         """The way of a path of one criterion."""

@@ -10,7 +10,7 @@ other backends and more devices are searched, not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from math import ceil
@@ -48,22 +48,17 @@ def check_layers(request: Request) -> None:
                 offered = ", ".join(str(choice[name]) for choice in refusing[name].choices(kind, request.devices))
                 remedy = f"{why[0].upper()}{why[1:]}. It offers {offered}; or pin other layers by name."
                 raise InputError(f"--fix {layer.name}.{name}", value, remedy)
-        if request.fixed.pins_of(layer.name) and not _offered(request, layer):
+        if request.fixed.pins_of(layer.name) and not request.offered(layer):
             raise _unoffered(request, layer, pins)
 
 
-def _offered(request: Request, layer: Layer, without: str = "") -> list[Strategy]:
-    """What a layer may do on the stages of any pipeline under all that is pinned for it, but for one field."""
-    fixed = request.fixed.at_layer(layer.name)
-    fixed = replace(fixed, strategy=tuple(pin for pin in fixed.strategy if pin[0] != without))
-    sizes = [request.devices // stages for stages in request.pipelines]
-    return [strategy for size in sizes for strategy in request.space.strategies(layer.kind, size, fixed)]
-
-
-def _unoffered(request: Request, layer: Layer, pins: Mapping[str, object]) -> InputError:
+def _unoffered(request: Request, layer: Layer, pins: dict[str, object]) -> InputError:
     """That a layer has each of its pins, but not all of them; with what it offers of the one that was said last."""
-    rest = [(field, {getattr(one, field) for one in _offered(request, layer, field)}) for field in [*pins][::-1]]
-    ways = [f"{field} {', '.join(sorted(map(_value, values)))}" for field, values in rest if values]
+    fixed, ways = request.fixed.at_layer(layer.name), []
+    for field in reversed(pins):
+        others = replace(fixed, strategy=tuple(pin for pin in fixed.strategy if pin[0] != field))
+        values = {_value(getattr(strategy, field)) for strategy in request.offered(layer, others)}
+        ways += [f"{field} {', '.join(sorted(values))}"] if values else []
     stage = "" if request.pipelines == (1,) else "any stage of "
     remedy = f"No strategy of {layer.name} on {stage}{request.devices} devices has all that is pinned for it; "
     remedy += f"beside the other pins it offers {' or '.join(ways)}." if ways else "lift some of the pins."
@@ -332,8 +327,5 @@ def _reserved(request: Request, session: Session, backend: str) -> Iterator[tupl
 
 def _first_plan(request: Request, pricer: LayerPricer, effort: int = _FIRST) -> str:
     """A plan in a line, the first that a search meets; empty where none is met."""
-    try:
-        found = search(request, pricer, slack=1.0, effort=effort, below=ANY_TIME)
-    except InputError:
-        return ""
+    found = search(request, pricer, slack=1.0, effort=effort, below=ANY_TIME)
     return "" if found is None else summary(plain(request, found))

@@ -6,7 +6,7 @@ most promising node first and stop as soon as no bound is below the best plan it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -19,12 +19,13 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, in_mode
 from galvatron_lite.parallelism.layout import Layout, strategy_with
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, even_cuts, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
-from galvatron_lite.search.tables import Glue, Store, StrategyTable, Tables, glue_of
+from galvatron_lite.search.tables import Glue, Memo, Store, StrategyTable, Tables, glue_of
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
@@ -34,26 +35,18 @@ _KINDS = 16
 
 @dataclass(slots=True)
 class PriceCache:
-    """Figures by pricer, and by pricer, shape and pins."""
+    """Figures by pricer, and by pricer, shape and pins; what they are made of lives as long as they do."""
 
-    stores: dict[int, Store] = field(default_factory=dict)  # by the pricer they hold, which they keep alive
-    tables: dict[tuple[int, Shape, Fixed], Tables] = field(default_factory=dict)  # by pricer, shape and pins
-    glances: dict[int, Glance] = field(default_factory=dict)  # by the profile they hold
+    _memo: Memo = field(default_factory=Memo)
 
     def glance(self, profile: Profile) -> Glance:
         """First bounds on shapes by a profile."""
-        if id(profile) not in self.glances:
-            self.glances[id(profile)] = Glance(profile)
-        return self.glances[id(profile)]
+        return self._memo.once(("glance", id(profile)), lambda: Glance(profile))
 
     def tables_of(self, pricer: LayerPricer, space: Space, shape: Shape, fixed: Fixed) -> Tables:
         """Figures by a pricer, under a shape and pins."""
-        key = (id(pricer), shape, fixed)
-        if key not in self.tables:
-            if id(pricer) not in self.stores:
-                self.stores[id(pricer)] = Store(pricer, space)
-            self.tables[key] = Tables(self.stores[id(pricer)], shape, fixed)
-        return self.tables[key]
+        store = self._memo.once(id(pricer), lambda: Store(pricer, space))
+        return self._memo.once((id(pricer), shape, fixed), lambda: Tables(store, shape, fixed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,7 @@ class Request:
     wider: Request | None = None  # one that has all plans of this one: bounds of its shapes, where known, hold here
     margin: float = 0.0  # share of what a device may take that is kept free and not in ``budget``
     # by what they depend on, ``open_problem``: what one search learns of a shape, others know
-    problems: dict[tuple[object, ...], Problem] = field(default_factory=dict, compare=False)
+    problems: Memo = field(default_factory=Memo, compare=False)
 
     @property
     def pipelines(self) -> tuple[int, ...]:
@@ -91,12 +84,15 @@ class Request:
             return (1,)
         return pipeline_degrees(self.devices, len(self.graph.layers), self.fixed, self.cluster)
 
+    def offered(self, layer: Layer, fixed: Fixed | None = None) -> list[Strategy]:
+        """What a layer may do on the stages of any pipeline; ``fixed``: under other pins than its own."""
+        pins, sizes = fixed or self.fixed.at_layer(layer.name), [self.devices // stages for stages in self.pipelines]
+        return [strategy for size in sizes for strategy in self.space.strategies(layer.kind, size, pins)]
+
     def under(self, schedule: Schedule) -> Fixed:
         """What is pinned under a schedule: also what the backend asks of strategies then."""
         asked = self.space.backend.required(schedule)
-        return (
-            replace(self.fixed, strategy=tuple(dict.fromkeys((*self.fixed.strategy, *asked)))) if asked else self.fixed
-        )
+        return self.fixed.with_pins(asked) if asked else self.fixed
 
     def offers(self, schedule: Schedule, stages: int) -> bool:
         """Whether the backend has a strategy for every kind of layer under a schedule, with what is pinned."""
@@ -166,9 +162,9 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled; the same one for all requests made of one another."""
-    known, own = request.problems, request.fixed
-    key = (id(pricer), shape, own.strategy, own.layers, own.forbidden, own.even, request.budget)
-    if key not in known:
+    own = request.fixed
+
+    def opened() -> Problem:
         fixed = request.under(shape.schedule) if shape.stages > 1 else own
         fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
         tables, budgets = list[Tables](), list[int]()
@@ -177,10 +173,11 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
             budgets.append(bytes_on(request.budget, "" if priced is pricer else priced.profile.cluster.device.name))
             tables.append(request.known.tables_of(priced, request.space, shape, fixed))
         alike = shape.stages // len(tables)
-        known[key] = Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
-    if (*key, request.runs) not in known:
-        known[*key, request.runs] = replace(known[key], runs=request.runs)
-    return known[*key, request.runs]
+        return Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
+
+    key = (id(pricer), shape, own.strategy, own.layers, own.forbidden, own.even, request.budget)
+    problem = request.problems.once(key, opened)
+    return request.problems.once((*key, request.runs), lambda: replace(problem, runs=request.runs))
 
 
 def with_ties(problem: Problem) -> Iterator[Problem]:
@@ -199,17 +196,24 @@ def with_ties(problem: Problem) -> Iterator[Problem]:
 
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
-    """The problem under every choice of layouts at the edges of the model or of stages."""
-    for glue, wire in _edge_choices(problem):
+    """The problem under every choice of layouts at the edges of the one stage, or at the boundaries of several."""
+    layers = problem.graph.layers
+    glues: Sequence[Glue | None] = [None]
+    wires: Sequence[Layout | None] = [None]
+    if problem.shape.stages > 1:
+        kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
+        wires = sorted({layout for layer in kinds.values() for layout in _layouts(problem, layer)})
+    elif is_glued(problem.graph):
+        edges = [layer for layer in layers if layer.role is not Role.BLOCK]
+        offered = [{glue_of(layout) for layout in _layouts(problem, layer)} for layer in edges]
+        glues = sorted(set.intersection(*offered))
+    for glue, wire in product(glues, wires):
         yield replace(problem, choice=Choice(glue, wire, ()))
 
 
 def bounds_of(problem: Problem) -> StageBounds | None:
     """Lower bounds of a problem; None where nothing fits."""
-    known, key = problem.answers.bounds, (problem.choice, problem.runs == 1)
-    if key not in known:
-        known[key] = relaxed(problem, tables_by_stage(problem))
-    return known[key]
+    return problem.answers.memo.once(problem.choice, lambda: relaxed(problem, tables_by_stage(problem)))
 
 
 def average_of(problem: Problem) -> float:
@@ -219,25 +223,9 @@ def average_of(problem: Problem) -> float:
 
 def tables_by_stage(problem: Problem) -> list[list[StrategyTable]]:
     """``widest_tables`` of every stage, the same list for stages with the same tables."""
-    known: dict[int, list[StrategyTable]] = {}
-    for stage, tables in enumerate(problem.tables):
-        if id(tables) not in known:
-            known[id(tables)] = widest_tables(problem, stage)
+    stages = {id(tables): stage for stage, tables in enumerate(problem.tables)}
+    known = {key: widest_tables(problem, stage) for key, stage in stages.items()}
     return [known[id(tables)] for tables in problem.tables]
-
-
-def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
-    """Layouts to try at the edges of the one stage, or at the boundaries between several."""
-    layers = problem.graph.layers
-    if problem.shape.stages > 1:
-        kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
-        wires = {layout for layer in kinds.values() for layout in _layouts(problem, layer)}
-        return [(None, wire) for wire in sorted(wires)]
-    if not is_glued(problem.graph):
-        return [(None, None)]
-    edges = [layer for layer in layers if layer.role is not Role.BLOCK]
-    offered = [{glue_of(layout) for layout in _layouts(problem, layer)} for layer in edges]
-    return [(glue, None) for glue in sorted(set.intersection(*offered))]
 
 
 def _layouts(problem: Problem, layer: Layer) -> list[Layout]:

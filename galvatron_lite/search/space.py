@@ -25,7 +25,7 @@ and on the device unless these are pinned too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import groupby
@@ -79,8 +79,11 @@ class Fixed:
 
     def at_layer(self, layer: str) -> Fixed:
         """What is pinned and forbidden for one layer, as if for all: what its strategies are declared under."""
-        own = self.pins_of(layer)
-        return Fixed(strategy=tuple(dict.fromkeys((*self.strategy, *own))), forbidden=self.forbidden)
+        return Fixed(strategy=self.strategy, forbidden=self.forbidden).with_pins(self.pins_of(layer))
+
+    def with_pins(self, pins: Iterable[tuple[str, object]]) -> Fixed:
+        """The same with more values that every layer must have."""
+        return replace(self, strategy=tuple(dict.fromkeys((*self.strategy, *pins))))
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""
@@ -190,14 +193,14 @@ def microbatch_counts(global_batch: int, fixed: Fixed) -> tuple[int, ...]:
     if fixed.microbatches is None:
         return counts
     if fixed.microbatches not in counts:
-        raise InputError("microbatches", fixed.microbatches, f"Give a divisor of the batch: {nearest(counts, fixed)}.")
+        near = nearest(counts, fixed.microbatches)
+        raise InputError("microbatches", fixed.microbatches, f"Give a divisor of the batch: {near}.")
     return (fixed.microbatches,)
 
 
-def nearest(counts: Iterable[int], fixed: Fixed) -> str:
-    """The two numbers nearest to the pinned micro-batch count, for an error message."""
-    wanted = fixed.microbatches or 1
-    return " or ".join(str(count) for count in sorted(sorted(counts, key=lambda count: abs(count - wanted))[:2]))
+def nearest(numbers: Iterable[int], wanted: int) -> str:
+    """The two numbers that are nearest to one, for an error message."""
+    return " or ".join(map(str, sorted(sorted(numbers, key=lambda number: abs(number - wanted))[:2])))
 
 
 def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster | None = None) -> tuple[int, ...]:

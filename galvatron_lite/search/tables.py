@@ -129,14 +129,11 @@ class StrategyOptions:
     layouts: tuple[Layout, ...]  # by number
     samples: tuple[Strategy, ...]  # a strategy of each layout
     places: dict[Strategy, int]  # of the strategies
-    _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
+    _memo: Memo = field(default_factory=Memo, repr=False)
 
     def part(self, rows: IntArray) -> Strategies:
         """Some of the strategies; the same object for the same rows, so that what is known of them is kept."""
-        key = rows.tobytes()
-        if key not in self._parts:
-            self._parts[key] = self.many.at(rows)
-        return self._parts[key]
+        return self._memo.once(rows.tobytes(), lambda: self.many.at(rows))
 
 
 def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
@@ -264,17 +261,6 @@ class StrategyTable:
         return held_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mixtures:
-    """Choices for blocks that are all alike (``uniform``): of those of each group of devices the first so many parts
-    have the first strategy."""
-
-    table: StrategyTable  # S strategies, by themselves the first S of the B choices
-    first: IntArray  # first, second: (B,) rows of the table
-    second: IntArray
-    count: IntArray  # (B,) parts
-
-
 @dataclass(slots=True)
 class Store:
     """Figures of all strategies of all kinds of layers; made when asked for."""
@@ -283,19 +269,13 @@ class Store:
     space: Space  # the strategies to choose from
     # bytes a sample that go over each boundary between layers (``ModelGraph.crossings``)
     crossing: tuple[int, ...] = field(init=False)
-    # rows of tables that are of use in uniform plans (``uniform``)
-    useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
-    mixtures: dict[tuple[object, ...], Mixtures] = field(default_factory=dict)  # by table and parts
-    sends: dict[tuple[int, ...], IntArray] = field(default_factory=dict)  # picoseconds by layout, of the same
+    memo: Memo = field(default_factory=Memo)  # of what others work out of the figures
     _memo: Memo = field(default_factory=Memo)
-    _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
-    _same: dict[int, StrategyOptions] = field(default_factory=dict)  # by the strategies, which they keep alive
-    _allowed: dict[tuple[int, Fixed], BoolArray] = field(default_factory=dict)  # which options some pins leave
-    # by pins, then by kind, devices and number of stages, sharing and micro-batch
-    _known: dict[Fixed, dict[tuple[object, ...], StrategyTable]] = field(default_factory=dict)
-    _priced: dict[Fixed, dict[tuple[object, ...], _Batch]] = field(default_factory=dict)
+    # by kind, devices and number of stages, sharing, micro-batch, whether it is the only one; by pins; and tables by
+    # whether splitting backward is priced
+    _tables: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
+    _priced: dict[tuple[object, ...], _Batch] = field(default_factory=dict)
     _numbers: dict[Strategy, int] = field(default_factory=dict)
-    _numbered: dict[int, IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.crossing = self.pricer.profile.graph.crossings()
@@ -313,11 +293,12 @@ class Store:
 
     def numbers(self, table: StrategyTable) -> IntArray:
         """(S,): a number for each strategy of a table, the same in all tables."""
-        options = table.options
-        if id(options) not in self._numbered:
-            own = [self._numbers.setdefault(strategy, len(self._numbers)) for strategy in options.strategies]
-            self._numbered[id(options)] = np.array(own, dtype=np.int64)
-        return self._numbered[id(options)][table.rows]
+        strategies = table.options.strategies
+        every: IntArray = self._memo.once(
+            id(table.options),
+            lambda: np.array([self._numbers.setdefault(strategy, len(self._numbers)) for strategy in strategies]),
+        )
+        return every[table.rows]
 
     def common(self, tables: Sequence[StrategyTable]) -> list[StrategyTable]:
         """The tables, each with the strategies that all of them have."""
@@ -325,60 +306,52 @@ class Store:
         common = reduce(np.intersect1d, every)
         return [table.at(np.flatnonzero(np.isin(number, common))) for number, table in zip(every, tables, strict=True)]
 
+    @remembered
     def options(self, kind: str, devices: int, fixed: Fixed) -> StrategyOptions:
         """What a kind of layer may do on a stage of so many devices."""
-        key = (kind, devices, fixed)
-        if key not in self._options:
-            strategies = self.space.strategies(kind, devices, fixed)
-            if id(strategies) not in self._same:
-                self._same[id(strategies)] = options_of(strategies)
-            self._options[key] = self._same[id(strategies)]
-        return self._options[key]
+        strategies = self.space.strategies(kind, devices, fixed)
+        # the options keep the strategies, and so their place in memory, alive
+        return self._memo.once(("options", id(strategies)), lambda: options_of(strategies))
 
     def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy of a kind of layer under a shape."""
+        key = (kind, shape.stage_devices, shape.stages, sharing, shape.microbatch, shape.microbatches == 1)
         splits = shape.schedule.splits_backward and self.pricer.prices_splitting
-        key = (kind, shape.stage_devices, shape.stages, sharing, shape.microbatch, shape.microbatches == 1, splits)
-        found = self._ready(key, fixed)
-        if found is None:
-            unpinned = self._ready(key, UNPINNED)
-            found = None if unpinned is None else self._narrowed(unpinned, fixed)
-            if found is None:
-                self._price(kind, shape, fixed, sharing)
-                found = self._priced[fixed][key[:-1]].table(*key[-3:])
-            self._known[fixed][key] = found
-        return found
-
-    def _ready(self, key: tuple[Any, ...], fixed: Fixed) -> StrategyTable | None:
-        """A table that is known, or whose strategies are priced."""
-        tables, priced = self._known.setdefault(fixed, {}), self._priced.setdefault(fixed, {})
-        if key not in tables and key[:-1] in priced:
-            tables[key] = priced[key[:-1]].table(*key[-3:])
-        return tables.get(key)
+        if (*key, fixed, splits) not in self._tables:
+            narrowed = None
+            if (*key, fixed) not in self._priced and (*key, UNPINNED) in self._priced:
+                narrowed = self._narrowed(self.table(kind, shape, UNPINNED, sharing), fixed)
+            self._tables[*key, fixed, splits] = narrowed or self._priced_table(kind, shape, fixed, sharing, splits)
+        return self._tables[*key, fixed, splits]
 
     def _narrowed(self, unpinned: StrategyTable, fixed: Fixed) -> StrategyTable | None:
         """What pins leave of a table; None where they go beyond the space."""
-        key = (id(unpinned.options), fixed)
-        if key not in self._allowed:
-            self._allowed[key] = np.array(fixed.kept(unpinned.options.strategies))
-        kept = np.flatnonzero(self._allowed[key][unpinned.rows])
-        return unpinned.at(kept) if len(kept) else None
+        options = unpinned.options
+        allowed = self._memo.once(("kept", id(options), fixed), lambda: np.array(fixed.kept(options.strategies)))
+        return unpinned.at(np.flatnonzero(allowed[unpinned.rows])) or None
 
-    def _price(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> None:
+    def _priced_table(
+        self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing, splits: bool
+    ) -> StrategyTable:
         """Prices the strategies of a table, and of those for other micro-batches of the batch where they are few."""
         options, batch = self.options(kind, shape.stage_devices, fixed), shape.microbatch * shape.microbatches
-        key, priced_keys = (kind, shape.stage_devices, shape.stages, sharing), self._priced[fixed]
-        rows: dict[int, IntArray] = {}
-        for size in (shape.microbatch, *(divisor for divisor in divisors(batch) if divisor != shape.microbatch)):
-            some = np.flatnonzero(size % options.batch == 0)
-            few = sum(map(len, rows.values())) + len(some) <= _ROWS
-            if not rows or (few and (*key, size, size == batch) not in priced_keys):
-                rows[size] = some
-        every = np.concatenate(list(rows.values()))
-        sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
-        costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
-        priced = _Batch(options, every, sizes, costs)
-        priced_keys.update(((*key, size, size == batch), priced) for size in rows)
+
+        def key(size: int) -> tuple[object, ...]:
+            return (kind, shape.stage_devices, shape.stages, sharing, size, size == batch, fixed)
+
+        if key(shape.microbatch) not in self._priced:
+            rows: dict[int, IntArray] = {}
+            for size in (shape.microbatch, *(divisor for divisor in divisors(batch) if divisor != shape.microbatch)):
+                some = np.flatnonzero(size % options.batch == 0)
+                few = sum(map(len, rows.values())) + len(some) <= _ROWS
+                if not rows or (few and key(size) not in self._priced):
+                    rows[size] = some
+            every = np.concatenate(list(rows.values()))
+            sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
+            costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
+            priced = _Batch(options, every, sizes, costs)
+            self._priced.update((key(size), priced) for size in rows)
+        return self._priced[key(shape.microbatch)].table(shape.microbatch, shape.microbatches == 1, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,8 +384,7 @@ class Tables:
     form: Form = field(init=False)
     pricer: LayerPricer = field(init=False)  # prices the layers
     _plain: Fixed = field(init=False)
-    _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
-    _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self.pricer = self.store.pricer
@@ -428,34 +400,27 @@ class Tables:
             layer: name, for what is pinned for it.
             sharing: of parameters.
         """
-        pins = self.fixed.pins_of(layer)
-        if not pins:
-            return self.store.table(kind, self.shape, self._plain, sharing)
-        key = (kind, pins, sharing)
-        if key not in self._known:
-            self._known[key] = self.store.table(kind, self.shape, self.fixed.at_layer(layer), sharing)
-        return self._known[key]
+        fixed = self.fixed.at_layer(layer) if self.fixed.pins_of(layer) else self._plain
+        return self.store.table(kind, self.shape, fixed, sharing)
 
     def table(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """The same without strategies that never help; with any sharing none is left out: another layer has a say."""
         unpruned = self.unpruned(kind, layer, sharing)
         if sharing != ALONE:
             return unpruned
-        key = (kind, self.fixed.pins_of(layer))
-        if key not in self._known:
-            self._known[key] = unpruned.undominated(self.form)
-        return self._known[key]
+        return self._memo.once(id(unpruned), lambda: unpruned.undominated(self.form))
 
     def moves(self, left: StrategyTable, right: StrategyTable, size: int | None) -> IntArray:
         """Picoseconds of redistribution in one pass between the layouts present in one table and in the next, of what
         goes between their layers (bytes a sample; None: nothing does)."""
         if size is None:
             return np.zeros((len(left.present), len(right.present)), dtype=np.int64)
-        key = (id(left.options), id(right.options), size)
-        if key not in self._moves:
-            layouts = left.options.layouts, right.options.layouts
-            self._moves[key] = all_ticks(self.pricer.redistributions(size, self.shape.microbatch, *layouts))
-        return self._moves[key][np.ix_(left.present, right.present)]
+        layouts = left.options.layouts, right.options.layouts
+        every: IntArray = self._memo.once(
+            (id(left.options), id(right.options), size),
+            lambda: all_ticks(self.pricer.redistributions(size, self.shape.microbatch, *layouts)),
+        )
+        return every[np.ix_(left.present, right.present)]
 
 
 _FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96
@@ -542,12 +507,8 @@ def _more_columns(ordered: IntArray) -> IntArray:
 
 def _ranks(ordered: IntArray) -> NDArray[Any]:
     """(columns, rows): ranks of values in their column; small integers compare faster."""
-    ranks = np.empty(ordered.shape[::-1], dtype=np.uint16 if len(ordered) < 2**16 else np.int64)
-    for number, column in enumerate(ordered.T):
-        order = np.argsort(column, kind="stable")
-        values = column[order]
-        ranks[number, order] = np.cumsum(np.concatenate(([False], values[1:] != values[:-1])))
-    return ranks
+    ranks = np.stack([np.unique(column, return_inverse=True)[1] for column in ordered.T])
+    return ranks.astype(np.min_scalar_type(len(ordered)))
 
 
 def _beaten_before(columns: IntArray) -> BoolArray:

@@ -40,11 +40,11 @@ from galvatron_lite.search.tables import (
     REST,
     UPDATED,
     Memo,
-    Mixtures,
     StrategyTable,
     pairs_within,
     pareto_rows,
     pareto_within,
+    remembered,
     ticks,
 )
 
@@ -57,6 +57,17 @@ _HALF, _TINY = 0.5, 1e-9
 _PARTS, _LOOKED, _AT_ONCE = 8, 1024, 64
 """Parts that the blocks of a group are in; choices for blocks that are looked at, and timed, at once."""
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixtures:
+    """Choices for blocks that are all alike: of those of each group of devices the first so many parts have the first
+    strategy."""
+
+    table: StrategyTable  # S strategies, by themselves the first S of the B choices
+    first: IntArray  # first, second: (B,) rows of the table
+    second: IntArray
+    count: IntArray  # (B,) parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +124,7 @@ class Uniform:
         self.problem, self.cuts, self.store = problem, cuts, store
         self.ranges = parts_of(problem.graph)
         self.chunks = _chunks(shape.schedule, shape.stages, shape.virtual, cuts, self.ranges[1], store.crossing)
-        self.known, self.sharing = Memo(), dict[int, ParameterSharing]()
+        self._memo, self.sharing = Memo(), dict[int, ParameterSharing]()
         for places in self.chunks.held:
             self.sharing |= sharing_of(problem.graph, places)
 
@@ -121,14 +132,14 @@ class Uniform:
         """A time that no uniform plan of so many runs beats, quickly; infinite where none takes less than a limit."""
         return next((float(self._least[rows[0]]) for rows in self._ordered(limit, runs)), np.inf)
 
-    def best(self, limit: int | None, runs: int | None = None) -> Partition | None:
+    def best(self, limit: float, runs: int | None = None) -> Partition | None:
         """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none.
 
         Args:
-            limit: picoseconds; None: any plan will do.
+            limit: picoseconds.
             runs: see ``Problem``.
         """
-        best, top = None, np.inf if limit is None else limit - _HALF
+        best, top = None, limit - _HALF
         for some in self._ordered(top, runs):
             some = some[self._least[some] < top]
             if not len(some):
@@ -169,10 +180,8 @@ class Uniform:
         layer = self.problem.graph.layers[place]
         return self.problem.tables[group].unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
 
+    @remembered
     def _part(self, places: range) -> Part:
-        return self.known.once(places, lambda: self._new_part(places))
-
-    def _new_part(self, places: range) -> Part:
         pairs = [(group, place) for group, held in enumerate(self.chunks.held) for place in held.intersection(places)]
         tables = {place: self._table(group, place) for group, place in sorted(pairs, key=lambda pair: pair[1])}
         if not tables:
@@ -185,13 +194,14 @@ class Uniform:
 
     def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable]) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
-        form, cache = self.problem.form, self.store.useful
-        key = (form.freed, form.microbatches if form.freed else 0, form.apart, *map(id, of))
-        if key not in cache:
-            judged = [table.keys(form) for table in tables]
-            keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
-            cache[key] = pareto_within(keys, tables[0].codes)
-        return cache[key]
+        form = self.problem.form
+
+        def useful() -> IntArray:
+            keys = [*(table.keys(form) for table in tables), *(table.figures.resting for table in tables)]
+            return pareto_within(np.column_stack(keys), tables[0].codes)
+
+        key = ("useful", form.freed, form.microbatches if form.freed else 0, form.apart, *map(id, of))
+        return self.store.memo.once(key, useful)
 
     @cached_property
     def mixtures(self) -> Mixtures | None:
@@ -202,16 +212,18 @@ class Uniform:
         if len(kinds) > 1 or len({id(choice) for choice in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
         free = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name)
-        form, cache, parts = self.problem.form, self.store.mixtures, self.chunks.placed.shape[-1]
-        key = (id(free), parts, form.freed, form.microbatches if form.freed else 0)
-        if key not in cache:
+        form, parts = self.problem.form, self.chunks.placed.shape[-1]
+
+        def mixed() -> Mixtures:
             table = free.at(self._useful([free], [free]))
             every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])
             pairs = (np.concatenate(choice) for choice in ((a, b), (b, a)))
             first, second = (np.concatenate((every, np.tile(choice, parts - 1))) for choice in pairs)
             counts = np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)])
-            cache[key] = Mixtures(table, first, second, counts)
-        return cache[key]
+            return Mixtures(table, first, second, counts)
+
+        key = ("mixtures", id(free), parts, form.freed, form.microbatches if form.freed else 0)
+        return self.store.memo.once(key, mixed)
 
     def _blocks(self, rows: IntArray) -> Part:
         choice = self.mixtures
@@ -344,26 +356,19 @@ class Uniform:
                 alive = alive & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
         return np.where(alive, total, np.inf)
 
-    def _summed(self, parts: Parts, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
-        total, places = _ZERO, list(places)
-        for axis, part in enumerate(parts):
-            tables = [part[place] for place in places if place in part]
-            counts = Counter(map(id, tables))
-            for table in {id(choice): choice for choice in tables}.values():
-                total = total + _along(counts[id(table)] * figure(table), axis)
-        return total
-
     def _group(self, parts: Parts, group: int) -> list[IntArray]:
-        form, held = self.problem.form, self.chunks.held[group]
-        passes = (
-            lambda choice: choice.figures.forward,
-            lambda choice: choice.figures.backward,
-            lambda choice: choice.saved(form),
+        form, runs = self.problem.form, list(_runs(parts, sorted(self.chunks.held[group])))
+        forward, backward, saved, step = (
+            _column(runs, figure)
+            for figure in (
+                lambda table: table.figures.forward,
+                lambda table: table.figures.backward,
+                lambda table: table.saved(form),
+                lambda table: table.figures.step,
+            )
         )
-        forward, backward, saved = (self._summed(parts, held, figure) for figure in passes)
         moves, sends = self._moves(parts, group), self._sends(parts, group)
-        micro = form.parts(forward + moves + sends[0], backward + moves + sends[1], saved)
-        return [*micro, self._summed(parts, held, lambda choice: choice.figures.step)]
+        return [*form.parts(forward + moves + sends[0], backward + moves + sends[1], saved), step]
 
     def _moves(self, parts: Parts, group: int) -> IntArray:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them, or where tensors skip
@@ -405,14 +410,17 @@ class Uniform:
 
     def sent(self, table: StrategyTable, output: int, left: int, right: int) -> IntArray:
         """Picoseconds of sending so many bytes a sample from one group of devices to another, by sender's strategy."""
-        pricer, shape, sends = self.problem.pricer, self.problem.shape, self.store.sends
+        pricer, shape = self.problem.pricer, self.problem.shape
         stride = stride_between(left, right, shape.stage_devices, pricer.profile.cluster.levels[0].size)
         ends = (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
-        key = (id(table.options), output, shape.microbatch, shape.stage_devices, stride, *ends)
-        if key not in sends:
+
+        def seconds() -> IntArray:
             pairs = [(boundary_bytes(output, shape.microbatch, choice), choice) for choice in table.options.samples]
-            sends[key] = np.array([ticks(transfer_seconds(pricer, *choice, shape, (left, right))) for choice in pairs])
-        return sends[key][table.codes]
+            return np.array([ticks(transfer_seconds(pricer, *choice, shape, (left, right))) for choice in pairs])
+
+        key = ("sends", id(table.options), output, shape.microbatch, shape.stage_devices, stride, *ends)
+        every: IntArray = self.store.memo.once(key, seconds)
+        return every[table.codes]
 
     def group_bytes(self, parts: Parts, group: int) -> IntArray:
         """Bytes on each device of a group: while one of its stages computes, the others rest."""
@@ -489,7 +497,7 @@ def _along(values: IntArray, axis: int) -> IntArray:
     return values.reshape(shape)
 
 
-def _runs(parts: Parts, inside: range) -> Iterator[Run]:
+def _runs(parts: Parts, inside: Iterable[int]) -> Iterator[Run]:
     choice = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
     for (axis, _), same in groupby(choice, key=lambda pair: (pair[0], id(pair[1]))):
         layers = list(same)

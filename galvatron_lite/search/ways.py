@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -32,7 +31,6 @@ class PlanTask:
     session: Session  # of the profile and the mode
     request: Request  # what is planned
     backend: Backend  # what is to run the plan
-    budget: int | Budget  # bytes a device, or of each type of device
     delay: Delay | None = None  # which rules of delayed gradients the user allows; None: none
     ordinary: Plan | None = None  # the best plan of stages in the model's order; None where none fits
     certify: bool = False  # whether integer programmes are to say the same as the search
@@ -58,24 +56,21 @@ def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, way
         InputError: the same where the ordinary search cannot share out the batch.
     """
     only = task.delay is not None and task.delay.only
+    first, refused = None, InfeasibleError(f"No such plan of {task.request.graph.name} fits.")
     try:
         first = ordinary()
     except (InfeasibleError, InputError) as error:
-        candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
-        fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
-        if not fitting:
-            raise (_needing(candidates, error) if isinstance(error, InfeasibleError) else error) from None
-        return led(fitting, runners_up)
+        refused = error  # type: ignore[assignment]
     task = replace(task, ordinary=first)
     candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
-    if not candidates:
-        return first
     fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
-    if only and not fitting:
-        raise _needing(candidates, InfeasibleError(f"No such plan of {first.model} fits."))
+    if not fitting and (first is None or (only and candidates)):
+        raise _needing(candidates, refused) if isinstance(refused, InfeasibleError) else refused
+    if first is None:
+        return led(fitting, runners_up)
     quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
-    others = [plan for plan in candidates if not any(plan is one for one in quicker)]
-    return led([*quicker, first, *others], runners_up)
+    others = [plan for plan in candidates if not any(plan is other for other in quicker)]
+    return led([*quicker, first, *others], runners_up) if candidates else first
 
 
 def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:
@@ -215,30 +210,21 @@ def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
 def _ways(request: Request, fields: Sequence[str], kinds: Collection[str]) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every one of these kinds has a strategy."""
     layers = [layer for layer in request.graph.layers if layer.kind in kinds]
+    unlike = {(layer.kind, request.fixed.pins_of(layer.name)): layer for layer in layers}
     offered = [
-        {tuple(getattr(strategy, name) for name in fields) for strategy in _strategies(request, kind, layer)}
-        for (kind, _), layer in {
-            (layer.kind, request.fixed.pins_of(layer.name)): layer.name for layer in layers
-        }.items()
+        {tuple(getattr(strategy, name) for name in fields) for strategy in request.offered(layer)}
+        for layer in unlike.values()
     ]
     common = set.intersection(*offered) if offered else set()
     for values in sorted(common, key=lambda values: [str(value) for value in values]):
         yield tuple(zip(fields, values, strict=True))
 
 
-def _strategies(request: Request, kind: str, layer: str, pins: Pins = ()) -> list[Strategy]:
-    """Of a layer, on stages of any size that is tried."""
-    fixed = request.fixed.at_layer(layer)
-    fixed = replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
-    sizes = [request.devices // stages for stages in request.pipelines]
-    return [strategy for size in sizes for strategy in request.space.strategies(kind, size, fixed)]
-
-
 def _pinned(request: Request, kinds: Collection[str], pins: Pins) -> Fixed:
     """What is pinned with one way; layer by layer where some have no parameters."""
     fixed, graph = request.fixed, request.graph
     if len(kinds) == len({layer.kind for layer in graph.layers}):
-        return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
+        return fixed.with_pins(pins)
     layer_pins = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
     return replace(fixed, layers=(*fixed.layers, *layer_pins))
 
@@ -269,7 +255,10 @@ def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, ob
     if not fields or not blocks:
         yield ()
         return
-    offered = {kind: _strategies(task.request, kind, layer.name, pins) for kind, layer in kinds.items()}
+    offered = {
+        kind: task.request.offered(layer, task.request.fixed.at_layer(layer.name).with_pins(pins))
+        for kind, layer in kinds.items()
+    }
     strategies = [one for kind in blocks for one in offered[kind] if rule is None or rule(one)]
     offers = {kind: {(name, getattr(one, name)) for one in every if kind not in blocks or rule is None or rule(one)
                      for name in (*fields, *dict(task.backend.edges))} for kind, every in offered.items()}  # fmt: skip
@@ -297,14 +286,11 @@ def _globs(graph: ModelGraph, kind: str) -> list[str]:
 
 def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
     """Those whose best plans take least by the closed form, quickest first."""
-    promising, limit = list[tuple[int, Fixed]](), None
+    promising, limit = list[tuple[int, Fixed]](), float("inf")
     search(task.request, task.session.pricer, effort=_WORK, slack=_REACH)  # for bounds that hold whatever the way
     for fixed in ways:
         request = replace(task.request, fixed=fixed, wider=task.request)
-        try:
-            best = search(request, task.session.pricer, below=limit, effort=_WORK)
-        except InputError:  # a batch that this way cannot share out
-            continue
+        best = search(request, task.session.pricer, below=limit, effort=_WORK)
         if best is not None:
             limit = int(best.partition.time * (1.0 + _REACH))
             promising.append((best.partition.time, fixed))

@@ -26,6 +26,7 @@ from galvatron_lite.plans.schema import (
     Stage,
     layer_runs,
 )
+from tests.plans.export import made
 from tests.runtime.plans import make_plan
 
 MIXED = (
@@ -99,7 +100,9 @@ def _beside(stages: tuple[Stage, ...] = (Stage(()),), **changes: Any) -> Plan:
     ("plan", "message"),
     [
         (replace(PLAN, devices=0), "devices"),
-        (replace(PLAN, microbatches=3), "must divide the global batch, 16"),
+        (replace(PLAN, microbatches=3), "a.yaml, microbatches: 3 .*must divide the global batch, 16"),
+        (replace(PLAN, microbatches=0), "a.yaml, microbatches: 0 "),
+        (replace(PLAN, global_batch=0), "a.yaml, global_batch: 0 "),
         (replace(PLAN, stages=()), "at least one stage"),
         (replace(PLAN, devices=5, stages=PLAN.stages * 2), "multiple of the number of stages, 2"),
         (replace(PLAN, stages=(Stage(()),)), "at least one layer"),
@@ -217,3 +220,35 @@ def test_plans_save_and_load_themselves(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="microbatches"):
         replace(plan, microbatches=3).save(tmp_path / "wrong.yaml")
     assert not (tmp_path / "wrong.yaml").exists()
+
+
+WRONG = LayerRun("x", "x", 1, Strategy(data=8))
+RIGHT = LayerRun("y", "y", 1, Strategy(data=2))
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("last", [False, True])
+def test_every_run_of_every_stage_is_checked(number: int, last: bool) -> None:
+    good = made.plan(Strategy(data=2), (2, 1, 3, 2))
+    runs = good.stages[number].runs
+    stage = Stage((*runs, WRONG) if last else (WRONG, *runs))
+    bad = replace(good, stages=(*good.stages[:number], stage, *good.stages[number + 1 :]))
+    with pytest.raises(
+        InputError, match=rf"plan, stages\.{number}\.runs\.{len(runs) if last else 0}\.strategy: 'data8'"
+    ):
+        check_plan(bad)
+
+
+@pytest.mark.parametrize(
+    ("first", "devices", "runs"), [(0, 2, (RIGHT, WRONG)), (-1, 2, (RIGHT,)), (3, 2, (RIGHT,)), (0, 0, (RIGHT,))]
+)
+def test_every_branch_is_checked(first: int, devices: int, runs: tuple[LayerRun, ...]) -> None:
+    good = BranchPlacement("left", ("left",), 0, 2, (RIGHT,))
+    check_plan(branched(good, good))
+    with pytest.raises(InputError, match=r"plan, branches\.1"):
+        check_plan(branched(good, BranchPlacement("right", ("right",), first, devices, runs)))
+
+
+def branched(*branches: BranchPlacement) -> Plan:
+    whole = LayerRun("before", "before", 1, Strategy())
+    return replace(made.PLANS["data"], stages=(Stage((whole,)),), branches=branches)

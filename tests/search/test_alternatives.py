@@ -183,7 +183,7 @@ def test_a_zero_bubble_plan_is_held_against_other_schedules_by_simulation() -> N
 
 def test_other_shapes_of_near_closed_form_are_simulated() -> None:
     asked = random_instance(16, 4)
-    request, pricer = asked.request(31_669), LayerPricer(asked.profile)
+    request, pricer = asked.request(40_000), LayerPricer(asked.profile)
     best = search(request, pricer)
     assert best is not None
     first, *others = finalists(request, pricer, best, wanted=0, near=True)

@@ -38,7 +38,7 @@ def asked(profile: Profile, devices: int, batch: int, mode: Mode, budget: int = 
     session = Session(profile, mode)
     fixed = Fixed(**pins)  # type: ignore[arg-type]
     request = request_of(session, devices, batch, budget, fixed, None, GALVATRON)
-    return PlanTask(session, request, GALVATRON, budget)
+    return PlanTask(session, request, GALVATRON)
 
 
 def every_plan(profile: Profile, devices: int, batch: int) -> list[Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts
+from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts, strategies_of_parts
 from galvatron_lite.search.chain_labels import good_path, pareto_paths
 from galvatron_lite.search.refusals import unprofiled
 from galvatron_lite.search.shapes import Request
@@ -140,7 +141,7 @@ def check_good(chain: Chain, best: list[Times]) -> None:
         assert weighted(chain, path.time) >= least
 
 
-def check_near(chain: Chain, best: list[Times], cap: int | None) -> None:
+def check_near(chain: Chain, best: list[Times], cap: float) -> None:
     """A path that may be beaten by a share is beaten by no more, and what is said to beat it is a bound."""
     front = pareto_paths(chain, cap, near=NEAR)
     check(chain, front, best)
@@ -161,8 +162,8 @@ def test_every_sequence(seed: int) -> None:
     for room in (peaks[0] - 1, peaks[0], draw.choice(peaks), peaks[-1]):
         own = with_room(chain, room)
         fitting = [time for time, peak in paths if peak <= room]
-        cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else None
-        best = pareto([time for time in fitting if cap is None or weighted(chain, time) <= cap])
+        cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else math.inf
+        best = pareto([time for time in fitting if weighted(chain, time) <= cap])
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
         if criteria == 1:
             check_good(own, best)
@@ -230,17 +231,18 @@ def test_one_strategy_a_part_equals_every_choice_of_one(seed: int) -> None:
         figures = random_figures(draw, count, 2, 1, top) | {"group": strategy % 2}  # the layout is the strategy's
         move = np.array([[0, draw.randint(1, top)], [draw.randint(1, top), 0]])
         layers.append(ChainLayer(**figures, move=move, strategy=strategy, part=place // 2))
-    chain = Chain(tuple(layers), np.array([draw.randint(1, 3)]), np.array([draw.randint(1, 2)]), 0, runs=1)
+    chain = Chain(tuple(layers), np.array([draw.randint(1, 3)]), np.array([1]), 0, runs=1)
     paths = {}
     for chosen in itertools.product(range(count), repeat=3):
         path = tuple(list(layer.strategy).index(chosen[layer.part]) for layer in layers)
         paths[path] = path_time(chain, path)[0], moments_peak(chain, path)
+    common = strategies_of_parts(chain)
     for room in sorted({peak for _, peak in paths.values()}):
         least = min(time for time, peak in paths.values() if peak <= room)
-        found = best_of_parts(replace(chain, room=room), float(least * chain.weights[0]))
+        found = best_of_parts(replace(chain, room=room), common, float(least))
         assert (found.time[0], paths[found.choices][0]) == (least, least)
         assert paths[found.choices][1] <= room
-        assert best_of_parts(replace(chain, room=room), least * chain.weights[0] - 0.5) is None
+        assert best_of_parts(replace(chain, room=room), common, least - 0.5) is None
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 4)), max_size=40)

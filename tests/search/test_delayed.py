@@ -150,6 +150,6 @@ def test_only_plans_of_delayed_gradients_where_no_others_are_wanted() -> None:
     session = Session(profile)
     request = request_of(session, 3, 12, ROOM, Fixed(), None, GALVATRON)
     for only in (False, True):
-        asked = PlanTask(session, request, GALVATRON, ROOM, Delay(only=only))
+        asked = PlanTask(session, request, GALVATRON, Delay(only=only))
         found = with_ways(lambda: quick, asked, 3, (lambda _: (quicker,), lambda _: (delayed,)))
         assert (found.cyclic is not None) == only

@@ -1,4 +1,5 @@
-"""What must hold of any search: more room, more schedules, more strategies never make a plan slower; it repeats."""
+"""What must hold of any search: more room, more schedules, more strategies never make a plan slower; bounds hold; it
+repeats."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.backends import ANY, GALVATRON
+from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.space import Space
+from galvatron_lite.search.bounds import Glance, averaged_uniform
+from galvatron_lite.search.problem import cuts_of
+from galvatron_lite.search.shapes import Request, average_of, bounds_of, open_problem, shapes_of, with_edges, with_ties
+from galvatron_lite.search.space import Fixed, Space
+from galvatron_lite.search.uniform import Uniform
 from tests.search.instances import FREE, Instance, random_instance
 
 
@@ -50,6 +55,37 @@ def test_a_wider_space_is_never_slower(seed: int) -> None:
     wide = time_of(replace(request, space=Space(graph, node, ANY, offload=True, tokens=1)), asked)
     free = time_of(replace(request, space=Space(graph, node, ANY, offload=True, tokens=1), schedules=FREE), asked)
     assert free <= wide <= narrow
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
+    asked = random_instance(seed)
+    pricer, draw = LayerPricer(asked.profile), random.Random(seed)
+    budget = draw.choice([20_000, 60_000, 10**9])
+    whole = replace(asked.request(budget), fixed=Fixed(), schedules=schedules())
+    for shape in draw.sample(shapes_of(whole), min(len(shapes_of(whole)), 6)):
+        pins = Fixed(pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual)
+        request = replace(whole, fixed=pins, schedules=(shape.schedule,))
+        found = search(request, pricer)
+        if found is None:
+            continue
+        best = found.partition.time * (1 + 1e-9)
+        problem = open_problem(request, pricer, shape)
+        assert Glance(asked.profile).bound(request.graph, shape) <= best
+        assert average_of(problem) <= best
+        if shape.virtual > 1:
+            ways = cuts_of(asked.profile.graph, shape.stages * shape.virtual)
+            assert min(Uniform(problem, cuts).bound() for cuts in ways) <= best
+            assert shape.schedule is not Schedule.INTERLEAVED or averaged_uniform([problem])[0] <= best
+            continue
+        bounds = bounds_of(problem)
+        assert bounds is not None
+        assert bounds.bound <= best
+        children = (child for edged in with_edges(problem) for child in with_ties(edged))
+        own = next(child for child in children if child.choice == found.problem.choice)
+        narrower = bounds_of(own)
+        assert narrower is not None
+        assert narrower.bound <= best
 
 
 CODE = """

@@ -14,7 +14,7 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Plan, Proof, Schedule
-from galvatron_lite.search.planner import compare, find_plan
+from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 from tests.branchy import plain_profile
@@ -107,16 +107,6 @@ def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
 def test_wrong_values_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         planned(**options)
-
-
-def test_compare_sorts_by_time() -> None:
-    profile = random_profile(random.Random(4))
-    plans = [
-        find_plan(profile, devices=4, global_batch=8, budget=BUDGET, fixed=Fixed(pipeline=degree), runners_up=0)
-        for degree in (4, 2, 1)
-    ]
-    times = [plan.prediction.step_seconds for plan in compare(profile, plans) if plan.prediction]
-    assert times == sorted(times)
 
 
 def test_planning_imports_no_torch() -> None:

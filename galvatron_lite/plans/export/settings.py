@@ -66,17 +66,17 @@ class Settings:
 
 def settings_of(plan: Plan) -> Settings:
     """What of a plan one strategy for all layers can say."""
-    main = main_strategy(plan)
-    stages = cuts(plan)
-    again = next((one for one in (Recompute.FULL, Recompute.SELECTIVE) if recomputed(plan, one)), Recompute.NONE)
-    partial = again is Recompute.FULL and recomputed(plan, again) < sum(stage.blocks for stage in stages)
+    main, again = _main_strategy(plan), _recompute(plan)
+    counts = Counter(recompute for stage in again for recompute in stage)
+    which = next((one for one in (Recompute.FULL, Recompute.SELECTIVE) if counts[one]), Recompute.NONE)
+    partial = which is Recompute.FULL and counts[which] < counts.total()
     return Settings(
         devices=plan.devices, precision=plan.precision, batch=plan.global_batch,
         samples=plan.microbatch // main.batch_degree, microbatches=plan.microbatches,
-        strategy=replace(main, recompute=again if any(stage.blocks for stage in stages) else main.recompute),
-        recomputed=max(_full(plan)) if partial else 0,
+        strategy=replace(main, recompute=which) if counts else main,
+        recomputed=max(stage.count(Recompute.FULL) for stage in again) if partial else 0,
         schedule=plan.schedule if len(plan.stages) > 1 and plan.cyclic is None else Schedule.ONE_F_ONE_B,
-        virtual=plan.virtual_stages, stages=stages, deepspeed=plan.backend is TrainedBy.DEEPSPEED,
+        virtual=plan.virtual_stages, stages=cuts(plan), deepspeed=plan.backend is TrainedBy.DEEPSPEED,
     )  # fmt: skip
 
 
@@ -87,11 +87,6 @@ class _Part:
     run: LayerRun
     count: int
     edge: str = ""  # its name
-
-    @property
-    def full(self) -> int:
-        """Blocks that compute all again."""
-        return 0 if self.edge or self.run.strategy.recompute is not Recompute.FULL else self.count
 
 
 def _parts(plan: Plan) -> list[list[_Part]]:
@@ -109,7 +104,7 @@ def _parts(plan: Plan) -> list[list[_Part]]:
     return stages
 
 
-def main_strategy(plan: Plan) -> Strategy:
+def _main_strategy(plan: Plan) -> Strategy:
     """The strategy of the most blocks; of the most layers where there are none. The first of equal ones."""
     counts: Counter[Strategy] = Counter()
     parts = [part for stage in _parts(plan) for part in stage]
@@ -131,21 +126,12 @@ def cuts(plan: Plan) -> tuple[StageBlocks, ...]:
     return tuple(stages)
 
 
-def recomputed(plan: Plan, recompute: Recompute) -> int:
-    """Blocks that compute so much again."""
-    parts = (part for stage in _parts(plan) for part in stage)
-    return sum(part.count for part in parts if not part.edge and part.run.strategy.recompute is recompute)
-
-
-def _full(plan: Plan) -> list[int]:
-    """Blocks of each stage that compute all again."""
-    return [sum(part.full for part in stage) for stage in _parts(plan)]
-
-
-def _first_ones(plan: Plan) -> bool:
-    """Whether blocks that compute all again come before the others of their stage."""
-    stages = ([part.full > 0 for part in stage if not part.edge] for stage in _parts(plan))
-    return all(full == sorted(full, reverse=True) for full in stages)
+def _recompute(plan: Plan) -> list[list[Recompute]]:
+    """What each block of each stage computes again."""
+    return [
+        [part.run.strategy.recompute for part in stage if not part.edge for _ in range(part.count)]
+        for stage in _parts(plan)
+    ]
 
 
 def simplified(plan: Plan, settings: Settings) -> Iterator[str]:
@@ -169,18 +155,18 @@ def simplified(plan: Plan, settings: Settings) -> Iterator[str]:
 
 
 def _recompute_lost(plan: Plan, settings: Settings) -> Iterator[str]:
-    which = settings.strategy.recompute
-    full = _full(plan)
-    if settings.recomputed and len(set(full)) > 1:
-        counts = ", ".join(map(str, full))
+    which, blocks = settings.strategy.recompute, _recompute(plan)
+    full = [[recompute is Recompute.FULL for recompute in stage] for stage in blocks]
+    counts = Counter(recompute for stage in blocks for recompute in stage)
+    if settings.recomputed and len({sum(stage) for stage in full}) > 1:
+        by_stage = ", ".join(str(sum(stage)) for stage in full)
         instead = f"these settings: {settings.recomputed} of each"
-        yield f"full recomputation of unlike numbers of blocks by stage ({counts}; {instead})"
-    elif settings.recomputed and not _first_ones(plan):
+        yield f"full recomputation of unlike numbers of blocks by stage ({by_stage}; {instead})"
+    elif settings.recomputed and any(stage != sorted(stage, reverse=True) for stage in full):
         yield "which blocks of a stage compute all again: here the first ones, or all"
-    done, blocks = recomputed(plan, which), settings.blocks
-    if which is Recompute.SELECTIVE and done < blocks:
-        yield f"selective recomputation of {done} of {blocks} blocks: here of all"
-    if which is Recompute.FULL and (some := recomputed(plan, Recompute.SELECTIVE)):
+    if which is Recompute.SELECTIVE and counts[which] < settings.blocks:
+        yield f"selective recomputation of {counts[which]} of {settings.blocks} blocks: here of all"
+    if which is Recompute.FULL and (some := counts[Recompute.SELECTIVE]):
         yield f"selective recomputation of {some} blocks beside full: here of none"
 
 
