@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import product
+from math import inf
 from time import process_time
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,7 @@ class Bench:
         ours = to_plan(plan, profile, async_reduce=asked.async_reduce, engine=asked.rules.engine)
         return replace(self.priced(ours, cpu, how), their_seconds=theirs.seconds, their_memory=max(theirs.memory))
 
-    def found(self, degree: int, budget: int, below: int | None = None) -> tuple[Plan, int] | None:
+    def found(self, degree: int, budget: int, below: float = inf) -> tuple[Plan, int] | None:
         """A plan of the common space and a pipeline degree, and its picoseconds by the closed form.
 
         The best by our model without a pipeline; with one, the best that a quick search meets.
@@ -273,7 +274,7 @@ def _best(bench: Bench, budget: int) -> Priced | None:
     """The best plan that our searches of the common space meet within so many MB, of any pipeline degree."""
     best: tuple[Plan, int] | None = None
     for degree in bench.degrees:
-        best = bench.found(degree, budget, best and best[1]) or best
+        best = bench.found(degree, budget, inf if best is None else best[1]) or best
     return None if best is None else bench.priced(best[0])
 
 
