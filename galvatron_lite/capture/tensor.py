@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -213,7 +213,11 @@ def unsplit(figures: RegionFigures, reason: str) -> TensorFigures:
 
 
 def split_block(
-    block: nn.Module, calls: Sequence[BlockCall], chains: Sequence[Sequence[int]], figures: RegionFigures
+    block: nn.Module,
+    calls: Sequence[BlockCall],
+    chains: Sequence[Sequence[int]],
+    figures: RegionFigures,
+    shared: Collection[str] = (),
 ) -> TensorFigures:
     """Figures of a block and of one device's share of it.
 
@@ -222,13 +226,14 @@ def split_block(
         calls: its call at both batch sizes.
         chains: places of the inputs that come from the layer before, at both batch sizes.
         figures: its figures on one device.
+        shared: names of modules that other layers hold too.
     """
     matmuls = (call for call in figures.calls if call.kind is OperatorClass.MATMUL and not call.backward)
     if sum(call.weight_bytes > 0 for call in matmuls) < _PAIR:
         return unsplit(
             figures, _NO_PAIR
         )  # told without running the block for real, for which pictures may be too large
-    plan = infer_block(block, calls[1].args, calls[1].kwargs)
+    plan = infer_block(block, calls[1].args, calls[1].kwargs, shared)
     if plan.max_degree == 1:
         return unsplit(figures, plan.reason)
     degree = next(factor for factor in range(2, plan.max_degree + 1) if plan.max_degree % factor == 0)

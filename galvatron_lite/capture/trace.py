@@ -69,6 +69,7 @@ from galvatron_lite.model.trace.run import BlockCall, Observation, chain_inputs,
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import narrow_norms
 from galvatron_lite.parallelism.tensor.cost import boundaries
+from galvatron_lite.parallelism.tensor.infer import held_twice
 
 
 @garbage_waits()
@@ -322,7 +323,8 @@ class _Capture:
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
         entering = slope(*[_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
         leaving = slope(*[_bytes(tensors_of(call.output)) for call in calls])
-        figure = split_block(block, calls, chains, figures(runs[0], runs[1]))
+        shared = held_twice(self.twin, self.layers)[layer.kind]
+        figure = split_block(block, calls, chains, figures(runs[0], runs[1]), shared)
         kept = {Recompute.NONE: figure.split("kept")}
         if not (figure.whole.overwrites or figure.whole.overwrites_heavy):
             kept[Recompute.SELECTIVE] = figure.split("selective")

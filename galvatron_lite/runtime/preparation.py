@@ -33,7 +33,7 @@ from galvatron_lite.parallelism.pipeline.tied import (
 )
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.rng.modules import Draws
-from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from galvatron_lite.parallelism.tensor.infer import held_twice, infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
@@ -172,6 +172,7 @@ def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any
 
     Arguments and errors as of ``layer_plans``; there must be a batch.
     """
+    placed = list(placed)
     split = [one for one in placed if lines_of(one.strategy).matmuls.size > 1]
     blocks = {one.layer.kind: one.layer.name for one in reversed(split) if one.layer.role is Role.BLOCK}
     calls: Mapping[str, BlockCall] = {}
@@ -181,10 +182,11 @@ def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any
             raise InputError("batch", None, remedy)
         calls = block_calls(model, list(blocks.values()), batch)
     by_kind = {}
+    shared = held_twice(model, [one.layer for one in placed])
     for kind, name in blocks.items():
         if name not in calls:
             raise InputError("layer", name, "It does not run on the example batch, so it cannot be split.")
-        by_kind[kind] = infer_block(model.get_submodule(name), calls[name].args, calls[name].kwargs)
+        by_kind[kind] = infer_block(model.get_submodule(name), calls[name].args, calls[name].kwargs, shared[kind])
     plans = dict[str, TensorPlan]()
     for layer in (one.layer for one in split):
         modules = {path: model.get_submodule(path) for path in layer.modules}

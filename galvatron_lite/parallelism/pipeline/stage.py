@@ -14,7 +14,7 @@ layer of a stage returned, a tensor or a tuple; else it is a dict of tensors by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, update_wrapper
 from types import NoneType
 from typing import Any
@@ -82,6 +82,8 @@ class StageModel:
         self.layers = tuple(layers[start:stop])
         self.first, self.last = start == 0, stop == len(layers)
         self._units = tuple(units(model, self.layers))
+        # what layers of other stages hold too keeps its parameters here
+        self._held = frozenset(module for path in self._units for module in model.get_submodule(path).modules())
         self._flow, self._sender = flow, layers[start - 1].modules[-1] if start and layers[start - 1].modules else ""
         self._crossing: _CrossingOutputs | None = None
         self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
@@ -97,7 +99,7 @@ class StageModel:
         self._hollow_earlier(layers[:start], device)
         for path in units(model, layers[stop:]):
             module = model.get_submodule(path)
-            drop_parameters(module)
+            drop_parameters(module, self._held)
             module.forward = self._stop
         model.forward = update_wrapper(partial(self._run_to_end, model.forward), model.forward)
 
@@ -159,11 +161,11 @@ class StageModel:
             for path in units(self.model, [layer]):
                 module = self.model.get_submodule(path)
                 if self._crossing is not None:
-                    _hollow_with_shape(module, partial(self._crossing.give, path))
+                    _hollow_with_shape(module, partial(self._crossing.give, path), self._held)
                 elif layer.role is Role.BEFORE:
-                    _hollow_with_shape(module, partial(_without_values, path))
+                    _hollow_with_shape(module, partial(_without_values, path), self._held)
                 else:
-                    drop_parameters(module)
+                    drop_parameters(module, self._held)
                     is_last = path == earlier[-1].modules[-1]
                     module.forward = (lambda *_, **__: self._received) if is_last else partial(self._pass_shape, path)
         if earlier:
@@ -346,9 +348,9 @@ def _ancestors(model: nn.Module, layers: Sequence[Layer]) -> list[nn.Module]:
     return [model.get_submodule(name) for name in sorted({"", *names} - paths)]
 
 
-def drop_parameters(module: nn.Module) -> None:
-    """Turn every parameter of the module and its submodules into a plain attribute on the meta device."""
-    for owner in module.modules():
+def drop_parameters(module: nn.Module, kept: Collection[nn.Module] = ()) -> None:
+    """Turn every parameter of a module and its submodules, but for some, into a plain attribute on the meta device."""
+    for owner in (one for one in module.modules() if one not in kept):
         for name, parameter in list(owner.named_parameters(recurse=False)):
             shape_only = torch.empty_like(parameter, device="meta", requires_grad=False)
             delattr(owner, name)
@@ -367,7 +369,9 @@ def _drop_loose_parameters(module: nn.Module, device: torch.device | None) -> No
         setattr(module, name, stand_in.expand(parameter.shape))
 
 
-def _hollow_with_shape(module: nn.Module, give: Callable[[Any, torch.device], Any]) -> None:
+def _hollow_with_shape(
+    module: nn.Module, give: Callable[[Any, torch.device], Any], kept: Collection[nn.Module]
+) -> None:
     """Drop the module's parameters; it returns what ``give`` makes of its output on the meta device.
 
     The shape comes from running a copy on the meta device, once for the shapes of its arguments, so it is right for
@@ -375,7 +379,7 @@ def _hollow_with_shape(module: nn.Module, give: Callable[[Any, torch.device], An
     """
     floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
     to_meta = partial(_to_meta, floating[0] if floating else None)
-    drop_parameters(module)
+    drop_parameters(module, kept)
     twin = meta_copy(module).train(module.training)
     outputs: dict[object, Any] = {}
 

@@ -198,8 +198,9 @@ class _Sharding:
 
     def _make_row(self, linear: nn.Module, entrances: Sequence[_Entrance]) -> None:
         weight, dim = weight_of(linear), 1 - output_dim(linear)
-        self._slice(weight, dim, (weight.shape[dim],))
-        setattr(linear, "in_features" if isinstance(linear, nn.Linear) else "nx", weight.shape[dim])
+        extent = "in_features" if isinstance(linear, nn.Linear) else "nx"
+        self._slice(weight, dim, (getattr(linear, extent),))  # not the weight's: a tied layer may have split it
+        setattr(linear, extent, weight.shape[dim])
         leave = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         # An instance attribute, because a hook cannot keep the bias out of the sum over the group.
         linear.forward = partial(_row_forward, linear, entrances, partial(leave, group=self.group))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.expert.apply import find_slices
 from galvatron_lite.parallelism.tensor.infer_probe import (
     Probe,
@@ -45,7 +47,26 @@ MANY_WAYS = 5040
 """Divisible by every number up to 10: degrees offered where any degree is legal are divisors of a multiple of it."""
 
 
-def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorPlan:
+def held_twice(model: nn.Module, layers: Sequence[Layer]) -> dict[str, frozenset[str]]:
+    """By kind of block: names inside its blocks of modules with parameters that other layers hold too."""
+    inside = {
+        layer.name: {part for path in layer.modules for part in model.get_submodule(path).modules()} for layer in layers
+    }
+    holders = Counter(part for parts in inside.values() for part in parts)
+    names = defaultdict[str, set[str]](set)
+    for layer in layers:
+        for path in layer.modules if layer.role is Role.BLOCK else ():
+            names[layer.kind].update(
+                name
+                for name, part in model.get_submodule(path).named_modules()
+                if holders[part] > 1 and next(part.parameters(recurse=False), None) is not None
+            )
+    return {kind: frozenset(inner) for kind, inner in names.items()}
+
+
+def infer_block(
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shared: Collection[str] = ()
+) -> TensorPlan:
     """How a block may be split: column/row regions found by data flow and proven by running.
 
     A small double of the block is run on the CPU (see ``infer_probe``); the block is not changed or run. No plan is
@@ -55,7 +76,10 @@ def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         block: on any device, meta included.
         args: positional inputs it was called with, on any device.
         kwargs: keyword inputs it was called with.
+        shared: names of modules that other layers hold too (``held_twice``), which are not split twice.
     """
+    if name := next((name for name in sorted(shared) if is_linear(block.get_submodule(name))), ""):
+        return TensorPlan(reason=f"Another layer holds its {name}, too{NOT_OFFERED}.")
     experts = _expert_slices(block, args, kwargs)
     if isinstance(experts, str):
         return TensorPlan(reason=f"{experts}{NOT_OFFERED}.")
