@@ -64,7 +64,7 @@ def test_plans_are_those_of_their_budgets_and_none_is_beaten(seed: int) -> None:
 
 
 def test_a_wide_step_is_quick_and_says_so() -> None:
-    setting = small(2, budget=320_000)
+    setting = small(5, budget=320_000)
     front = pareto_front(setting, 16)
     assert front.step == 10_000
     searched = [point.budget for point in front.points]

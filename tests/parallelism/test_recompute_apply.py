@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -307,3 +308,13 @@ def test_layers_that_overwrite_what_they_are_given_are_refused() -> None:
     apply_recompute(module, Recompute.FULL)
     with pytest.raises(InputError, match="without recompute"):
         module(torch.randn(2, 2, requires_grad=True) * 2)
+
+
+def test_a_layer_with_statistics_runs_without_values() -> None:
+    """As in a dry run: what is not there cannot be compared with what it was before the call."""
+    with FakeTensorMode():
+        block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        apply_recompute(block, Recompute.FULL)
+        for _ in range(2):
+            block(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -69,7 +70,8 @@ class _Container:
         """Let go of the copies of tensors that the call has left as they were."""
         for key, (version, copied) in list(self.copies.items()):
             tensor = self.content[key]
-            if tensor._version == version and (tensor.is_meta or torch.equal(tensor, copied)):
+            without_values = tensor.is_meta or isinstance(tensor, FakeTensor)  # as in dry runs
+            if tensor._version == version and (without_values or torch.equal(tensor, copied)):
                 del self.copies[key]
 
     @property
