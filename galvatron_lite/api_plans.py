@@ -252,11 +252,11 @@ def _find_source(
 ) -> ModelSource:
     """Where the model of a plan comes from; see ``verify_plan``."""
     from galvatron_lite.capture.adapters import make_trainable
+    from galvatron_lite.capture.named import check_function_named
     from galvatron_lite.verify.source import build_named, factory_source, module_source, named_source
 
     if isinstance(model, str):
-        if model.endswith(".py"):
-            raise InputError("--model", model, f"Name the function that makes it, too: {model}:FUNCTION.")
+        check_function_named("--model", model)
         _check_name(model)
     elif model is not None and trainable is not None:
         raise InputError("--trainable", None, "A model that is built already trains as it is: freeze it there.")

@@ -24,6 +24,12 @@ def is_factory(target: str) -> bool:
     return ".py:" in target
 
 
+def check_function_named(field: str, target: str) -> None:
+    """Refuse a file without the name of its function."""
+    if target.endswith(".py"):
+        raise InputError(field, target, f"Name the function that makes the model, too: {target}:make_model.")
+
+
 def find_factory(target: str) -> Callable[[], Any]:
     """The function that ``FILE.py:FACTORY`` names."""
     file, _, name = target.rpartition(":")
@@ -111,8 +117,7 @@ def _graph_of(
         if sequence is not None:
             raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")
         return graph_of_factory(name, precision, trainable)
-    if name.endswith(".py"):
-        raise InputError("--model", name, f"Name the function that makes the model, too: {name}:make_model.")
+    check_function_named("--model", name)
     config = find_config(name)
     if config is not None:
         return graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)

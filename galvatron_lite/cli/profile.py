@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from galvatron_lite.capture.named import is_factory, load_factory
+from galvatron_lite.capture.named import check_function_named, is_factory, load_factory
 from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.limits import SAMPLES
@@ -58,6 +58,7 @@ def profile_command(
     from galvatron_lite import api
     from galvatron_lite.profiler.store import last_profile
 
+    check_function_named("model", model)
     target: Any = model
     batch, loss_fn = None, None
     if is_factory(model):

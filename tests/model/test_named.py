@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from galvatron_lite.capture.named import graph_named
 from galvatron_lite.capture.trace import trace
+from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.shapes import load_model, model_names
@@ -126,3 +128,9 @@ def test_names_that_cannot_be_resolved(tmp_path: Path) -> None:
         graph_named(str(tmp_path / "none.json"))
     with pytest.raises(InputError, match="64 positions"):
         graph_named(str(write(tmp_path / "llama", "llama", max_position_embeddings=64)), sequence=128)
+
+
+@pytest.mark.parametrize("words", [("profile", "train.py"), ("plan", "--model", "train.py", "--cluster", "h100")])
+def test_a_file_without_the_name_of_its_function(words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=r"'train\.py' cannot be used\. Name the function.*train\.py:make_model"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
