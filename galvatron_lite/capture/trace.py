@@ -124,7 +124,8 @@ def trace(
     seen = (fewer, watched.seen)
     layers = arrange_layers(twin, watched.blocks, seen[1].order, _signatures(twin, seen[1]))
     calls = tuple(_block_calls(layers, observation) for observation in seen)
-    capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, _sequence(batches[1], calls[1]))
+    sequence, shared = _sequence(batches[1], calls[1]), held_twice(twin, layers)
+    capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, sequence, shared)
     ends = [_ends(one.output, example, loss_fn) for one, example in zip(seen, batches, strict=True)]
     needs = layer_needs(watched.flow, twin, layers, watched.flow.made_of(outputs))
     kinds, passed = capture.kinds(batches, loss_fn, ends, needs)
@@ -136,7 +137,7 @@ def trace(
         layers=layers,
         kinds=kinds,
         tensors=tensors,
-        sequence=capture.sequence,
+        sequence=sequence,
         precision=precision_of(twin),
         ties=capture.owners.ties + (read_elsewhere(watched.flow, twin, layers) if tensors else ()),
         notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), goal),
@@ -254,6 +255,7 @@ class _Capture:
     seen: tuple[Observation, ...]
     calls: tuple[tuple[BlockCall, ...], ...]
     sequence: int
+    shared: Mapping[str, frozenset[str]]  # see ``held_twice``
 
     def kinds(
         self,
@@ -323,8 +325,7 @@ class _Capture:
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
         entering = slope(*[_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
         leaving = slope(*[_bytes(tensors_of(call.output)) for call in calls])
-        shared = held_twice(self.twin, self.layers)[layer.kind]
-        figure = split_block(block, calls, chains, figures(runs[0], runs[1]), shared)
+        figure = split_block(block, calls, chains, figures(runs[0], runs[1]), self.shared[layer.kind])
         kept = {Recompute.NONE: figure.split("kept")}
         if not (figure.whole.overwrites or figure.whole.overwrites_heavy):
             kept[Recompute.SELECTIVE] = figure.split("selective")

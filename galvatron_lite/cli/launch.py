@@ -65,8 +65,6 @@ def launch_command(
         why = words or "The rank that failed first tells why, above; a process that was killed tells nothing."
         typer.echo(f"galvatron: the job ended with status {status}. {why}", err=True)
         if not any(kind in words for kind in WRONG):
-            again = (
-                "A script that calls load_latest goes on from its last checkpoint when started again: --max-restarts."
-            )
+            again = "A script that calls load_latest resumes from its last checkpoint; --max-restarts starts it again."
             typer.echo(again, err=True)
     raise typer.Exit(status)

@@ -191,10 +191,8 @@ def _spatial_point(
 def _split_point(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> tuple[float, float]:
     """Seconds of a block's gradients of weights, and by how much longer the block takes where they have a pass of
     their own."""
-    plain, split, deferral = BlockChain(block), BlockChain(block), Deferral()
-    for layer in split.blocks:
-        defer_weights(layer, deferral)
-    leaf = leaf_of(call)
+    deferral, leaf = Deferral(), leaf_of(call)
+    plain, split = BlockChain(block), BlockChain(block, lambda layer: defer_weights(layer, deferral))
 
     def both_passes(lap: Lap) -> None:
         leaves = [entering(leaf) for _ in range(CHAIN_LAYERS)]
@@ -280,7 +278,7 @@ def measure_waiting(
         Zero where the world or the block allows no tensor parallelism.
     """
     world = dist.get_world_size() if launched() and plan.collectives else 1
-    degree = max(degree for degree in range(1, world + 1) if world % degree == plan.max_degree % degree == 0)
+    degree = max(degree for degree in range(1, world + 1) if world % degree == 0 and plan.max_degree % degree == 0)
     if degree == 1:
         return Line()
     group = make_group(GroupShape(degree, 1, world // degree))

@@ -107,6 +107,8 @@ def _held_addresses() -> Collection[int]:
     gc.collect()
     # exactly tensors: subclasses hold theirs in attributes
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
+    # gradients that no code has asked for are no objects of Python yet
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     return {one.untyped_storage().data_ptr() for one in tensors if one.device.type == "cpu" and not one.is_sparse}
 
 

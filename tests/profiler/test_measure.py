@@ -169,9 +169,8 @@ def test_noise_never_makes_it_negative(points: list[tuple[int, float]]) -> None:
 
 def test_a_chain_whose_gradients_wait_makes_them_all() -> None:
     block, call = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), SegmentCall((torch.ones(2, 4),), {}, None)
-    plain, split, deferral = BlockChain(block), BlockChain(block), Deferral()
-    for layer in split.blocks:
-        defer_weights(layer, deferral)
+    deferral = Deferral()
+    plain, split = BlockChain(block), BlockChain(block, lambda layer: defer_weights(layer, deferral))
     chain_run(plain, call)(lambda: None)
     chain_run(split, call, deferral=deferral)(lambda: None)
     assert not deferral.take()

@@ -40,6 +40,18 @@ def test_marks_split_phases() -> None:
     assert tracked.phases == (MemoryPhase(0, 400, 400), MemoryPhase(400, 1600, 400), MemoryPhase(400, 400, 0))
 
 
+@pytest.mark.parametrize("between_steps", [True, False])
+def test_what_no_tensor_of_python_holds_does_not_count_between_steps(between_steps: bool) -> None:
+    """Here a result that autograd alone holds, in place of what a thread has released; a gradient nobody has read."""
+    with track_peak() as tracked:
+        weight = nn.Parameter(torch.ones(100))
+        (weight * weight).sum().backward()
+        total = weight.exp().sum()
+        tracked.mark(between_steps=between_steps)
+    assert tracked.phases[-1].start == 4 * (100 + 100 + 1 + (0 if between_steps else 100))
+    del total
+
+
 def test_backward_of_a_linear_layer() -> None:
     """Forward keeps nothing new (input and weight exist); backward makes one gradient of each, kept or freed."""
     layer = nn.Linear(32, 16, bias=False)
