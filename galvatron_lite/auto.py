@@ -22,11 +22,11 @@ from galvatron_lite.model.batch import batch_size, check_entries
 from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import dead_note
-from galvatron_lite.model.trace.meta import check_model, precision_of
+from galvatron_lite.model.trace.meta import LOCAL_BATCH_NORMS, check_model, precision_of
 from galvatron_lite.model.trace.record import ValuesReadError
 from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
-from galvatron_lite.plans.describe import other_size, plan_line
+from galvatron_lite.plans.describe import norm_notes, other_size, plan_line
 from galvatron_lite.plans.io import check_runs, file_named
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
@@ -189,6 +189,9 @@ def auto_parallelize(
     for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
         if chosen is not None and value not in (None, (), {}, []):
             raise InputError(name, str(value), "The plan is given: leave one of the two out.")
+    if chosen is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
+        for note in norm_notes(chosen, [run.strategy for stage in chosen.stages for run in stage.runs]):
+            _say(f"note: {note}")
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     trains = wanted is Mode.TRAINING
     if trains and not any(parameter.requires_grad for parameter in model.parameters()):

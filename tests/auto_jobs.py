@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,3 +149,18 @@ def refused(folder: str, plan: str) -> list[str]:
         except InputError as error:
             said.append(str(error))
     return said
+
+
+def notes_of(plan: Plan, name: str) -> list[str]:
+    """What is logged of running a plan that the user gives."""
+    from galvatron_lite.errors import LOG
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    LOG.addHandler(handler)
+    try:
+        auto_parallelize(build(name), plan=plan, check=False)
+    finally:
+        LOG.removeHandler(handler)
+    return lines

@@ -25,7 +25,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.profiler.store import kept_profile, profile_name, read_profile, save_profile, write_profile
 from galvatron_lite.units import parse_bytes
-from tests.auto_jobs import alone, error_of, pinned_runs, refused, warnings_of, with_nothing_else
+from tests.auto_jobs import alone, error_of, notes_of, pinned_runs, refused, warnings_of, with_nothing_else
 from tests.pool import JobError, WorkerPool
 
 STEPS = 4
@@ -83,6 +83,15 @@ def test_another_world_than_the_plans(pool: WorkerPool, tmp_path: Path) -> None:
 def test_a_layer_the_model_does_not_have(pool: WorkerPool) -> None:
     for message in pool.run(2, error_of, plan=_plan(2, "blocks.9"), mem="95%"):
         assert "blocks.9" in message
+
+
+def test_a_plan_file_does_not_hide_that_batch_norms_see_a_share(pool: WorkerPool) -> None:
+    names = "before", "stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "after"
+    stages = (Stage(tuple(LayerRun(name, name, 1, Strategy()) for name in names)),)
+    plans = [Plan(PLAN_VERSION, "r", 1, n, n, Schedule.ONE_F_ONE_B, "fp32", stages) for n in (1, 2)]
+    alone, shared = (pool.run(1, notes_of, plan=plan, name="resnet-mini")[0] for plan in plans)
+    assert not any("batch norms" in line for line in alone)
+    assert any("batch norms take statistics of as few as 1 of the 2 samples" in line for line in shared)
 
 
 def test_a_budget_too_small_is_an_error_on_every_rank(pool: WorkerPool, measured: tuple[Path, list[Any]]) -> None:

@@ -237,7 +237,8 @@ def has_batch_norms(kind: LayerKind) -> bool:
 def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """What results under a plan of a model's own layers are otherwise than those of one process, and what is not run; a
     line each."""
-    return (*_delayed(plan), *_normed(graph, plan))
+    norms = [strategy for kind, strategy in _kinds_of_parts(graph, plan) if has_batch_norms(kind)]
+    return (*_delayed(plan), *norm_notes(plan, norms))
 
 
 def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
@@ -283,10 +284,10 @@ _UNEVEN = 0.005
 """Stages whose slowest one takes longer than the mean by less than this share are called equal."""
 
 
-def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    norms = [strategy for kind, strategy in _kinds_of_parts(graph, plan) if has_batch_norms(kind)]
-    replicas = max((norm.batch_degree for norm in norms), default=1)
-    if not norms or replicas * plan.microbatches == 1:
+def norm_notes(plan: Plan, strategies: Sequence[Strategy]) -> tuple[str, ...]:
+    """Of which samples batch norms of layers with these strategies take statistics, where that is not all of a step."""
+    replicas = max((strategy.batch_degree for strategy in strategies), default=1)
+    if not strategies or replicas * plan.microbatches == 1:
         return ()
     samples = plan.microbatch // replicas
     ways = [

@@ -277,6 +277,7 @@ def test_a_plain_convolutional_network_is_trained() -> None:
     )
     check = checked(source, plan_for(source, "data2", devices=2))
     assert check.verdict is Verdict.PASSED, check
+    assert "Batch norms ran as SyncBatchNorm" in check.said
 
 
 PLAN = write_plan([["before", "after"]], dict.fromkeys(("before", "after"), Strategy(data=2)), devices=2, batch=4)

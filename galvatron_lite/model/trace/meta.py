@@ -24,7 +24,8 @@ from galvatron_lite.errors import LOG, TraceError
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Torch's type of every precision a model can be traced at."""
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+LOCAL_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (*LOCAL_BATCH_NORMS, nn.SyncBatchNorm)
 """Modules whose statistics are of the samples that are worked on at once."""
 
 

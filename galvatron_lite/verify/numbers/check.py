@@ -106,7 +106,8 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
 
     Returns:
         ``draws``: of the reference. ``wrong``: what differs from it, a line each. ``missing``: tensors that all ranks
-        together do not have complete.
+        together do not have complete. ``synchronised``: whether statistics of batch norms were taken over more ranks
+        than the model takes them over.
     """
     small.model.load_state_dict(reference.initial)
     # shares weigh as auto_parallelize lets them weigh: by their counts of labels, where the loss is a mean over these
@@ -140,7 +141,8 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
         for number, (loss, wanted) in pairs
         if not abs(loss - wanted) <= relative * abs(wanted)
     ]
-    return {"draws": reference.draws, "wrong": [*off, *wrong], "missing": missing}
+    apart = small.synchronised and any(run.strategy.batch_degree > 1 for stage in plan.stages for run in stage.runs)
+    return {"draws": reference.draws, "wrong": [*off, *wrong], "missing": missing, "synchronised": apart}
 
 
 def _incomplete(parts: list[LocalShard], expected: Tensors) -> Iterator[str]:
@@ -283,6 +285,8 @@ def _judged(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
     lost = f" Not kept small: {', '.join(recipe.lost)}." if recipe.lost else ""
     processes = f"{len(ranks)} gloo process{'es' * (len(ranks) > 1)}"
     text = f"Loss, gradients and updated weights of a shrunken plan on {processes} equal those of one process.{lost}"
+    if first["synchronised"]:
+        text += " Batch norms ran as SyncBatchNorm; in the plan each replica takes statistics of its samples."
     return Check(NAME, Verdict.PASSED, text, details)
 
 

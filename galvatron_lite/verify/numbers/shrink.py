@@ -20,7 +20,7 @@ from galvatron_lite.model.batch import LossFn, map_tensors, slice_batch, tensors
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role
-from galvatron_lite.model.trace.meta import BATCH_NORMS
+from galvatron_lite.model.trace.meta import BATCH_NORMS, LOCAL_BATCH_NORMS
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import pinned
@@ -219,6 +219,7 @@ class SmallModel:
     layers: tuple[Layer, ...]  # of the model
     relative: float  # largest error allowed, in the largest entry of a tensor, is so many times the usual one
     normed: bool  # whether it takes statistics of the samples of a batch
+    synchronised: bool  # whether its batch norms were made to take those of all ranks
 
 
 def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Recipe:
@@ -339,7 +340,8 @@ def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
     batch = example_batch(small, each * STEPS) if batch is None else with_samples(batch, each * STEPS)
     small = calmed(dropped(small, recipe.left_out)).float().train()
     normed = any(isinstance(module, BATCH_NORMS) for module in small.modules())
-    if normed:
+    synchronised = any(isinstance(module, LOCAL_BATCH_NORMS) for module in small.modules())
+    if synchronised:
         small = nn.SyncBatchNorm.convert_sync_batchnorm(small)  # type: ignore[no-untyped-call]
     # sums over pixels are long: in float32 another order of them shows
     convolves = sum(isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)) for module in small.modules()) > 1
@@ -348,4 +350,4 @@ def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
     batch = map_tensors(batch, lambda one: one.to(precision) if one.is_floating_point() else one)
     layers = discover_layers(small, batch)
     batches = tuple(slice_batch(batch, number * each, (number + 1) * each) for number in range(STEPS))
-    return SmallModel(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed)
+    return SmallModel(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed, synchronised)
