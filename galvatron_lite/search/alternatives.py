@@ -8,10 +8,9 @@ each scenario; what that is more or less than as assumed, its simulated time is,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import inf
 
 from galvatron_lite.cluster.budget import as_budget, bytes_on
@@ -27,7 +26,7 @@ from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search.best_first import ANY_TIME, SolvedPlan, finished, search
-from galvatron_lite.search.problem import Partition, StagePlan, part_of
+from galvatron_lite.search.problem import Partition, StagePlan
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request, open_problem, shapes_of
 from galvatron_lite.search.space import Fixed
@@ -101,6 +100,8 @@ def scenarios_of(profile: Profile) -> list[tuple[Profile, float]]:
     return [(slow, 1.0), (shown, 1.0), *((profile, factor) for factor in kernels)]
 
 
+GIVEN = "given"
+"""Name of the user's own plans."""
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
@@ -176,16 +177,16 @@ def finalists(
         near: whether the best plans of all shapes are looked for whose closed form is so near that a simulation may
             put them first.
     """
-    first = _finalist(request, pricer, _name(best.problem.shape), best)
+    first = finalist(request, pricer, _name(best.problem.shape), best)
     beside = [one for one in further if one.partition is not best.partition]
-    options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
+    options = [first, *(finalist(request, pricer, GIVEN, one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
     others = sorted(best.others, key=lambda other: other.partition.time)
     others = [other for other in others if other.partition is not best.partition]
     close = [other for other in others if other.partition.time <= best.partition.time * (1.0 + _REACH)]
     for other in dict.fromkeys([*close, *others[:wanted]]):
-        _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
+        _add(options, finalist(request, pricer, _name(other.problem.shape), other))
     if first.plan.schedule.splits_backward:
         # closed forms of such schedules leave out waits that simulation shows, each others
         fixed = replace(request.fixed, pipeline=best.problem.shape.stages)
@@ -197,11 +198,11 @@ def finalists(
                 _add(options, rival)
     for shape in _near_shapes(request, pricer, best, near):
         below = int(best.partition.time * (1.0 + _reach(shape)))
-        _add(options, _best_of(_shaped(request, shape), pricer, _name(shape), below))
+        _add(options, _best_of(shaped(request, shape), pricer, _name(shape), below))
     if wanted < 1:
         return tuple(options)
     for name, degrees in SHAPES if request.fixed == Fixed() and request.devices > 1 else ():
-        names = {option.name for option in options} - {"given"}
+        names = {option.name for option in options} - {GIVEN}
         fixed = Fixed(pipeline=1, strategy=tuple(degrees.items()))
         # pins may go beyond the space's own rules, which are to leave every layer a strategy
         kinds = sorted({layer.kind for layer in request.graph.layers})
@@ -226,7 +227,8 @@ def _reach(shape: Shape) -> float:
     return min(_REACH + (shape.stages - 1) / (2 * shape.microbatches), _FARTHEST)
 
 
-def _shaped(request: Request, shape: Shape) -> Request:
+def shaped(request: Request, shape: Shape) -> Request:
+    """A request of plans of one shape."""
     fixed = replace(request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual)
     return replace(request, fixed=fixed, schedules=(shape.schedule,))
 
@@ -254,7 +256,7 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
     fitting = search(replace(request, schedules=others, wider=request), pricer, slack=_SLIGHT) if others else None
     if fitting is not None:
-        yield _finalist(request, pricer, _name(fitting.problem.shape), fitting)
+        yield finalist(request, pricer, _name(fitting.problem.shape), fitting)
     below, share = inf if fitting is None else fitting.partition.time, 1.0
     for _ in range(_TRIES):
         share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
@@ -262,7 +264,7 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
         solved = search(less, pricer, below=below, slack=_SLIGHT)
         if solved is None:
             return
-        over = _finalist(request, pricer, _name(solved.problem.shape), solved)
+        over = finalist(request, pricer, _name(solved.problem.shape), solved)
         if over.fits:
             yield over
             return
@@ -285,6 +287,14 @@ def traits(plan: Plan) -> tuple[object, ...]:
     recomputing = sum(run.count for run in runs if run.strategy.recompute is not Recompute.NONE)
     share = 0 if not recomputing else 3 if recomputing == layers else 1 + (2 * recomputing > layers)
     return len(plan.stages), plan.schedule, plan.virtual_stages, plan.microbatches, most, share
+
+
+def slowest(options: Sequence[Finalist], tolerance: float, least: float) -> float:
+    """Seconds that the plan may take at most, see ``quickest``."""
+    fitting = [option for option in options if option.fits]
+    best = min((option.seconds for option in fitting), default=inf)
+    limit = max(best, min(best, least) / (1.0 - tolerance))
+    return min([limit, *(option.seconds for option in fitting if option.name == GIVEN)])
 
 
 def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float = inf) -> Finalist:
@@ -316,8 +326,7 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float =
     if not tolerance:
         first = options[0].fits and options[0].seconds * (1.0 - _ROUNDING) <= best.seconds
         return options[0] if first else best
-    limit = max(best.seconds, min(best.seconds, least) / (1.0 - tolerance))
-    limit = min([limit, *(option.seconds for option in fitting if option.name == "given")])
+    limit = slowest(fitting, tolerance, least)
     within = [option for option in fitting if option.seconds <= limit * (1.0 + _ROUNDING)]
     expected = min(option.expected for option in within)
     steady = [option for option in within if option.expected * (1.0 - tolerance) <= expected]
@@ -345,101 +354,13 @@ def _best_of(
     """A good plan, soon; within another budget than that of the request where one is given."""
     limited = request if budget is None else replace(request, budget=budget)
     solved = search(limited, pricer, below=below, effort=_LITTLE)
-    return None if solved is None else _finalist(request, pricer, name or _name(solved.problem.shape), solved)
+    return None if solved is None else finalist(request, pricer, name or _name(solved.problem.shape), solved)
 
 
-def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPlan) -> Finalist:
+def finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPlan) -> Finalist:
+    """What a search ended with, simulated."""
     plan = finished(request, pricer, result)
     return Finalist(name, result, plan, request.fits(plan))
-
-
-SLACK = 0.5
-"""Share of the tolerance that the search over everything may leave open."""
-_MOST_RUNS = 3
-_NEAR, _WORK = 0.5, 4_000_000
-"""The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that
-results repeat."""
-
-
-def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, tolerance: float) -> SolvedPlan:
-    """The simplest plan that takes at most 1 / (1 - tolerance) of what the best plan takes at the least.
-
-    Args:
-        request: what was planned.
-        pricer: of the profile.
-        result: what the search over everything ended with.
-        tolerance: share of the time.
-    """
-    least = result.partition.time * (1.0 - result.gap)
-    limit = max(int(least / (1.0 - tolerance)), result.partition.time)
-    best, most = result, most_runs(request, result)
-    below = partial(search, pricer=pricer, below=limit + 1, slack=_NEAR * tolerance, settled=tolerance, effort=_WORK)
-    for runs in range(1, min(most, _MOST_RUNS) + 1):
-        same, _ = _narrower(request, result.problem.shape)
-        simple = result if runs == most else below(replace(same, runs=runs))
-        if simple is not None:
-            _, kinds = _narrower(request, simple.problem.shape)
-            narrower = (below(replace(kind, runs=runs)) for kind in kinds)
-            best = next((one for one in narrower if one is not None), simple)
-            best = _alike(replace(request, runs=runs), best, below) or best
-            break
-    gap = max(1.0 - least / best.partition.time, 0.0)
-    return replace(best, gap=gap, others=(best, *(one for one in result.others if one is not result)), stopped=False)
-
-
-def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], SolvedPlan | None]) -> SolvedPlan | None:
-    """A plan of the best one's shape whose layers all have one of its strategies, recomputation aside; None where there
-    is none as good."""
-    used = Counter(
-        replace(strategy, recompute=Recompute.NONE) for stage in best.partition.stages for strategy in stage.strategies
-    )
-    narrow = _shaped(request, best.problem.shape)
-    for strategy, _ in used.most_common() if len(used) > 1 else ():
-        pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name != "recompute")
-        pinned = narrow.fixed.with_pins(pins)
-        if len(dict(pinned.strategy)) == len(pinned.strategy):  # not pinned otherwise
-            solved = below(replace(narrow, fixed=pinned))
-            if solved is not None and _offers(request, solved):
-                return solved
-    return None
-
-
-def _offers(request: Request, result: SolvedPlan) -> bool:
-    """Whether every layer of a plan is offered its strategy: pins may go beyond the space's own rules."""
-    shape, graph = result.problem.shape, request.graph
-    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
-    strategies = (strategy for stage in result.partition.stages for strategy in stage.strategies)
-    pairs = {
-        (layer.kind, layer.name if fixed.layers else "", one)
-        for layer, one in zip(graph.layers, strategies, strict=True)
-    }
-    size = shape.stage_devices
-    return all(one in request.space.strategies(kind, size, fixed.at_layer(name)) for kind, name, one in pairs)
-
-
-def _narrower(request: Request, shape: Shape) -> tuple[Request, list[Request]]:
-    """The request of plans of a shape's kind (without a pipeline, or with schedules of one stage a group of devices),
-    and requests of simpler kinds."""
-    few = tuple(schedule for schedule in request.schedules if schedule.simple)
-    alone = replace(request, fixed=replace(request.fixed, pipeline=1))
-    if shape.stages == 1:
-        return alone, []
-    simpler = [alone] if request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden else []
-    narrow = replace(request, schedules=few)
-    if not few or shape.schedule.simple:
-        return narrow if few else request, simpler
-    return request, [*simpler, narrow]
-
-
-def most_runs(request: Request, result: SolvedPlan) -> int:
-    """Of the stages of a plan: the most runs of equal strategies among the layers of one part of the model."""
-    parts = part_of(request.graph)
-    runs = [
-        len(list(groupby(group, lambda pair: pair[1])))
-        for stage, (a, b) in zip(result.partition.stages, pairwise(result.partition.cuts), strict=True)
-        for _, group in groupby(zip(parts[a:b], stage.strategies, strict=True), lambda pair: pair[0])
-    ]
-    return max(runs)
 
 
 def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:
@@ -458,7 +379,7 @@ def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) ->
             raise InputError("known plan, cyclic", plan.cyclic.rule.value, "The search finds such plans itself.")
     wanted = (plan for plan in plans if _keeps(request, pricer, plan) and request.fits(price_plan(pricer, plan)))
     return tuple(
-        sorted((_as_result(request, pricer, plan) for plan in wanted), key=lambda solved: solved.partition.time)
+        sorted((as_result(request, pricer, plan) for plan in wanted), key=lambda solved: solved.partition.time)
     )
 
 
@@ -481,7 +402,8 @@ def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
     )
 
 
-def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
+def as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
+    """A plan as what a search might have ended with."""
     strategies = strategies_of(plan, pricer.profile)
     shape = shape_of(plan, strategies)
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]

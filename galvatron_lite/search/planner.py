@@ -49,13 +49,12 @@ from galvatron_lite.plans.phases import (
 from galvatron_lite.plans.schema import Mode, Plan, Proof, Schedule, TrainedBy
 from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.alternatives import (
-    SLACK,
     alternatives_to,
     finalists,
     given_plans,
     quickest,
     ranges_of,
-    simplest,
+    slowest,
 )
 from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, QUICK, Progress, SolvedPlan, search
 from galvatron_lite.search.branches import branch_plans
@@ -64,6 +63,7 @@ from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, relief, skipping, unprofiled
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.shapes import Request, Session
+from galvatron_lite.search.simplify import SLACK, simplest, with_fewer_runs
 from galvatron_lite.search.space import Delay, Fixed, reasons
 from galvatron_lite.search.tables import TICKS
 from galvatron_lite.search.ways import PlanTask, seconds_of, with_alike, with_one_device, with_ways
@@ -180,6 +180,8 @@ def _ordinary(
     others, wanted = replace(request, runs=1) if tolerance else request, 0 if quick_plan.stopped else runners_up
     options = finalists(others, pricer, quick_plan, wanted, user_plans, near=not tolerance and not quick_plan.stopped)
     if tolerance:
+        limit = slowest(options, tolerance, least)
+        options = tuple(with_fewer_runs(request, pricer, option, limit) for option in options)
         ranges = ranges_of(pricer, [option.plan for option in options])
         options = tuple(replace(option, range=range_) for option, range_ in zip(options, ranges, strict=True))
     chosen = quickest(options, tolerance, least)

@@ -1,11 +1,12 @@
 """One shape of plan as chains: which strategies each layer of a stage may take, and what they cost.
 
-Besides legality, the space is bounded by these rules, which the runtime relies on:
+Besides legality, the space is bounded by these rules; the runtime relies on the first:
 
 1. Layers that share parameters have the same strategy.
 2. With a single stage, the layers before and after the blocks have equal batch, context and tensor degrees (the glue),
    where matmuls of some layer can be split. Convolutional layers move what they read to where they need it.
-3. With several stages, all layers next to a stage boundary have one layout, the same at every boundary (the wire).
+3. With several stages, all layers next to a stage boundary have one layout, the same at every boundary (the wire);
+   ``simplify`` may change it where that spares a run.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,29 +12,28 @@ from hypothesis import strategies as st
 
 from galvatron_lite import api
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Recompute, Role
+from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import (
-    SLACK,
     Finalist,
     Range,
     alternatives_to,
     finalists,
-    most_runs,
     quickest,
     ranges_of,
     scenarios_of,
-    simplest,
     traits,
 )
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.refusals import least_budget
 from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.simplify import SLACK, most_runs, simplest, with_fewer_runs
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
 from tests.search.brute import bound_of, brute_of
@@ -270,3 +270,33 @@ def test_the_best_plan_of_few_runs_is_what_brute_force_finds(seed: int, runs: in
             plan = finished(request, pricer, found)
             assert most_runs(request, found) <= runs
             assert bound_of(asked.profile, plan) == pytest.approx(best.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.1])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_run_can_take_another_strategy_of_the_plan_and_make_it_simpler(seed: int, slower: float) -> None:
+    profile = random_profile(random.Random(seed), devices=4, blocks=6, tied=seed % 2 == 1)
+    pricer, space = LayerPricer(profile), Space(profile.graph, 4, GALVATRON)
+    fixed = Fixed(pipeline=2, microbatches=4, forbidden=("offload", "context", "expert"))
+    ample = Request(profile.graph, 4, 8, 10**9, fixed, (Schedule.ONE_F_ONE_B,), space)
+    most = finalists(ample, pricer, search(ample, pricer, effort=10_000), 0)[0].alternative.peak_memory
+    request = replace(ample, budget=(most + 2 * least_budget(ample, pricer).most) // 3)
+    first = finalists(request, pricer, search(request, pricer, effort=10_000), 0)[0]
+    limit = slower * first.seconds
+    found = with_fewer_runs(request, pricer, first, limit)
+    assert found.fits
+    assert found.seconds <= limit
+    assert sum(len(stage.runs) for stage in found.plan.stages) <= sum(len(stage.runs) for stage in first.plan.stages)
+    layers = {layer.name: layer for layer in request.graph.layers}
+    tied = {name for tie in request.graph.ties for name in (tie.first, tie.second)}
+    for place, stage in enumerate(found.plan.stages):
+        for at, (left, right) in enumerate(pairwise(stage.runs)):
+            for run, beside in ((left, right), (right, left)):
+                if any(layers[name].role is not Role.BLOCK for name in (run.first, beside.first)) or tied:
+                    continue
+                if beside.strategy in space.strategies(layers[run.first].kind, found.plan.stage_devices, fixed):
+                    runs = [replace(one, strategy=beside.strategy) if one is run else one for one in stage.runs]
+                    stages = [*found.plan.stages]
+                    stages[place] = replace(stage, runs=tuple(runs))
+                    other = price_plan(pricer, replace(found.plan, stages=tuple(stages)))
+                    assert not request.fits(other) or other.prediction.step_seconds > limit * (1 - 1e-9), at

@@ -1,0 +1,187 @@
+"""The simplest plan within a tolerance of the best: fewer runs of strategies, fewer strategies.
+
+First the search itself is asked again for plans of at most one, two, three runs a stage below the limit (``simplest``).
+What that leaves is looked over run by run in finished plans (``with_fewer_runs``): any change to strategies the plan
+has already, if it is simpler, fits and is quick enough, is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import groupby, pairwise
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.plan import price_plan
+from galvatron_lite.cost.stage import Shape, tied_groups
+from galvatron_lite.model.graph import ModelGraph, Recompute
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.search.alternatives import GIVEN, Finalist, as_result, shaped
+from galvatron_lite.search.best_first import SolvedPlan, plain, search
+from galvatron_lite.search.problem import part_of, parts_of
+from galvatron_lite.search.shapes import Request
+
+SLACK = 0.5
+"""Share of the tolerance that the search over everything may leave open."""
+_MOST_RUNS = 3
+_NEAR, _WORK = 0.5, 4_000_000
+"""The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that
+results repeat."""
+
+
+def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, tolerance: float) -> SolvedPlan:
+    """The simplest plan that takes at most 1 / (1 - tolerance) of what the best plan takes at the least.
+
+    Args:
+        request: what was planned.
+        pricer: of the profile.
+        result: what the search over everything ended with.
+        tolerance: share of the time.
+    """
+    least = result.partition.time * (1.0 - result.gap)
+    limit = max(int(least / (1.0 - tolerance)), result.partition.time)
+    best, most = result, most_runs(request, result)
+    below = partial(search, pricer=pricer, below=limit + 1, slack=_NEAR * tolerance, settled=tolerance, effort=_WORK)
+    for runs in range(1, min(most, _MOST_RUNS) + 1):
+        same, _ = _narrower(request, result.problem.shape)
+        simple = result if runs == most else below(replace(same, runs=runs))
+        if simple is not None:
+            _, kinds = _narrower(request, simple.problem.shape)
+            narrower = (below(replace(kind, runs=runs)) for kind in kinds)
+            best = next((one for one in narrower if one is not None), simple)
+            best = _alike(replace(request, runs=runs), best, below) or best
+            break
+    gap = max(1.0 - least / best.partition.time, 0.0)
+    return replace(best, gap=gap, others=(best, *(one for one in result.others if one is not result)), stopped=False)
+
+
+def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], SolvedPlan | None]) -> SolvedPlan | None:
+    """A plan of the best one's shape whose layers all have one of its strategies, recomputation aside; None where there
+    is none as good."""
+    used = Counter(
+        replace(strategy, recompute=Recompute.NONE) for stage in best.partition.stages for strategy in stage.strategies
+    )
+    narrow = shaped(request, best.problem.shape)
+    for strategy, _ in used.most_common() if len(used) > 1 else ():
+        pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name != "recompute")
+        pinned = narrow.fixed.with_pins(pins)
+        if len(dict(pinned.strategy)) == len(pinned.strategy):  # not pinned otherwise
+            solved = below(replace(narrow, fixed=pinned))
+            if solved is not None and _offers(request, solved):
+                return solved
+    return None
+
+
+def _offers(request: Request, result: SolvedPlan) -> bool:
+    """Whether every layer of a plan is offered its strategy: pins may go beyond the space's own rules."""
+    shape, graph = result.problem.shape, request.graph
+    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
+    strategies = (strategy for stage in result.partition.stages for strategy in stage.strategies)
+    pairs = {
+        (layer.kind, layer.name if fixed.layers else "", one)
+        for layer, one in zip(graph.layers, strategies, strict=True)
+    }
+    size = shape.stage_devices
+    return all(one in request.space.strategies(kind, size, fixed.at_layer(name)) for kind, name, one in pairs)
+
+
+def _narrower(request: Request, shape: Shape) -> tuple[Request, list[Request]]:
+    """The request of plans of a shape's kind (without a pipeline, or with schedules of one stage a group of devices),
+    and requests of simpler kinds."""
+    few = tuple(schedule for schedule in request.schedules if schedule.simple)
+    alone = replace(request, fixed=replace(request.fixed, pipeline=1))
+    if shape.stages == 1:
+        return alone, []
+    simpler = [alone] if request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden else []
+    narrow = replace(request, schedules=few)
+    if not few or shape.schedule.simple:
+        return narrow if few else request, simpler
+    return request, [*simpler, narrow]
+
+
+def most_runs(request: Request, result: SolvedPlan) -> int:
+    """Of the stages of a plan: the most runs of equal strategies among the layers of one part of the model."""
+    parts = part_of(request.graph)
+    runs = [
+        len(list(groupby(group, lambda pair: pair[1])))
+        for stage, (a, b) in zip(result.partition.stages, pairwise(result.partition.cuts), strict=True)
+        for _, group in groupby(zip(parts[a:b], stage.strategies, strict=True), lambda pair: pair[0])
+    ]
+    return max(runs)
+
+
+_TRIED = 32
+"""Changed plans that are priced at most each time."""
+
+
+def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, limit: float) -> Finalist:
+    """A finalist, or a simpler plan of its shape and stages that fits and takes no more than ``limit`` seconds."""
+    while option.fits and option.name != GIVEN and option.seconds <= limit:
+        simpler = next(_simpler(request, pricer, option, limit), None)
+        if simpler is None:
+            return option
+        option = simpler
+    return option
+
+
+def _simpler(request: Request, pricer: LayerPricer, option: Finalist, limit: float) -> Iterator[Finalist]:
+    """Simpler plans than a finalist's, the simplest first."""
+    graph, cuts = request.graph, option.found.partition.cuts
+    strategies = [strategy for stage in option.found.partition.stages for strategy in stage.strategies]
+    tied = [place for group in tied_groups(graph) for place in group]  # layers that share parameters have one strategy
+    before, changed = _simplicity(cuts, strategies), dict[tuple[Strategy, ...], tuple[int, int]]()
+    for new in map(tuple, _changes(graph, cuts, strategies)):
+        if _simplicity(cuts, new) < before and all(new[place] == strategies[place] for place in tied):
+            changed[new] = _simplicity(cuts, new)
+    for new in sorted(changed, key=changed.__getitem__)[:_TRIED]:
+        stages = tuple(
+            replace(stage, strategies=new[a:b])
+            for stage, (a, b) in zip(option.found.partition.stages, pairwise(cuts), strict=True)
+        )
+        found = replace(option.found, partition=replace(option.found.partition, stages=stages))
+        if _offers(request, found):
+            plan = price_plan(pricer, plain(request, found))
+            simpler = Finalist(option.name, as_result(request, pricer, plan), plan, request.fits(plan))
+            if simpler.fits and simpler.seconds <= limit:
+                yield simpler
+
+
+def _simplicity(cuts: Sequence[int], strategies: Sequence[Strategy]) -> tuple[int, int]:
+    """How often strategies change within stages, and how many there are."""
+    changes = sum(a != b for first, last in pairwise(cuts) for a, b in pairwise(strategies[first:last]))
+    return changes, len(set(strategies))
+
+
+def _changes(graph: ModelGraph, cuts: Sequence[int], strategies: Sequence[Strategy]) -> Iterator[list[Strategy]]:
+    """Other strategies of the blocks, of those that blocks have: for one of them everywhere, for one run of layers, or
+    for a run that grows into the next or the one before."""
+    blocks = parts_of(graph)[1]
+    pool = dict.fromkeys(strategies[blocks.start : blocks.stop])
+    runs = list[range]()
+    for place in blocks:
+        joins = runs and place not in cuts and strategies[place] == strategies[place - 1]
+        runs[-1:] = [range(runs[-1].start, place + 1)] if joins else [*runs[-1:], range(place, place + 1)]
+
+    def changed(places: range, new: Strategy, only: Strategy | None = None) -> list[Strategy]:
+        return [
+            new if place in places and only in (None, strategy) else strategy
+            for place, strategy in enumerate(strategies)
+        ]
+
+    for new in pool:
+        yield from (changed(blocks, new, old) for old in pool if old != new)
+        for before, run, after in zip([range(0), *runs], runs, [*runs[1:], range(0)], strict=False):
+            if strategies[run.start] == new:
+                continue
+            yield changed(run, new)
+            for more in _GROWTH:
+                if more < len(after) and run.stop == after.start and run.stop not in cuts:
+                    yield changed(range(run.start, run.stop + more), new)
+                if more < len(before) and before.stop == run.start and run.start not in cuts:
+                    yield changed(range(run.start - more, run.stop), new)
+
+
+_GROWTH = 1, 2, 4, 8
+"""By how many layers runs are tried to grow."""
