@@ -112,8 +112,8 @@ def most_runs(request: Request, result: SolvedPlan) -> int:
     return max(runs)
 
 
-_TRIED = 32
-"""Changed plans that are priced at most each time."""
+_TRIED, _PRICED = 32, 1000
+"""Changed plans that are priced at most each time, and unlike layers in all of them."""
 
 
 def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, limit: float) -> Finalist:
@@ -135,7 +135,7 @@ def _simpler(request: Request, pricer: LayerPricer, option: Finalist, limit: flo
     for new in map(tuple, _changes(graph, cuts, strategies)):
         if _simplicity(cuts, new) < before and all(new[place] == strategies[place] for place in tied):
             changed[new] = _simplicity(cuts, new)
-    for new in sorted(changed, key=changed.__getitem__)[:_TRIED]:
+    for new in sorted(changed, key=changed.__getitem__)[: min(_TRIED, max(_PRICED // len(graph.kinds), 1))]:
         stages = tuple(
             replace(stage, strategies=new[a:b])
             for stage, (a, b) in zip(option.found.partition.stages, pairwise(cuts), strict=True)
