@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
@@ -112,22 +112,28 @@ def most_runs(request: Request, result: SolvedPlan) -> int:
     return max(runs)
 
 
-_TRIED, _PRICED = 32, 1000
-"""Changed plans that are priced at most each time, and unlike layers in all of them."""
+_TRIED, _PRICED = 48, 1500
+"""Changed plans that are priced at most, and unlike layers in all of them."""
 
 
 def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, limit: float) -> Finalist:
     """A finalist, or a simpler plan of its shape and stages that fits and takes no more than ``limit`` seconds."""
-    while option.fits and option.name != GIVEN and option.seconds <= limit:
-        simpler = next(_simpler(request, pricer, option, limit), None)
-        if simpler is None:
-            return option
+    left, simpler = min(_TRIED, max(_PRICED // len(request.graph.kinds), 1)), option
+    while simpler.fits and simpler.name != GIVEN and simpler.seconds <= limit:
         option = simpler
-    return option
+        for found in islice(_simpler(request, option), left):
+            left -= 1
+            plan = price_plan(pricer, plain(request, found))
+            if request.fits(plan) and plan.prediction is not None and plan.prediction.step_seconds <= limit:
+                simpler = Finalist(option.name, as_result(request, pricer, plan), plan, fits=True)
+                break
+        if simpler is option:
+            break
+    return simpler
 
 
-def _simpler(request: Request, pricer: LayerPricer, option: Finalist, limit: float) -> Iterator[Finalist]:
-    """Simpler plans than a finalist's, the simplest first."""
+def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
+    """Simpler plans than a finalist's, the simplest first; of their times nothing is known."""
     graph, cuts = request.graph, option.found.partition.cuts
     strategies = [strategy for stage in option.found.partition.stages for strategy in stage.strategies]
     tied = [place for group in tied_groups(graph) for place in group]  # layers that share parameters have one strategy
@@ -135,17 +141,14 @@ def _simpler(request: Request, pricer: LayerPricer, option: Finalist, limit: flo
     for new in map(tuple, _changes(graph, cuts, strategies)):
         if _simplicity(cuts, new) < before and all(new[place] == strategies[place] for place in tied):
             changed[new] = _simplicity(cuts, new)
-    for new in sorted(changed, key=changed.__getitem__)[: min(_TRIED, max(_PRICED // len(graph.kinds), 1))]:
+    for new in sorted(changed, key=changed.__getitem__):
         stages = tuple(
             replace(stage, strategies=new[a:b])
             for stage, (a, b) in zip(option.found.partition.stages, pairwise(cuts), strict=True)
         )
         found = replace(option.found, partition=replace(option.found.partition, stages=stages))
         if _offers(request, found):
-            plan = price_plan(pricer, plain(request, found))
-            simpler = Finalist(option.name, as_result(request, pricer, plan), plan, request.fits(plan))
-            if simpler.fits and simpler.seconds <= limit:
-                yield simpler
+            yield found
 
 
 def _simplicity(cuts: Sequence[int], strategies: Sequence[Strategy]) -> tuple[int, int]:
