@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from math import prod
@@ -240,7 +240,7 @@ def _lent(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Se
     return ""
 
 
-def _nodes_behind(tensors: Sequence[Tensor], ends: Set[Node | None]) -> Iterator[Node]:
+def nodes_behind(tensors: Sequence[Tensor], ends: Collection[Node | None]) -> Iterator[Node]:
     """The calls that tensors were made by, and those before them; what is before ``ends`` left out."""
     waiting, met = [tensor.grad_fn for tensor in tensors], set(ends)
     while waiting:
@@ -258,7 +258,7 @@ def _block_ends(seen: Observation) -> set[Node | None]:
 def _heard_of(seen: Observation, ends: Sequence[Tensor]) -> str:
     """A module inside a block of whose output, which a hook of the model took, the loss is made."""
     heard = {tensor.grad_fn: one.path for call in seen.calls for one in call.heard for tensor in tensors_of(one.output)}
-    behind = _nodes_behind(ends if heard else (), _block_ends(seen) - heard.keys())
+    behind = nodes_behind(ends if heard else (), _block_ends(seen) - heard.keys())
     return next((heard[node] for node in behind if node in heard), "")
 
 
@@ -266,7 +266,7 @@ def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tenso
     """A parameter that no layer's modules hold and of which code between layers made one of the tensors."""
     inside = {id(parameter) for path in held for parameter in model.get_submodule(path).parameters()}
     loose = {id(one): name for name, one in model.named_parameters() if id(one) not in inside}
-    behind = _nodes_behind(tensors if loose else (), _block_ends(seen))
+    behind = nodes_behind(tensors if loose else (), _block_ends(seen))
     read = chain(tensors, (getattr(node, "variable", None) for node in behind))
     return next((loose[id(one)] for one in read if id(one) in loose), "")
 

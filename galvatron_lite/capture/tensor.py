@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.limits import nodes_behind
 from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
@@ -118,7 +119,10 @@ def run_edges(
         ends = [*stand_in.exit, *tail] if calls else [*twin.parameters()]
         trained = [tensor for tensor in ends if tensor.requires_grad]
         if trained and loss.requires_grad:
-            torch.autograd.backward([loss], inputs=trained)
+            # a skip connection around the blocks leads to what runs before them, which runs backward once more
+            trains = {id(getattr(node, "variable", None)) for node in nodes_behind(stand_in.entry, ())}
+            keeps = any(id(parameter) in trains for parameter in tail)
+            torch.autograd.backward([loss], inputs=trained, retain_graph=keeps)
         recorder.finish(last, twin.parameters())
         end = region_end(stand_in.entry)
         if end is not None:
