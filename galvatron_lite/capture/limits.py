@@ -20,7 +20,7 @@ from galvatron_lite.model.sides import SIDES, sides_of
 from galvatron_lite.model.trace.flow import DataFlow, at
 from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.model.trace.record import Recorder
-from galvatron_lite.model.trace.run import BlockCall, Observation, items_a_sample, shapes_only
+from galvatron_lite.model.trace.run import BlockCall, Observation, is_folded, items_a_sample, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.sharded.calls import in_place
 from galvatron_lite.parallelism.sharded.tensor import Call, name_of
@@ -115,7 +115,8 @@ def _picture_dims(
 
 
 def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
-    """An argument of a block with samples times something else (heads) along dim 0; empty where there is none.
+    """What a block takes or returns with samples times something else (heads) along dim 0, or with samples along
+    another dim; empty where there is nothing.
 
     Args:
         few: calls of blocks with the first number of samples.
@@ -124,7 +125,7 @@ def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples
     """
     for one, other in zip(few, more, strict=True):
         for place, each in items_a_sample(one, other, samples).items():
-            if each > 1:
+            if is_folded(place, each):
                 return f"{place.lstrip('.')} of {one.path}"
     return ""
 
