@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
@@ -61,14 +63,43 @@ class Around(nn.Module):
         return loss
 
 
+class Kept(nn.Module):
+    """Its blocks keep, for backward, shares of tokens that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Masked() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.start(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss: Tensor = self.head(hidden).square().mean()
+        return loss
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        keep = (hidden.detach() > 0).float()
+        mixed: Tensor = self.mix(self.norm(hidden).transpose(1, 2)).transpose(1, 2)
+        return hidden + mixed * keep
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lists": lambda: (Lists(), (torch.randn(SAMPLES, WIDTH),)),
     "around": lambda: (Around(), (torch.randn(SAMPLES, WIDTH),)),
+    "kept": lambda: (Kept(), (torch.randn(SAMPLES, WIDTH, WIDTH),)),
 }
 CASES: list[tuple[str, list[int], Strategy]] = [
     ("lists", [1], Strategy()),
     ("lists", [], Strategy(zero=2, zero_stage=3)),
     ("around", [], Strategy(data=2)),
+    ("kept", [], Strategy(context=2, recompute=Recompute.FULL)),
 ]
 """A model, at which layer each stage but the first begins, and the strategy of every layer."""
 
@@ -93,11 +124,17 @@ def trained(name: str, cuts: list[int], strategy: Strategy) -> dict[str, Tensor]
     layers = discover_layers(model, batch)
     names = [layer.name for layer in layers]
     parts = [names[start:stop] for start, stop in zip([0, *cuts], [*cuts, None], strict=True)]
-    plan = make_plan(parts, [[strategy] * len(part) for part in parts], SAMPLES)
+    edge = replace(strategy, recompute=Recompute.NONE)
+    plan = make_plan(
+        parts, [[strategy if name.startswith("blocks") else edge for name in part] for part in parts], SAMPLES
+    )
     parallel = ParallelModel(model, plan, layers, batch, device="cpu")
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.5)
-    for _ in range(STEPS):
-        parallel.train_step(batch, optimizer)
+    parallel.train_step(batch, optimizer)
+    for _ in range(1, STEPS):
+        optimizer.zero_grad()
+        parallel(batch).backward()
+        optimizer.step()
     return full_state_dict(parallel)
 
 
