@@ -151,7 +151,8 @@ class GradientsAside:
 
     def _settle(self, factor: Tensor) -> None:
         self._swap()
-        if any(runtime.owned for runtime in self._parallel.runtimes) and not self._parallel.has_gradients():
+        offloads = any(runtime.updates.hosts for runtime in self._parallel.runtimes)
+        if offloads and not self._parallel.has_gradients():
             remedy = "With offload they are made when the model is called: call optimizer.zero_grad() before that."
             raise InputError("gradients", "none", remedy)
         self._parallel._multiply(factor)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.capture.trace import trace
@@ -17,6 +18,8 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
+from galvatron_lite.runtime.peers import broadcast_each
+from galvatron_lite.verify.trial.check import try_model
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 
@@ -90,16 +93,72 @@ class Masked(nn.Module):
         return hidden + mixed * keep
 
 
+class Noted(nn.Module):
+    """Its blocks append to a list that they are given, or leave a term of the loss in an attribute; a buffer that
+    averages its samples is replaced in every pass."""
+
+    centre: Tensor
+
+    def __init__(self, appends: bool) -> None:
+        super().__init__()
+        self.appends, self.head = appends, nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Noting() for _ in range(3))
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        terms: list[Tensor] = []
+        for block in self.blocks:
+            hidden = block(hidden, terms) if self.appends else block(hidden)
+        if not self.appends:
+            terms = [block.term for block in self.blocks]  # type: ignore[misc]
+        loss: Tensor = self.head(hidden - self.centre).square().mean() + sum(terms)
+        self.centre = 0.9 * self.centre + 0.1 * hidden.detach().mean(0)
+        return loss
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.term = torch.zeros(())
+
+    def forward(self, hidden: Tensor, terms: list[Tensor] | None = None) -> Tensor:
+        self.term = self.aside(hidden).square().mean()
+        if terms is not None:
+            terms.append(self.term)
+        mixed: Tensor = self.down(self.up(hidden).tanh())
+        return hidden + mixed
+
+
+class Frozen(nn.Sequential):
+    """No layer of its first stage trains."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, 1))
+        for parameter in (*self[0].parameters(), *self[1].parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        loss: Tensor = super().forward(hidden).square().mean()
+        return loss
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lists": lambda: (Lists(), (torch.randn(SAMPLES, WIDTH),)),
     "around": lambda: (Around(), (torch.randn(SAMPLES, WIDTH),)),
     "kept": lambda: (Kept(), (torch.randn(SAMPLES, WIDTH, WIDTH),)),
+    "appending": lambda: (Noted(True), (torch.randn(SAMPLES, WIDTH),)),
+    "attribute": lambda: (Noted(False), (torch.randn(SAMPLES, WIDTH),)),
+    "frozen": lambda: (Frozen(), (torch.randn(SAMPLES, WIDTH),)),
 }
 CASES: list[tuple[str, list[int], Strategy]] = [
     ("lists", [1], Strategy()),
     ("lists", [], Strategy(zero=2, zero_stage=3)),
     ("around", [], Strategy(data=2)),
     ("kept", [], Strategy(context=2, recompute=Recompute.FULL)),
+    ("appending", [], Strategy(data=2, recompute=Recompute.FULL)),
+    ("attribute", [], Strategy(zero=2, zero_stage=1)),
+    ("frozen", [3], Strategy()),
 ]
 """A model, at which layer each stage but the first begins, and the strategy of every layer."""
 
@@ -128,7 +187,8 @@ def trained(name: str, cuts: list[int], strategy: Strategy) -> dict[str, Tensor]
     plan = make_plan(
         parts, [[strategy if name.startswith("blocks") else edge for name in part] for part in parts], SAMPLES
     )
-    parallel = ParallelModel(model, plan, layers, batch, device="cpu")
+    synced = {"centre": "mean"} if isinstance(model, Noted) else {}
+    parallel = ParallelModel(model, plan, layers, batch, device="cpu", synced_buffers=synced)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.5)
     parallel.train_step(batch, optimizer)
     for _ in range(1, STEPS):
@@ -151,3 +211,25 @@ def test_weights_are_those_of_one_process(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_traced(name: str) -> None:
     assert len(trace(*made(name)).layers) == 5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_reaches_the_loss_aside_keeps_to_one_stage(name: str) -> None:
+    model, batch = made(name)
+    loss_of(call_model(model, batch), batch)  # what it leaves in attributes is no leaf
+    findings = try_model(model, batch, discover_layers(model, batch))
+    leaking = isinstance(model, Noted)
+    assert findings.leaking == (("blocks.1", "blocks.0") if leaking else ())
+    assert not findings.skipped
+    if leaking:
+        assert "pipeline" in findings.pins()["forbid"]
+
+
+def halves_of_a_row() -> list[float]:
+    half = torch.full((1, 4), float(dist.get_rank()))[:, 2:]
+    broadcast_each([half], 1, torch.device("cpu"))
+    return half.flatten().tolist()
+
+
+def test_a_share_of_a_single_row_is_broadcast(pool: WorkerPool) -> None:
+    assert pool.run(2, halves_of_a_row) == [[1.0, 1.0], [1.0, 1.0]]
