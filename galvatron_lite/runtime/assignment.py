@@ -34,8 +34,7 @@ def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
     """Every layer of the model with its strategy, by stage.
 
     Raises:
-        InputError: the plan names a layer the model does not have, leaves one out, or takes them in another order; or
-            layers around the blocks, which split matmuls, differ in their layouts.
+        InputError: the plan names a layer the model does not have, leaves one out, or takes them in another order.
     """
     names = [layer.name for layer in layers]
     stages, start = list[tuple[LayerAssignment, ...]](), 0
@@ -45,7 +44,6 @@ def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
             chosen = _layers_of(run, layers, names, start, f"plan.stages[{number}]")
             placed += [LayerAssignment(layer, run.strategy) for layer in chosen]
             start += len(chosen)
-        _check_edges(placed, f"plan.stages[{number}]")
         stages.append(tuple(placed))
     if start < len(names):
         raise InputError("plan", plan.model, f"It says nothing about the layers {', '.join(names[start:])}.")
@@ -64,19 +62,6 @@ def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: 
         )
         raise InputError(f"{field}: layers", f"{run.first} to {run.last}", remedy)
     return layers[first:stop]
-
-
-def _check_edges(stage: Sequence[LayerAssignment], field: str) -> None:
-    """Several modules of an edge may share a matmul; code between them runs in the layout of the first edge."""
-    edges = [placed for placed in stage if placed.layer.role is not Role.BLOCK]
-    unlike = [placed for placed in edges if placed.layout.whole_tokens != edges[0].layout.whole_tokens]
-    if unlike and any(placed.strategy.tensor > 1 for placed in edges):
-        first, other = edges[0], unlike[0]
-        remedy = (
-            "Layers before and after the blocks of a stage split samples, pixels and channels alike where one splits "
-            f"matmuls: {first.layer.name} has {first.strategy}."
-        )
-        raise InputError(f"{field}: strategy of {other.layer.name}", str(other.strategy), remedy)
 
 
 def shorten(names: Sequence[str]) -> str:

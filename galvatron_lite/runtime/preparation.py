@@ -165,15 +165,22 @@ def layer_plans(
     return Examined(tensor, channel, sampled)
 
 
-def check_samples_move(model: nn.Module, stages: Iterable[Sequence[LayerAssignment]], batch: Any) -> None:
+def check_samples_move(model: nn.Module, stages: Sequence[Sequence[LayerAssignment]], batch: Any) -> None:
     """See that samples can be moved, where layers do not share them alike.
 
     Raises:
         InputError: a layer takes or returns them in a way that does not say where they are.
     """
-    every = [placed for stage in stages for placed in stage]
-    if batch is not None and len({placed.layout.batch for placed in every}) > 1:
-        check_folded(sample_arguments(model, [path for placed in every for path in placed.layer.modules], batch))
+    glues = [glue_layout(stage).batch for stage in stages]
+    unlike = [
+        path
+        for glue, stage in zip(glues, stages, strict=True)
+        for placed in stage
+        if placed.layout.batch != glue or (placed.layer.role is Role.BLOCK and len({*glues}) > 1)
+        for path in placed.layer.modules
+    ]
+    if batch is not None and unlike:
+        check_folded(sample_arguments(model, unlike, batch))
 
 
 def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:

@@ -87,7 +87,7 @@ def _sample_strategies(
     }
     chosen = {layer.name: draw.choice(choices[layer.kind]) for layer in graph.layers}
     first, last = graph.layers[0].name, graph.layers[-1].name
-    if stages == 1 and max(chosen[first].tensor, chosen[last].tensor) > 1:
+    if stages == 1 and chosen[first].tensor > 1:
         split = chosen[first].batch_degree, chosen[first].tensor
         alike = [s for s in choices[graph.layers[-1].kind] if (s.batch_degree, s.tensor) == split]
         chosen[last] = draw.choice(alike)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -143,12 +143,49 @@ class Frozen(nn.Sequential):
         return loss
 
 
+@dataclass(frozen=True)
+class State:
+    """What blocks hand on: plain dataclasses."""
+
+    hidden: Tensor
+    skip: Tensor | None = None
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, state: State) -> State:
+        made: Tensor = self.down(self.up(state.hidden).tanh())
+        return State(state.hidden + made, made if state.skip is None else state.skip + made)
+
+
+class Written(nn.Module):
+    """Code between blocks writes to what they return, also through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Stateful() for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        state = State(self.start(hidden))
+        for block in self.blocks:
+            state = block(state)
+            state.hidden[:, 0] = 0.5
+            state.hidden.view(-1)[1::2].mul_(0.5)
+        loss: Tensor = self.head(state.hidden + state.skip).square().mean()
+        return loss
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lists": lambda: (Lists(), (torch.randn(SAMPLES, WIDTH),)),
     "around": lambda: (Around(), (torch.randn(SAMPLES, WIDTH),)),
     "kept": lambda: (Kept(), (torch.randn(SAMPLES, WIDTH, WIDTH),)),
     "appending": lambda: (Noted(True), (torch.randn(SAMPLES, WIDTH),)),
     "attribute": lambda: (Noted(False), (torch.randn(SAMPLES, WIDTH),)),
+    "written": lambda: (Written(), (torch.randn(SAMPLES, WIDTH),)),
     "frozen": lambda: (Frozen(), (torch.randn(SAMPLES, WIDTH),)),
 }
 CASES: list[tuple[str, list[int], Strategy]] = [
@@ -159,6 +196,7 @@ CASES: list[tuple[str, list[int], Strategy]] = [
     ("appending", [], Strategy(data=2, recompute=Recompute.FULL)),
     ("attribute", [], Strategy(zero=2, zero_stage=1)),
     ("frozen", [3], Strategy()),
+    ("written", [], Strategy(tensor=2)),
 ]
 """A model, at which layer each stage but the first begins, and the strategy of every layer."""
 

@@ -125,12 +125,6 @@ def test_edges_never_share_tokens() -> None:
     assert glue_layout(stage[1:5]) == Layout(copies=2)
 
 
-def test_edges_that_differ_where_one_splits_matmuls_are_refused() -> None:
-    plan = make_plan([[layer.name for layer in LAYERS]], [[*[DATA] * 5, SEQUENCE]], 8)
-    with pytest.raises(InputError, match=r"strategy of after: 'tensor2\+sp'.*alike.*before has data2"):
-        place_layers(plan, LAYERS)
-
-
 def test_a_run_of_another_length_is_refused() -> None:
     stage = Stage((LayerRun("before", "blocks.1", 2, DATA),))
     plan = Plan(PLAN_VERSION, "m", 2, 8, 1, Schedule.GPIPE, "fp32", (stage,))
