@@ -221,10 +221,9 @@ def trained(name: str, cuts: list[int], strategy: Strategy) -> dict[str, Tensor]
     layers = discover_layers(model, batch)
     names = [layer.name for layer in layers]
     parts = [names[start:stop] for start, stop in zip([0, *cuts], [*cuts, None], strict=True)]
-    edge = replace(strategy, recompute=Recompute.NONE)
-    plan = make_plan(
-        parts, [[strategy if name.startswith("blocks") else edge for name in part] for part in parts], SAMPLES
-    )
+    edge = Strategy(data=2) if strategy.tensor > 1 else replace(strategy, recompute=Recompute.NONE)
+    strategies = [[strategy if name.startswith("blocks") else edge for name in part] for part in parts]
+    plan = make_plan(parts, strategies, SAMPLES)
     synced = {"centre": "mean"} if isinstance(model, Noted) else {}
     parallel = ParallelModel(model, plan, layers, batch, device="cpu", synced_buffers=synced)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.5)
