@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from math import prod
@@ -20,7 +20,7 @@ from galvatron_lite.model.sides import SIDES, sides_of
 from galvatron_lite.model.trace.flow import DataFlow, at
 from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.model.trace.record import Recorder
-from galvatron_lite.model.trace.run import BlockCall, Observation, items_a_sample, shapes_only
+from galvatron_lite.model.trace.run import BlockCall, Observation, is_folded, items_a_sample, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.sharded.calls import in_place
 from galvatron_lite.parallelism.sharded.tensor import Call, name_of
@@ -115,7 +115,8 @@ def _picture_dims(
 
 
 def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
-    """An argument of a block with samples times something else (heads) along dim 0; empty where there is none.
+    """What a block takes or returns with samples times something else (heads) along dim 0, or with samples along
+    another dim; empty where there is nothing.
 
     Args:
         few: calls of blocks with the first number of samples.
@@ -124,7 +125,7 @@ def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples
     """
     for one, other in zip(few, more, strict=True):
         for place, each in items_a_sample(one, other, samples).items():
-            if each > 1:
+            if is_folded(place, each):
                 return f"{place.lstrip('.')} of {one.path}"
     return ""
 
@@ -240,7 +241,7 @@ def _lent(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Se
     return ""
 
 
-def _nodes_behind(tensors: Sequence[Tensor], ends: Set[Node | None]) -> Iterator[Node]:
+def nodes_behind(tensors: Sequence[Tensor], ends: Collection[Node | None]) -> Iterator[Node]:
     """The calls that tensors were made by, and those before them; what is before ``ends`` left out."""
     waiting, met = [tensor.grad_fn for tensor in tensors], set(ends)
     while waiting:
@@ -258,7 +259,7 @@ def _block_ends(seen: Observation) -> set[Node | None]:
 def _heard_of(seen: Observation, ends: Sequence[Tensor]) -> str:
     """A module inside a block of whose output, which a hook of the model took, the loss is made."""
     heard = {tensor.grad_fn: one.path for call in seen.calls for one in call.heard for tensor in tensors_of(one.output)}
-    behind = _nodes_behind(ends if heard else (), _block_ends(seen) - heard.keys())
+    behind = nodes_behind(ends if heard else (), _block_ends(seen) - heard.keys())
     return next((heard[node] for node in behind if node in heard), "")
 
 
@@ -266,7 +267,7 @@ def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tenso
     """A parameter that no layer's modules hold and of which code between layers made one of the tensors."""
     inside = {id(parameter) for path in held for parameter in model.get_submodule(path).parameters()}
     loose = {id(one): name for name, one in model.named_parameters() if id(one) not in inside}
-    behind = _nodes_behind(tensors if loose else (), _block_ends(seen))
+    behind = nodes_behind(tensors if loose else (), _block_ends(seen))
     read = chain(tensors, (getattr(node, "variable", None) for node in behind))
     return next((loose[id(one)] for one in read if id(one) in loose), "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.limits import nodes_behind
 from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
@@ -20,6 +20,7 @@ from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorBoundary, TensorSplit
 from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
 from galvatron_lite.model.trace.figures import RegionFigures, figures, slope
+from galvatron_lite.model.trace.meta import copy_with
 from galvatron_lite.model.trace.record import OperatorCall, Recorder, Recording
 from galvatron_lite.model.trace.run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
@@ -118,7 +119,10 @@ def run_edges(
         ends = [*stand_in.exit, *tail] if calls else [*twin.parameters()]
         trained = [tensor for tensor in ends if tensor.requires_grad]
         if trained and loss.requires_grad:
-            torch.autograd.backward([loss], inputs=trained)
+            # a skip connection around the blocks leads to what runs before them, which runs backward once more
+            trains = {id(getattr(node, "variable", None)) for node in nodes_behind(stand_in.entry, ())}
+            keeps = any(id(parameter) in trains for parameter in tail)
+            torch.autograd.backward([loss], inputs=trained, retain_graph=keeps)
         recorder.finish(last, twin.parameters())
         end = region_end(stand_in.entry)
         if end is not None:
@@ -247,6 +251,11 @@ def split_block(
     return TensorFigures(figures, plan, degree, runs[0][0], runs[-1][0], runs[0][1], boundaries=boundaries)
 
 
+def _fresh(tensor: Tensor) -> Tensor:
+    """A tensor of its own; of one that a run left in an attribute, without what it was made of."""
+    return tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
+
+
 def _run_share(
     block: nn.Module,
     calls: Sequence[BlockCall],
@@ -258,7 +267,7 @@ def _run_share(
     runs = []
     groups = [ListeningGroup(degree) for _ in calls]
     for call, chain, group in zip(calls, chains, groups, strict=True):
-        twin = copy.deepcopy(block)
+        twin = copy_with(block, _fresh)
         shards = shard_layer(twin, plan, group, sequence_parallel)
         taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
         runs.append(run_block(twin, taken, chain))
@@ -312,7 +321,7 @@ def split_edges(
     groups = [ListeningGroup(degree) for _ in batches]
     try:
         for batch, chained, group in zip(batches, calls, groups, strict=True):
-            model = copy.deepcopy(twin)
+            model = copy_with(twin, _fresh)
             parts = [{path: model.get_submodule(path) for path in paths} for paths in modules]
             shards = [shard_layer(p, plan, group) for p, plan in zip(parts, plans, strict=True)]
             sharded = [_sharded(held) for held in shards]

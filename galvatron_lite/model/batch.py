@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of mappings, tuples and lists, in order."""
+    """Every tensor in a nest of mappings, tuples, lists and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -112,12 +113,16 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_of(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of mappings, tuples and lists with every tensor replaced by ``change(tensor)``.
+    """The same nest of mappings, tuples, lists and dataclasses with every tensor replaced by ``change(tensor)``.
 
-    Named tuples and mappings that are dataclasses (transformers' outputs) keep their type; other mappings become dicts.
+    Named tuples and dataclasses (also mappings that are such: transformers' outputs) keep their type; other mappings
+    become dicts. Dataclasses without tensors are handed on as they are.
     """
     return map_places(value, lambda _, tensor: change(tensor))
 
@@ -132,6 +137,12 @@ def map_places(value: Any, change: Callable[[str, Tensor], Tensor], place: str =
     if isinstance(value, (tuple, list)):
         mapped = [map_places(item, change, f"{place}.{index}") for index, item in enumerate(value)]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if is_dataclass(value) and any(True for _ in tensors_of(value)):
+        changed: Any = copy(value)
+        for field in fields(value):
+            item = map_places(getattr(value, field.name), change, f"{place}.{field.name}")
+            object.__setattr__(changed, field.name, item)  # it may be frozen
+        return changed
     return value
 
 

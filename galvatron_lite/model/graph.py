@@ -317,8 +317,8 @@ class ModelGraph(Strict):
         undivided: why several micro-batches train something else than one; empty where they do not.
         trains: of a closed form, which parameters train: what ``--trainable`` says, then the patterns of ``--freeze``;
             empty where all do.
-        folded: the argument of a block that has samples times something else along dim 0, so that all layers must have
-            the same samples; empty where there is none.
+        folded: what a block takes or returns with samples times something else along dim 0, or samples along another
+            dim, so that all layers must have the same samples; empty where there is nothing.
     """
 
     name: Name

@@ -149,7 +149,8 @@ def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device)
             for one, part in zip(
                 several, values.flatten().split_with_sizes([one.numel() for one in several]), strict=True
             ):
-                one.detach().copy_(part.view(one.shape))
+                target = one.detach().squeeze()  # half of a single row may be the message itself, but for its strides
+                target.copy_(part.view(target.shape))
 
 
 def _kind(one: Tensor) -> tuple[str, str]:

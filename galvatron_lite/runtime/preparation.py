@@ -121,6 +121,7 @@ def examine(
     """
     if tensor is None:
         tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
+    check_samples_move(model, stages, batch)
     examined = layer_plans(model, [stages[number] for number in numbers], tensor, batch)
     return replace(examined, flow=known_flow(model, layers, batch, loss_fn)) if len(stages) > 1 else examined
 
@@ -159,12 +160,27 @@ def layer_plans(
     """
     parts = list(stages)
     channel = channel_plans(model, [placed for stage in parts for placed in stage], batch)
-    unlike = {name: samples for stage in parts for name, samples in _unlike_code_between(stage).items()}
-    if not unlike or batch is None:
-        return Examined(tensor, channel)
-    sampled = sample_arguments(model, list(unlike), batch)
-    check_folded({name: arguments for name, arguments in sampled.items() if unlike[name]})
+    unlike = [name for stage in parts for name in _unlike_code_between(stage)]
+    sampled = sample_arguments(model, unlike, batch) if unlike and batch is not None else {}
     return Examined(tensor, channel, sampled)
+
+
+def check_samples_move(model: nn.Module, stages: Sequence[Sequence[LayerAssignment]], batch: Any) -> None:
+    """See that samples can be moved, where layers do not share them alike.
+
+    Raises:
+        InputError: a layer takes or returns them in a way that does not say where they are.
+    """
+    glues = [glue_layout(stage).batch for stage in stages]
+    unlike = [
+        path
+        for glue, stage in zip(glues, stages, strict=True)
+        for placed in stage
+        if placed.layout.batch != glue or (placed.layer.role is Role.BLOCK and len({*glues}) > 1)
+        for path in placed.layer.modules
+    ]
+    if batch is not None and unlike:
+        check_folded(sample_arguments(model, unlike, batch))
 
 
 def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
@@ -231,11 +247,11 @@ def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> Channe
         raise InputError(f"{by} of layer {one.layer.name}", degree, f"{error.field}: {error.remedy}") from error
 
 
-def _unlike_code_between(stage: Sequence[LayerAssignment]) -> dict[str, bool]:
-    """Blocks whose layout is another than that of the code between layers; and whether it shares samples otherwise."""
+def _unlike_code_between(stage: Sequence[LayerAssignment]) -> list[str]:
+    """Blocks whose layout is another than that of the code between layers."""
     glue = glue_layout(stage)
-    return {
-        placed.layer.name: placed.layout.batch != glue.batch
+    return [
+        placed.layer.name
         for placed in stage
         if placed.layer.role is Role.BLOCK and placed.layout.replicated("sequence") != glue.replicated("sequence")
-    }
+    ]

@@ -55,11 +55,17 @@ def draws_of(
 
 @dataclass(slots=True)
 class _Buffer:
-    tensor: Tensor
+    holder: nn.Module
+    name: str
     before: Tensor
     change: Tensor
     rule: str
     group: dist.ProcessGroup | None
+
+    @property
+    def tensor(self) -> Tensor:
+        """As it is now: a forward pass may put another tensor in its place."""
+        return self.holder.get_buffer(self.name)
 
 
 class SyncedBuffers:
@@ -88,9 +94,9 @@ class SyncedBuffers:
             loose = runtime.stage[:1] if runtime.pipeline is None else ()
             for placed in holders or loose:
                 group = runtime.meshes.groups(placed.strategy).batch
-                tensor = runtime.model.get_buffer(name)
-                change = torch.zeros_like(tensor, dtype=torch.float64)
-                yield _Buffer(tensor, tensor.detach().clone(), change, rule, group)
+                before = runtime.model.get_buffer(name).detach().clone()
+                change = torch.zeros_like(before, dtype=torch.float64)
+                yield _Buffer(runtime.model, name, before, change, rule, group)
 
     @contextmanager
     def updating(self, runtime: StageRuntime) -> Iterator[None]:

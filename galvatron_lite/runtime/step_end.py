@@ -15,6 +15,7 @@ from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.sharded.tensor import locals_only
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
@@ -150,7 +151,8 @@ class GradientsAside:
 
     def _settle(self, factor: Tensor) -> None:
         self._swap()
-        if any(runtime.owned for runtime in self._parallel.runtimes) and not self._parallel.has_gradients():
+        offloads = any(runtime.updates.hosts for runtime in self._parallel.runtimes)
+        if offloads and not self._parallel.has_gradients():
             remedy = "With offload they are made when the model is called: call optimizer.zero_grad() before that."
             raise InputError("gradients", "none", remedy)
         self._parallel._multiply(factor)
@@ -208,7 +210,8 @@ def accumulated_step(parallel: ParallelModel, parts: Sequence[Sequence[Any]], li
         for runtime in parallel.runtimes:
             set_all_reduce(runtime.sharded.replicated, last)
         _begin(parallel.runtimes, synchronise=last)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with locals_only():  # what recomputation checks against what was kept: shards as they are held
+            loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total / (devices // glue.batch)
 

@@ -104,7 +104,7 @@ def test_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
 
 def test_arguments_with_samples_are_told_from_others() -> None:
     found = sample_arguments(Model(), ["first.0", "first.1"], batch())
-    assert found["first.0"] == {".0.0": True, ".0.2": True, ".1.tables.0": False, ".1.tables.1": False}
+    assert found["first.0"] == {".0.0": 1, ".0.2": 1, ".1.tables.0": 0, ".1.tables.1": 0, ".2.0": 1, ".2.1": 1}
     assert found["first.1"][".0.1"]
 
 
@@ -133,7 +133,7 @@ class Biased(nn.Linear):
 
 def test_samples_folded_into_another_dim_are_refused_where_they_would_move() -> None:
     found = sample_arguments(Folded(), ["blocks.0"], torch.zeros(4, 3, 4))
-    assert found == {"blocks.0": {".0.0": 1, ".0.1": 2}}
+    assert found == {"blocks.0": {".0.0": 1, ".0.1": 2, ".2": 1}}
     with pytest.raises(InputError, match=r"Argument 0\.1 of blocks\.0"):
         check_folded(found)
     check_folded(sample_arguments(Model(), ["first.0", "first.1"], batch()))
@@ -270,3 +270,25 @@ def in_stages() -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+class TimeFirst(nn.Module):
+    """Its blocks take tokens along dim 0 and samples along dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.start(x).transpose(0, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.end(hidden).mean()
+
+
+def test_samples_along_another_dim_are_refused_where_they_would_move() -> None:
+    found = sample_arguments(TimeFirst(), ["blocks.0"], torch.zeros(4, 3, 4))
+    with pytest.raises(InputError, match=r"Argument 0\.0 of blocks\.0 has samples elsewhere"):
+        check_folded(found)
+    assert trace(TimeFirst(), torch.zeros(4, 3, 4)).folded == "0.0 of blocks.0"

@@ -63,13 +63,21 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     return twin.train()
 
 
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
 def copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a model with other tensors, its own never read: what ``make`` returns for each parameter, each buffer
-    and each tensor that a module merely holds. Parameters stay parameters, and what is shared stays shared."""
+    and each tensor that a module merely holds, also in lists and dicts. Parameters stay parameters, and what is shared
+    stays shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *loose]:
+        for tensor in _tensors_in(vars(module)):
             if id(tensor) not in memo:
                 twin = make(tensor)
                 wrapped = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
@@ -108,8 +116,8 @@ def normalise_alone(module: nn.Module) -> None:
 
 
 def _alone(norm: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
-    statistics = norm.running_mean, norm.running_var
-    return batch_norm(tensor, *statistics, norm.weight, norm.bias, True, norm.momentum or 0.0, norm.eps)
+    statistics, training = (norm.running_mean, norm.running_var), norm.training or norm.running_mean is None
+    return batch_norm(tensor, *statistics, norm.weight, norm.bias, training, norm.momentum or 0.0, norm.eps)
 
 
 def _meta_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

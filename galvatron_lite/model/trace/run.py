@@ -248,6 +248,9 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
 
 
 _FEW, _MORE = 2, 3
+_OUTPUT = ".2"
+ELSEWHERE = -1
+"""Instead of items of dim 0 a sample: the samples lie along another dim."""
 
 
 def block_calls(model: nn.Module, names: Collection[str], batch: Any, samples: int = _FEW) -> dict[str, BlockCall]:
@@ -257,13 +260,15 @@ def block_calls(model: nn.Module, names: Collection[str], batch: Any, samples: i
 
 
 def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> dict[str, dict[str, int]]:
-    """How many items of dim 0 each sample has of the tensors that each named block is given: 1 of those that have the
-    samples there, 0 of those that do not grow with them, more where it is samples times heads.
+    """How many items of dim 0 each sample has of the tensors that each named block takes and returns: 1 of those that
+    have the samples there, 0 of those that do not grow with them, more where it is samples times heads, ``ELSEWHERE``
+    where the samples lie along another dim.
 
     Two runs with unlike numbers of samples tell. A size that equals the number of samples by chance does not mislead.
 
     Returns:
-        By block, then by the argument's place (see ``map_places``). Empty where the model cannot be run this way.
+        By block, then by place in its (args, kwargs, output) (see ``map_places``). Empty where the model cannot be run
+        this way.
     """
     try:
         few, more = (block_calls(model, names, batch, samples) for samples in (_FEW, _MORE))
@@ -273,30 +278,44 @@ def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> di
 
 
 def items_a_sample(few: BlockCall, more: BlockCall, samples: tuple[int, int]) -> dict[str, int]:
-    """Items of dim 0 for each sample of the tensors that a block is given, by place, from calls with two numbers of
-    samples; 0 of those that do not grow with them."""
+    """Items of dim 0 for each sample, by place, from calls of a block with two numbers of samples; see
+    ``sample_arguments``."""
     one, other = (
-        {place: tensor.shape[0] if tensor.dim() else 0 for place, tensor in places((call.args, call.kwargs))}
-        for call in (few, more)
+        {place: tensor.shape for place, tensor in places((call.args, call.kwargs, call.output))} for call in (few, more)
     )
-    each = {place: one[place] // samples[0] for place in one.keys() & other.keys()}
-    return {
-        place: items * ((one[place], other[place]) == (items * samples[0], items * samples[1]))
-        for place, items in each.items()
-    }
+    return {place: _items(one[place], other[place], samples) for place in one if place in other}
+
+
+def _items(few: Sequence[int], more: Sequence[int], samples: tuple[int, int]) -> int:
+    grown = [dim for dim, sizes in enumerate(zip(few, more, strict=False)) if _grows(*sizes, samples)]
+    return few[0] // samples[0] if 0 in grown else ELSEWHERE if grown else 0
+
+
+def _grows(one: int, other: int, samples: tuple[int, int]) -> bool:
+    return 0 < one < other and one % samples[0] == 0 and one // samples[0] * samples[1] == other
+
+
+def is_folded(place: str, each: int) -> bool:
+    """Whether samples cannot be moved of what has so many items each at a place; outputs of samples times something
+    else (router logits of tokens) are for the loss alone."""
+    return each == ELSEWHERE or (each > 1 and not place.startswith(_OUTPUT))
 
 
 def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
-    """See that no argument has samples and something else folded into dim 0, of blocks that take other samples than
-    the code around them: nothing tells which of the two comes first, so samples cannot be moved.
+    """See that blocks that take other samples than the code around them have these along dim 0, not folded with
+    something else, as nothing tells which of the two comes first: else samples cannot be moved.
     """
     for name, arguments in sampled.items():
         for place, each in arguments.items():
-            if each > 1:
+            if is_folded(place, each):
+                where = (
+                    "samples elsewhere than" if each == ELSEWHERE else f"{each} items a sample (samples times heads)"
+                )
+                what = "The output" if place.startswith(_OUTPUT) else f"Argument {place.lstrip('.')}"
                 remedy = (
-                    f"Argument {place.lstrip('.')} of {name} has {each} items a sample along dim 0 (samples times "
-                    "heads), which cannot be moved: share samples alike in all layers, as with --fix data=1 "
-                    "--fix zero=1, or with the same degrees for before, after and the blocks."
+                    f"{what} of {name} has {where} along dim 0, which cannot be moved: share samples alike in all "
+                    "layers, as with --fix data=1 --fix zero=1, or with the same degrees for before, after and the "
+                    "blocks."
                 )
                 raise InputError("plan", f"other samples in {name} than around it", remedy)
 

@@ -174,9 +174,11 @@ class LayerFlow:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each layer reads what the layer before it made, and nothing else."""
+        """Whether each layer reads what the layer before it made, and nothing else; the second layer one tensor."""
         pairs = ((source, read.reader) for read in self.reads for source in read.sources if not read.is_entry)
-        return all(reader - self.places.get(one.path, 0) in ((0, 1), (0,))[one.call == LOOSE] for one, reader in pairs)
+        near = all(reader - self.places.get(one.path, 0) in ((0, 1), (0,))[one.call == LOOSE] for one, reader in pairs)
+        second = (read.sources for read in self.reads if read.reader == 1)
+        return near and sum(any(self.places.get(one.path) == 0 for one in sources) for sources in second) <= 1
 
     def enters(self, cut: int) -> bool:
         """Whether the stage that begins at layer ``cut`` is given its first block's input instead of outputs."""

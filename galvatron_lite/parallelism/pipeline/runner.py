@@ -27,6 +27,7 @@ from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.stage import StageModel, check_known
 from galvatron_lite.parallelism.pipeline.table import Link, Pipeline, RankSchedule, rank_schedule, receiver, sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.sharded.tensor import locals_only
 
 Value = Any
 """What a layer returns: a tensor, or a tuple, list or mapping of tensors and plain values."""
@@ -485,7 +486,8 @@ class PipelineRunner:
         self._channel.foresee(following)
         done = self._in_flight.pop(key)
         if done.outputs:
-            torch.autograd.backward(done.outputs, None if chunk.stage.last else gradients)
+            with locals_only():  # what recomputation checks against what was kept: shards as they are held
+                torch.autograd.backward(done.outputs, None if chunk.stage.last else gradients)
         if chunk.deferral is not None:
             self._later[key] = chunk.deferral.take()
         if not chunk.stage.first:

@@ -207,10 +207,8 @@ class StageModel:
             return args, kwargs
         self._entered = True
         received = self._received if self._crossing is None else self._crossing.held[_ENTRY]
-        if args:
-            return (received, *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        return args, {**kwargs, name: received}
+        hidden = next(tensors_of((args, kwargs)))
+        return map_tensors((args, kwargs), lambda tensor: received if tensor is hidden else tensor)
 
     def _keep(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         call = self._counts[path]

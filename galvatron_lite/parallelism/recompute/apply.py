@@ -254,12 +254,15 @@ def _wrapped(forward: Forward, recompute: Recompute) -> Forward:
 
     Under selective recomputation activations (ReLU) that were asked to work in place make new tensors: what is kept
     may not change.
+
+    The second time is inside ``backward``, which a guarded loss calls with subclasses of tensors disabled; shards are
+    such, too.
     """
     selective = recompute is Recompute.SELECTIVE
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _OutOfPlace() if selective else nullcontext(), casting_anew():
+        with torch._C._EnableTorchFunction(), _OutOfPlace() if selective else nullcontext(), casting_anew():
             try:
                 return forward(*args, **kwargs)
             except RuntimeError as error:

@@ -53,7 +53,8 @@ def split_pixels(module: nn.Module, groups: Sequence[AxisGroup], rules: Rules) -
         groups: ranks that share images in it.
         rules: what functions do inside.
     """
-    bind_modules(module)
+    if rules.handlers.keys() >= {"conv2d", "batch_norm"}:
+        bind_modules(module)
     module.forward = _on_shards(module.forward, tuple(groups), rules)
 
 

@@ -130,6 +130,8 @@ def sync_batch_norm(module: nn.SyncBatchNorm, groups: Sequence[AxisGroup] = ()) 
     """
 
     def forward(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedTensor) and "batch_norm" not in tensor.rules.handlers:  # tokens
+            return tensor.rules.otherwise(Call(forward, "batch_norm", (tensor,), {}, tensor.rules))  # type: ignore
         local = to_local(tensor)
         if local.dim() < 2:
             raise InputError("input of SyncBatchNorm", global_shape(tensor), "Give (samples, channels, ...).")

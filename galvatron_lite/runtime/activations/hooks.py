@@ -56,7 +56,7 @@ def install_hooks(
             for parameter in module.parameters():
                 traffic.read(parameter, border.layout)
         if moves or casts:
-            entry = _Entry(traffic, border, layer.name, traffic.compute if casts else None)
+            entry = _Entry(traffic, border, layer.name, traffic.compute if casts else None, moves)
             module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)
         if border.layout != traffic.glue or border.lines:
             module.register_forward_hook(_Exit(traffic, border))
@@ -79,6 +79,7 @@ class _Entry:
     border: BoundaryLayout
     layer: str
     compute: torch.dtype | None
+    moves: bool  # whether layouts differ; else lists and dicts, which the layer may write to, stay as they are
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
@@ -98,7 +99,11 @@ class _Entry:
 
             return moved() if tensor is hidden else self._once(tensor, target, lambda: self._summed(moved()))
 
-        args, kwargs = map_places((args, kwargs), convert)
+        if self.moves:
+            args, kwargs = map_places((args, kwargs), convert)
+        else:
+            args = tuple(_mapped(item, convert, f".0.{place}") for place, item in enumerate(args))
+            kwargs = {name: _mapped(item, convert, f".1.{name}") for name, item in kwargs.items()}
         return args, {**kwargs, SPECS: SpecsAt(cuts)} if self.border.lines else kwargs
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
@@ -136,6 +141,10 @@ class _Entry:
     def _cast(self, tensor: Tensor) -> Tensor:
         compute = self.compute
         return tensor if compute is None or not tensor.is_floating_point() else tensor.to(compute)
+
+
+def _mapped(item: Any, convert: Callable[[str, Tensor], Tensor], place: str) -> Any:
+    return item if isinstance(item, (list, dict)) else map_places(item, convert, place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,13 @@ class LayoutTensor(ShardedTensor):
     show: Callable[[RankPiece], Tensor]  # with communication, so all ranks of the stage call it together
     rows: int
     shown: Tensor | None
+    version: int  # of what is shown, when it was
+
+    @property
+    def written(self) -> bool:
+        """Whether code between layers has changed what it was shown; that then counts, not the piece."""
+        with locals_only():
+            return self.shown is not None and self.shown._version != self.version
 
     @classmethod
     def __torch_function__(
@@ -123,6 +130,8 @@ def _seen(tensor: Tensor) -> Tensor:
     if tensor.shown is None:
         with torch.enable_grad():  # it is kept, also for code that does not look at it under no_grad
             tensor.shown = tensor.show(tensor.piece)
+        with locals_only():
+            tensor.version = tensor.shown._version
     return tensor.shown
 
 
@@ -164,7 +173,9 @@ class ActivationRedistributor:
     def piece(self, tensor: Tensor, sampled: int | None = None) -> RankPiece | None:
         """The place on the stage of a tensor of the glue code; None where it does not hold the samples."""
         if isinstance(tensor, LayoutTensor):
-            return tensor.piece
+            if not tensor.written:
+                return tensor.piece
+            tensor = _seen(tensor)
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
         tensor = settled(full_logits(tensor), self.border.lines)

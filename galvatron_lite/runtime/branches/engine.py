@@ -38,7 +38,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.mesh import build_part_meshes, join_world
 from galvatron_lite.runtime.parallelize import split_stage
 from galvatron_lite.runtime.peers import broadcast_values, of_rank_zero, share_random_state
-from galvatron_lite.runtime.preparation import SetupOptions, layer_plans, tensor_plans
+from galvatron_lite.runtime.preparation import SetupOptions, check_samples_move, layer_plans, tensor_plans
 from galvatron_lite.runtime.stages import StageRuntime
 
 
@@ -76,6 +76,8 @@ class BranchedModel(ParallelModel):
         _check_ties(model, parts, layers)
         everything = [placed for part in parts for placed in part.stage]
         tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+        for part in parts:
+            check_samples_move(model, [part.stage], batch)
         splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
         paths = [(), *(entrances(model, part.roots, batch) for part in parts[1:])]
         groups = [(part.first, part.devices, [placed.strategy for placed in part.stage]) for part in parts]

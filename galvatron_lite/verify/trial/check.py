@@ -100,6 +100,7 @@ def try_model(
         buffers=buffers,
         loose=tuple(name for name, _ in buffers if not any(at(name, path) for path in held)),
         unread=() if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys())),
+        leaking=tuple(dict.fromkeys(observer.seen.leaking)),
         unheld=tuple(observer.seen.unheld.values()),
         written=tuple(sorted(double.written.union(full_pass.written))),
         differentiates=observer.seen.differentiates,

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from galvatron_lite.capture.limits import everything_in, nodes_behind
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.balancing import LOGITS
 from galvatron_lite.model.batch import ITEMS, LossFn, call_model, loss_of, map_tensors, places, resize_batch, tensors_of
@@ -123,8 +125,10 @@ def _copy(model: nn.Module, gone: Sequence[str]) -> nn.Module:
             bare = torch.empty_like(tensor, device="meta")
             memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     kept = {id(one) for name, one in model.named_parameters() if not any(name.startswith(f"{path}.") for path in gone)}
+    left = [one for module in model.modules() for one in tensors_of(list(vars(module).values())) if not one.is_leaf]
     try:
-        return copy.deepcopy(model, {key: value for key, value in memo.items() if key not in kept})
+        memo = {key: value for key, value in memo.items() if key not in kept}
+        return copy.deepcopy(model, memo | {id(one): one.detach().clone() for one in left})
     except Exception as error:  # whatever a user's object does
         raise SkippedError(f"copy.deepcopy of the model fails ({error})") from error
 
@@ -205,6 +209,8 @@ def run_pass(
             batch = map_tensors(batch, torch.clone)  # the model may write into it
             loss = loss_of(call_model(model, batch), batch, double.loss_fn)
             loss = loss if scale is None else scale(loss)
+        if observer is not None:
+            observer.note_leaks(loss)
         with nullcontext() if observer is None else observer.in_backward():
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
@@ -267,6 +273,9 @@ class ObservedPass:
     means: list[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
     differentiates: bool = False  # whether the model takes gradients while it runs
     outside: list[str] = field(default_factory=list)  # names of parameters that code outside of their layers reads
+    leaking: list[str] = field(
+        default_factory=list
+    )  # layers of which the loss is made otherwise than by what they return
     unheld: dict[int, str] = field(default_factory=dict)  # shapes of parameters with gradients that no module holds
 
 
@@ -284,6 +293,8 @@ class CallObserver(TorchFunctionMode):
                 _, direct, holders = self._holders.setdefault(id(one), (f"{path}.{name}".lstrip("."), [], []))
                 direct.append(path)
                 holders.extend(layer for layer in layers if at(path, layer))
+        hooked = [path for path, module in double.model.named_modules() if module._forward_hooks]
+        self._layers, self._ends = {*layers, *hooked}, set[Node | None]()  # what calls of these modules returned
         self._originals = {id(one): name for name, one in original.named_parameters()}
         self._found: dict[str, list[str]] = {}
 
@@ -311,7 +322,7 @@ class CallObserver(TorchFunctionMode):
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
                 stack.callback(module.register_forward_pre_hook(partial(enter, path)).remove)
-                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+                stack.callback(module.register_forward_hook(partial(self._leave, path), always_call=True).remove)
             yield
 
     def _note_outside(self) -> None:
@@ -322,8 +333,19 @@ class CallObserver(TorchFunctionMode):
     def _enter(self, path: str, *_: Any) -> None:
         self._running.append(path)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         self._running.pop()
+        if path in self._layers:
+            self._ends |= {tensor.grad_fn for tensor in everything_in(output)}
+
+    def note_leaks(self, loss: Tensor) -> None:
+        """Note layers that reach the loss by another way than what they return, or what a hook of the model takes."""
+        for node in nodes_behind([loss], self._ends):
+            parameter = getattr(node, "variable", None)
+            if id(parameter) in self._holders:
+                name, _, holders = self._holders[id(parameter)]
+                if holders and name not in self._found:
+                    self.seen.leaking.append(holders[0])
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

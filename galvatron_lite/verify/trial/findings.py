@@ -75,6 +75,9 @@ class Findings:
     whole: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
     # parameters that code outside of their layers reads; such a plan has whole parameters
     outside: tuple[str, ...] = ()
+    # modules whose values reach the loss otherwise than by what they return: by a list that they append to, or an
+    # attribute
+    leaking: tuple[str, ...] = ()
     written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
     differentiates: bool = False  # whether a forward pass takes gradients, which are differentiated again
     # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
@@ -120,6 +123,18 @@ class Findings:
                 "Code between layers updates these buffers, and only one stage runs it. Give a plan of one stage, or "
                 "none, to have one found; or move buffers and update into a module that is called.",
                 forbid=("pipeline",),
+            )  # fmt: skip
+        if self.leaking:
+            names = _few(self.leaking)
+            yield Restriction(
+                _shares_parameters, "model", f"{names}: more than what it returns",
+                "The loss is made of what these layers write elsewhere (to a list that they are given, an attribute), "
+                "which reaches no other stage, and of which a rank may have a share. Return it, or give a plan of data "
+                "parallelism or ZeRO-1 with one stage, or none, to have one found.",
+                forbid=OUTSIDE_NEEDS,
+                note=f"the loss is made of more than what {names} return: every device holds all parameters",
+                reason=f"the loss is made of more than what {names} return",
+                change="return what a layer makes for the loss",
             )  # fmt: skip
         if self.written:
             yield Restriction(
