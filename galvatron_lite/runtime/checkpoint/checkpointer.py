@@ -71,7 +71,14 @@ from galvatron_lite.runtime.checkpoint.tensors import (
     stored_tensors,
     write_pieces,
 )
-from galvatron_lite.runtime.parameters.pieces import LocalShard, Parallel, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.parameters.pieces import (
+    LocalShard,
+    Parallel,
+    held_buffers,
+    held_parameters,
+    held_states,
+    stateful_modules,
+)
 from galvatron_lite.runtime.peers import Peers, at_first, shares_samples, together
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.scaling import LossScaler
@@ -201,7 +208,8 @@ class Checkpointer:
             options = None if optimizer is None else merged([content["options"] for content in contents])
             steered = step if parallel.steering is None else parallel.steering.step
             shared = {name: files[name] for name in ("scaler", "extra")}
-            plain[TRAINING] = {"optimizer": options, **shared, "steered": steered}
+            modules = {path: one for content in reversed(contents) for path, one in content["own"]["modules"].items()}
+            plain[TRAINING] = {"optimizer": options, **shared, "modules": modules, "steered": steered}
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
         held += [] if optimizer is None else held_states(parallel, optimizer.state)
@@ -221,6 +229,9 @@ class Checkpointer:
             "random": generators(),
             "streams": [stream.state() for stream in parallel.streams],
             "data": state_of(state.data, "data"),
+            "modules": {
+                path: state_of(one.get_extra_state(), path) for path, one in stateful_modules(parallel).items()
+            },
             # running statistics depend on a rank's samples; integer buffers (masks) are equal
             "buffers": {
                 buffer.name: alone(buffer.tensor).clone()
@@ -347,6 +358,10 @@ class Checkpointer:
             for stream, saved_stream in zip(parallel.streams, process_state["streams"], strict=True):
                 stream.set_state(saved_stream)
         put_state(state.data, process_state["data"])
+        states = (process_state if exact else training).get("modules", {})  # there were none at first
+        for path, module in stateful_modules(parallel).items():
+            if path in states:
+                module.set_extra_state(states[path])
         for name, target in (state.extra or {}).items():
             if name in training["extra"]:
                 put_state(target, training["extra"][name])
@@ -400,7 +415,9 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     targets: list[Any] = [
         target for target in (state.scheduler, parallel.scaler, state.data) if hasattr(target, "load_state_dict")
     ]
-    states = [(target, copy.deepcopy(target.state_dict())) for target in targets]
+    states = [(target.load_state_dict, copy.deepcopy(target.state_dict())) for target in targets]
+    modules = stateful_modules(parallel).values()
+    states += [(module.set_extra_state, copy.deepcopy(module.get_extra_state())) for module in modules]
 
     def go_back() -> None:
         put_generators(random)
@@ -408,9 +425,9 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
             stream.set_state(stream_state)
         if optimizer is not None and before is not None:
             optimizer.state, optimizer.param_groups = before
-        for target, target_state in states:
+        for put, before_loading in states:
             with suppress(Exception):
-                target.load_state_dict(target_state)
+                put(before_loading)
 
     return go_back
 

@@ -103,7 +103,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self._compute = _DTYPES[precision or plan.precision]
         # in a list: it is no part of this module
         self._library, self._pristine = load(self.device), [meta_copy(model)]
-        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         self._place(model, place_layers(plan, layers)[0], init_fn, seed)
         self.module, self._engines = model, list[Any]()
         self._pending: tuple[float | None, Tensor | None] = None, None
