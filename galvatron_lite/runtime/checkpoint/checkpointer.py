@@ -6,18 +6,21 @@ import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.files import write_text, write_value
 from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
+from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.manifest import (
     CONFIG,
@@ -202,6 +205,8 @@ class Checkpointer:
         parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
         assert parallel.plan is not None
         contents = together(peers, lambda: self._plain(state), FIELD)
+        if peers.rank == 0:
+            _warn_of_unlike([content["extra"] for content in contents])
         files = contents[peers.rank]
         plain = {process_file(peers.rank): files["own"]}
         if peers.rank == 0:
@@ -385,6 +390,20 @@ def write_files(folder: Path, snapshot: Snapshot, rank: int) -> tuple[dict[str, 
     content, records = write_pieces(folder / name, snapshot.held)
     plain = {name: write_plain(folder / name, content) for name, content in snapshot.plain.items()}
     return {name: content, **plain}, records
+
+
+def _warn_of_unlike(extras: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of what is given by name as one value, and has other tensors on other ranks."""
+    for name, first in extras[0].items():
+        for rank, extra in enumerate(extras):
+            pairs = zip_longest(tensors_of(first), tensors_of(extra.get(name)))
+            if any(one is None or other is None or not torch.equal(one, other) for one, other in pairs):
+                warnings.warn(
+                    f"Of extra[{name!r}] the tensors of rank 0 are saved, and those of rank {rank} are others. Give "
+                    "what each process has for itself as data=.",
+                    stacklevel=8,
+                )
+                break
 
 
 def _begin(place: Path) -> Path:
