@@ -44,6 +44,7 @@ from galvatron_lite.runtime.parameters.use import (
     check_hooks,
     is_alone,
     refuse_direct_calls,
+    retire,
 )
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.preparation import Examined, SetupOptions
@@ -155,7 +156,9 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls = Calls(compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
         self.module = model
         self.scaler: LossScaler | None = None
+        before = [(name, weakref.ref(one)) for name, one in model.named_parameters()]
         self.adopt(plan, self._set_up(model, layers, batch, options), options)
+        retire(before, self.runtimes)
         refuse_direct_calls(model, self)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None

@@ -121,8 +121,9 @@ class OptimizerSteps:
         parallel = self._parallel()
         if parallel is None:
             return None
-        updated = {id(one.updated) for runtime in parallel.runtimes for one in runtime.owned}
-        return parallel if any(id(p) in updated for group in optimizer.param_groups for p in group["params"]) else None
+        every = [one for runtime in parallel.runtimes for one in runtime.owned]
+        known = {id(parameter) for one in every for parameter in (one.parameter, one.updated)}
+        return parallel if any(id(p) in known for group in optimizer.param_groups for p in group["params"]) else None
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         if (parallel := self._model_of(optimizer)) is not None:

@@ -122,6 +122,8 @@ class GradientsAside:
     def __init__(self, parallel: ParallelModel, last: GradientsAside | None) -> None:
         if last is not None:
             last._copy()
+        for runtime in parallel.runtimes:
+            runtime.reducer.follow()
         self._parallel = parallel
         owned = [one for runtime in parallel.runtimes for one in runtime.owned]
         held = [one for one in owned if one.gradient is not None]

@@ -109,8 +109,17 @@ class GradientReducer:
         """Whether all that this rank gave to the last reduction was finite."""
         return all(bucket.given is None or bool(bucket.given.isfinite()) for bucket in self._buckets)
 
+    def follow(self) -> None:
+        """What the user did to gradients of complete parameters holds for what ranks have of them."""
+        for bucket in self._buckets:
+            if bucket.sharing is not None:
+                bucket.sharing.follow()
+
     def close(self) -> None:
         """Reduce no more: parameters let go of this object, which they hold where Python's collector does not see."""
+        for bucket in self._buckets:
+            if bucket.sharing is not None:
+                bucket.sharing.keep()
         for handle in self._handles:
             handle.remove()
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.parallelism.zero.cost import cut_dim
@@ -103,6 +104,18 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | N
     return RowShare(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
 
 
+class AbsentGradient(Tensor):
+    """In place of the gradient of a complete parameter, of which ranks have rows: whoever reads it is told."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        remedy = (
+            "Ranks share it under this plan (ZeRO-1): take parallel.parameters() in place of model.parameters(). To "
+            "clip, call parallel.clip_grad_norm(max_norm), or give max_grad_norm to train_step."
+        )
+        raise InputError("gradient", "that of a parameter of the model", remedy)
+
+
 @dataclass(slots=True)
 class PendingReduce:
     """A reduce-scatter under way."""
@@ -122,6 +135,7 @@ class GradientSharing:
     offsets: list[int] = field(init=False)
     flight: PendingReduce | None = None  # the reduce-scatter under way
     side: torch.cuda.Stream | None = None
+    absent: list[RowShare] = field(default_factory=list)  # of parameters that show an ``AbsentGradient``
 
     def __post_init__(self) -> None:
         self.offsets = [0]
@@ -175,6 +189,8 @@ class GradientSharing:
         for share, start, view, there in zip(self.shares, self.offsets, views, used, strict=False):
             share.whole.grad = None
             if there:
+                share.whole.grad = share.whole.new_zeros(()).expand(share.whole.shape).as_subclass(AbsentGradient)
+                self.absent.append(share)
                 rows = share.of(view)
                 rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
                 before = share.part.grad
@@ -185,9 +201,19 @@ class GradientSharing:
 
     def keep(self) -> None:
         """Move gradients of an earlier backward pass out of the buffer, before the next one fills it."""
+        self.follow()
+        for share in self.absent:
+            share.whole.grad = None
+        self.absent.clear()
         for share in self.shares:
             if isinstance(share.part.grad, DTensor):
                 share.part.grad = share.shown(share.part.grad.to_local().clone())
+
+    def follow(self) -> None:
+        """Gradients that were zeroed in the model (``model.zero_grad()``) are gone here, too."""
+        for share in self.absent:
+            if share.whole.grad is None:
+                share.part.grad = None
 
     @torch.no_grad()
     def start_gather(self) -> Callable[[], None]:

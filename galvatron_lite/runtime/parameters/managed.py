@@ -294,6 +294,9 @@ class Updates:
     def deliver(self) -> None:
         """Once gradients are reduced: bring down those that the host needs."""
         self.lowering.finish()
+        for host in self.hosts:
+            if host.source.grad is not None:  # the optimizer sees that of the copy
+                _set_class(host.source.grad, guarded=True)
         self.due = self.is_needed
         if self.guarded:
             guard_gradients(self.owned)
