@@ -12,14 +12,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, tensors_of
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.meta import prepare_for_training
 from galvatron_lite.parallelism.precision import compute_dtype, holding_copies
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.parallelism.zero.apply import set_all_reduce
+from galvatron_lite.parallelism.zero.apply import abandon_pass, set_all_reduce
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
@@ -164,7 +164,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
         self._aside: weakref.ref[GradientsAside] | None = None
-        self._optimizers, self._turns = OptimizerSteps(self), 1
+        self._optimizers, self._turns, self._interrupted = OptimizerSteps(self), 1, False
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
     def _set_up(
@@ -299,12 +299,13 @@ class ParallelModel(Saving, Observable, nn.Module):
         """``train_step`` under the plan as it is."""
         self._optimizers.check(optimizer)
         self._called = False
-        loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
-            value, is_finite = finish_step(self, loss, largest)
-        except NonFiniteLossError:
+            value, is_finite = finish_step(self, self.backward_step(batch), largest)
+        except BaseException:  # training may go on behind it, without what this step left
             optimizer.zero_grad(set_to_none=True)
+            for one in (one for runtime in self.runtimes for one in runtime.owned):
+                one.parameter.grad = one.reduced.grad = one.updated.grad = None
             raise
         if is_finite:
             self.watch.at(StepPhase.OPTIMIZER)
@@ -321,6 +322,7 @@ class ParallelModel(Saving, Observable, nn.Module):
             This rank's part of the loss: the sum over the ranks of the world is the batch's loss.
         """
         self._begin()
+        self._interrupted = True
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.calls.buffers.begin(self.runtimes, self.plan.microbatches)
         with holding_copies(self.calls.compute, self.device):
@@ -335,6 +337,7 @@ class ParallelModel(Saving, Observable, nn.Module):
             self.runtime.shared.reduce()
         for runtime in self.runtimes:
             runtime.updates.deliver()
+        self._interrupted = False
         return loss / lifted
 
     @contextmanager
@@ -453,7 +456,11 @@ class ParallelModel(Saving, Observable, nn.Module):
         if self.calls.draws is not None:
             self.calls.draws.begin_step(self.step - self._looped, trains)
         for runtime in self.runtimes:
+            if self._interrupted or runtime.reducer.is_running:
+                runtime.reducer.abandon()
+                abandon_pass(runtime.model)
             runtime.updates.begin()
+        self._interrupted = False
         if self.use.has_changed():
             for module in (module for runtime in self.runtimes for module in runtime.sharded.zero_modules):
                 module.reshard()

@@ -144,8 +144,10 @@ class GradientsAside:
 
         ``backward`` raises InputError where gradients in host memory, which are not kept apart, were zeroed.
         """
-        value = reduced(self._parallel, [self._parallel.backward_step(batch)], with_norm=False)[0]
-        self._swap()
+        try:
+            value = reduced(self._parallel, [self._parallel.backward_step(batch)], with_norm=False)[0]
+        finally:
+            self._swap()
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         loss: Tensor = _Stepped.apply(anchor, value, self._settle)  # type: ignore[no-untyped-call]
         return loss

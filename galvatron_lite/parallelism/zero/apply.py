@@ -215,6 +215,16 @@ class GradientSharing:
             if share.whole.grad is None:
                 share.part.grad = None
 
+    def abandon(self) -> None:
+        """Wait for what is under way, and let go of it and of what it was made of."""
+        flight, self.flight = self.flight, None
+        for work in () if flight is None else (flight.scattering, flight.work):
+            if work is not None:
+                work.wait()
+        self.absent.clear()
+        for share in self.shares:
+            share.whole.grad = None
+
     @torch.no_grad()
     def start_gather(self) -> Callable[[], None]:
         """Start bringing the rows that other ranks updated; call the result to wait, and to write them."""
@@ -364,6 +374,12 @@ class _Detached(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: object, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def abandon_pass(root: nn.Module) -> None:
+    """Have a model whose pass an exception ended begin anew."""
+    if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
 
 
 def set_all_reduce(modules: Sequence[FSDPModule], enabled: bool) -> None:
