@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -42,8 +41,8 @@ from galvatron_lite.runtime.parameters.use import (
     ParameterCopies,
     ParameterUse,
     check_hooks,
+    guard_model,
     is_alone,
-    refuse_direct_calls,
     retire,
 )
 from galvatron_lite.runtime.phases import Steering
@@ -159,7 +158,6 @@ class ParallelModel(Saving, Observable, nn.Module):
         before = [(name, weakref.ref(one)) for name, one in model.named_parameters()]
         self.adopt(plan, self._set_up(model, layers, batch, options), options)
         retire(before, self.runtimes)
-        refuse_direct_calls(model, self)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
@@ -180,6 +178,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.use, self.calls.compute = ParameterUse(runtimes, plan), options.compute
         scaled = options.compute is torch.float16
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
+        guard_model(self.module, self)  # with another plan, hooks of the one before are gone
 
     def switch(
         self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
@@ -304,8 +303,8 @@ class ParallelModel(Saving, Observable, nn.Module):
             value, is_finite = finish_step(self, self.backward_step(batch), largest)
         except BaseException:  # training may go on behind it, without what this step left
             optimizer.zero_grad(set_to_none=True)
-            for one in (one for runtime in self.runtimes for one in runtime.owned):
-                one.parameter.grad = one.reduced.grad = one.updated.grad = None
+            for runtime in self.runtimes:
+                runtime.updates.drop_gradients()
             raise
         if is_finite:
             self.watch.at(StepPhase.OPTIMIZER)
@@ -470,7 +469,8 @@ class ParallelModel(Saving, Observable, nn.Module):
 
         It is what the unsplit model loads, and every other plan. See ``runtime.parameters.full_state``.
         """
-        return full_state_dict(self)
+        with self._watched():
+            return full_state_dict(self)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set this rank's shares of a whole state, of any plan or of the unsplit model; every rank gives all of it.
@@ -480,18 +480,16 @@ class ParallelModel(Saving, Observable, nn.Module):
         """
         load_full_state_dict(self, state)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What this rank holds: its shares of split parameters, none of other stages' where the plan has a pipeline.
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        """What ``pickle`` and ``torch.save`` call.
 
-        Running statistics of batch norms are right for this rank's own channels only. Save with ``save``.
+        Raises:
+            InputError: always.
         """
-        if any(runtime.holds_shares for runtime in self.runtimes):
-            warnings.warn(
-                "state_dict() holds this rank's shares alone; under ZeRO-1 weights are in the precision of compute. "
-                "Call parallel.save(folder) on all ranks.",
-                stacklevel=2,
-            )
-        return super().state_dict(*args, **kwargs)
+        remedy = (
+            "A rank has a part of it. Call parallel.save(folder, optimizer) on all ranks, or save full_state_dict()."
+        )
+        raise InputError("pickle", "a split model", remedy)
 
     def _parts(self, batch: Any, count: int) -> list[list[Any]]:
         """By stage of this rank its rows of every micro-batch, in the layout of the stage's glue code."""

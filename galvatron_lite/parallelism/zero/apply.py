@@ -331,10 +331,11 @@ def shard_group(
 
 
 def _not_sharded(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Scalars, and trained parameters of another type than most (complex ones): FSDP shards neither."""
-    scalars = {parameter for module in modules for parameter in module.parameters() if parameter.dim() == 0}
+    """Scalars, what has no items, and trained parameters of another type than most (complex ones): FSDP shards none."""
+    every = [parameter for module in modules for parameter in module.parameters()]
+    scalars = {parameter for parameter in every if parameter.dim() == 0 or not parameter.numel()}
     items = Counter[torch.dtype]()
-    trained = {parameter for module in modules for parameter in module.parameters() if parameter.requires_grad}
+    trained = {parameter for parameter in every if parameter.requires_grad}
     for one in trained:
         items[one.dtype] += one.numel()
     return scalars | {one for one in trained if one.dtype is not max(items, key=lambda dtype: items[dtype])}

@@ -319,6 +319,7 @@ class Checkpointer:
                     buffer.tensor.copy_(contents.own["buffers"][buffer.name])
         for runtime in parallel.runtimes:
             runtime.updates.take()
+            runtime.updates.drop_gradients()  # they are of what was there before
         self._lineage.follow(manifest)
         parallel.resume_at(manifest.step)
         if parallel.steering is not None:

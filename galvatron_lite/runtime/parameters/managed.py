@@ -301,6 +301,11 @@ class Updates:
         if self.guarded:
             guard_gradients(self.owned)
 
+    def drop_gradients(self) -> None:
+        """Wherever they are."""
+        for one in self.owned:
+            one.parameter.grad = one.reduced.grad = one.updated.grad = None
+
     def publish(self) -> None:
         """Once the optimizer has stepped: every rank computes with the updated values.
 

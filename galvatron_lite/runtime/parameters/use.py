@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +31,22 @@ def is_alone(plan: Plan) -> bool:
     return plan.devices == 1 and plan.microbatches == 1
 
 
-def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
-    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own."""
+_SPLIT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def check_unsplit(model: nn.Module) -> None:
+    """Raise InputError for a model that a plan has split, or one around it."""
+    if any(module in _SPLIT for module in model.modules()):
+        remedy = "An earlier auto_parallelize has split it: go on with what that returned, or make the model anew."
+        raise InputError("model", type(model).__name__, remedy)
+
+
+def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
+    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own, and
+    warn where its state is not that of the full model.
+    """
+    if not is_alone(parallel.plan):
+        _SPLIT.add(model)
     owner = weakref.ref(parallel)
 
     def check(module: nn.Module, _args: object) -> None:
@@ -52,7 +67,17 @@ def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
             name = type(module).__name__.removeprefix("FSDP")  # how torch calls the classes it makes
             raise InputError("call of the model itself", name, remedy)
 
+    def warn(*_: object) -> None:
+        parallel = owner()
+        if parallel is not None and any(runtime.holds_shares for runtime in parallel.runtimes):
+            warnings.warn(
+                "state_dict() holds this rank's shares alone; under ZeRO-1 weights are in the precision of compute. "
+                "Call parallel.save(folder) on all ranks.",
+                stacklevel=3,
+            )
+
     model.register_forward_pre_hook(check)
+    model.register_state_dict_pre_hook(warn)
 
 
 class ReplacedParameter(nn.Parameter):
