@@ -77,7 +77,7 @@ def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
             )
 
     model.register_forward_pre_hook(check)
-    model.register_state_dict_pre_hook(warn)
+    model.register_state_dict_pre_hook(warn)  # type: ignore[no-untyped-call]
 
 
 class ReplacedParameter(nn.Parameter):
