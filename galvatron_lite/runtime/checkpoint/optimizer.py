@@ -105,14 +105,14 @@ def put_schedule(
 
 
 def check_members(parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise ``InputError`` for the first parameter that the saved optimizer did not have."""
+    """Raise ``InputError`` for the first trained parameter that the saved optimizer did not have."""
     managed = _managed(parallel)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in managed:
             shape = tuple(parameter.shape)
             raise InputError("parameter", shape, "The model does not have it. Make the optimizer over the model's.")
         name = managed[id(parameter)][0]
-        if name not in saved["members"]:
+        if parameter.requires_grad and name not in saved["members"]:
             remedy = "The checkpoint's optimizer did not have it. Make the optimizer over the same parameters."
             raise InputError("parameter", name, remedy)
 

@@ -160,6 +160,19 @@ def test_numbers_and_other_dtypes_among_states_come_back(tmp_path: Path) -> None
         assert torch.equal(before["sum"], after["sum"])
 
 
+def test_frozen_parameters_need_no_states(tmp_path: Path) -> None:
+    """As where the optimizer that is saved is over those that train, as DeepSpeed's is."""
+    parallel, model = make_run(Case([Strategy()] * 5))[0], make_net(seed=1)
+    for one in (parallel.module, model):
+        one.enter.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in parallel.parameters() if one.requires_grad])
+    parallel.train_step(Position().next(), optimizer)
+    parallel.save(tmp_path / "one", optimizer)
+    load_into(model, tmp_path / "one", again := torch.optim.AdamW(model.parameters()))
+    same(model.state_dict(), parallel.full_state_dict())
+    assert len(again.state) == len(optimizer.state) == len(list(model.parameters())) - 1
+
+
 class Counted(nn.Linear):
     """Counts its calls, which is state but no tensor; a hook adds a tensor to its ``state_dict()`` alone."""
 
