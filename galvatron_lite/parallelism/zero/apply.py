@@ -319,7 +319,7 @@ def shard_group(
         mesh=group.mesh,
         reshard_after_forward=group.zero_stage == STAGE_3,
         mp_policy=mixed_precision(compute),
-        ignored_params={*ignored, *_not_sharded(group.modules)},
+        ignored_params={*ignored, *_not_sharded(group.modules, cast=compute is not None)},
         shard_placement_fn=lambda parameter: Shard(cut_dim(parameter.shape, ranks, group.zero_stage)),
     )
     wrapped: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
@@ -330,10 +330,14 @@ def shard_group(
     return wrapped
 
 
-def _not_sharded(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Scalars, what has no items, and trained parameters of another type than most (complex ones): FSDP shards none."""
+def _not_sharded(modules: Sequence[nn.Module], cast: bool) -> set[nn.Parameter]:
+    """Scalars, what has no items, and trained parameters of another type than most (complex ones): FSDP shards none.
+    Where it casts, also those of norms with running statistics, which are of the statistics' type.
+    """
     every = [parameter for module in modules for parameter in module.parameters()]
     scalars = {parameter for parameter in every if parameter.dim() == 0 or not parameter.numel()}
+    norms = [part for module in modules for part in module.modules() if getattr(part, "running_mean", None) is not None]
+    scalars |= {parameter for norm in norms for parameter in norm.parameters(recurse=False) if cast}
     items = Counter[torch.dtype]()
     trained = {parameter for parameter in every if parameter.requires_grad}
     for one in trained:
