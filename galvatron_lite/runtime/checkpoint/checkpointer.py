@@ -330,6 +330,11 @@ class Checkpointer:
         """Read and check what this rank needs; nothing is changed."""
         parallel, rank = self._parallel, self._peers.rank
         check_optimizer(manifest, state.optimizer, state.scheduler)
+        here = parallel.entries.names
+        for name, first in manifest.names.items():
+            if name not in here or (first == name != here[name]):
+                remedy = "The checkpoint has it, and this model has none, or one tied to another. Use the same model."
+                raise InputError("tensor", name, remedy)
         stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
         process_state = read_plain(folder / process_file(rank if manifest.processes == self._peers.size else 0))
         buffers = held_buffers(parallel)

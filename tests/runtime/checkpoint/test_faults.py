@@ -283,8 +283,14 @@ def test_another_model_or_optimizer_is_refused(written: Path) -> None:
     model.blocks[0].linear = torch.nn.Linear(3, 3)
     with pytest.raises(InputError, match="has the shape"):
         load_into(model, written / "step-1")
-    with pytest.raises(InputError, match="none of that name"):
+    with pytest.raises(InputError, match="this model has none"):
         load_into(torch.nn.Linear(2, 2), written / "step-1")
+    model = make_net()
+    with pytest.raises(InputError, match=r"other options than .*'lr': 0.02"):
+        load_into(model, written / "step-1", torch.optim.AdamW(model.parameters()))
+    del model.blocks[2]
+    with pytest.raises(InputError, match=r"blocks.2.*this model has none"):
+        load_into(model, written / "step-1")
 
 
 def llama(seed: int) -> nn.Module:
