@@ -41,6 +41,7 @@ from galvatron_lite.runtime.monitor.attach import (
     split_phases,
     steer,
 )
+from galvatron_lite.runtime.parameters.use import check_unsplit
 from galvatron_lite.runtime.peers import from_rank_zero
 from galvatron_lite.world import join, pick_device, world_size
 
@@ -165,6 +166,7 @@ def auto_parallelize(
         InfeasibleError: no plan fits the budget.
         VerificationError: ``verify``, and a check failed; on every rank.
     """
+    check_unsplit(model)
     check_model(model)
     check_entries(model, batch, loss_fn)
     listen()

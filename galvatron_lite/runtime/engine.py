@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,14 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, tensors_of
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.meta import prepare_for_training
 from galvatron_lite.parallelism.precision import compute_dtype, holding_copies
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.parallelism.zero.apply import set_all_reduce
+from galvatron_lite.parallelism.zero.apply import abandon_pass, set_all_reduce
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
@@ -42,8 +41,9 @@ from galvatron_lite.runtime.parameters.use import (
     ParameterCopies,
     ParameterUse,
     check_hooks,
+    guard_model,
     is_alone,
-    refuse_direct_calls,
+    retire,
 )
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.preparation import Examined, SetupOptions
@@ -155,13 +155,14 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls = Calls(compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
         self.module = model
         self.scaler: LossScaler | None = None
+        before = [(name, weakref.ref(one)) for name, one in model.named_parameters()]
         self.adopt(plan, self._set_up(model, layers, batch, options), options)
-        refuse_direct_calls(model, self)
+        retire(before, self.runtimes)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
         self._aside: weakref.ref[GradientsAside] | None = None
-        self._optimizers, self._turns = OptimizerSteps(self), 1
+        self._optimizers, self._turns, self._interrupted = OptimizerSteps(self), 1, False
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
     def _set_up(
@@ -177,6 +178,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.use, self.calls.compute = ParameterUse(runtimes, plan), options.compute
         scaled = options.compute is torch.float16
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
+        guard_model(self.module, self)  # with another plan, hooks of the one before are gone
 
     def switch(
         self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
@@ -296,12 +298,13 @@ class ParallelModel(Saving, Observable, nn.Module):
         """``train_step`` under the plan as it is."""
         self._optimizers.check(optimizer)
         self._called = False
-        loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
-            value, is_finite = finish_step(self, loss, largest)
-        except NonFiniteLossError:
+            value, is_finite = finish_step(self, self.backward_step(batch), largest)
+        except BaseException:  # training may go on behind it, without what this step left
             optimizer.zero_grad(set_to_none=True)
+            for runtime in self.runtimes:
+                runtime.updates.drop_gradients()
             raise
         if is_finite:
             self.watch.at(StepPhase.OPTIMIZER)
@@ -318,6 +321,7 @@ class ParallelModel(Saving, Observable, nn.Module):
             This rank's part of the loss: the sum over the ranks of the world is the batch's loss.
         """
         self._begin()
+        self._interrupted = True
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.calls.buffers.begin(self.runtimes, self.plan.microbatches)
         with holding_copies(self.calls.compute, self.device):
@@ -332,6 +336,7 @@ class ParallelModel(Saving, Observable, nn.Module):
             self.runtime.shared.reduce()
         for runtime in self.runtimes:
             runtime.updates.deliver()
+        self._interrupted = False
         return loss / lifted
 
     @contextmanager
@@ -450,7 +455,11 @@ class ParallelModel(Saving, Observable, nn.Module):
         if self.calls.draws is not None:
             self.calls.draws.begin_step(self.step - self._looped, trains)
         for runtime in self.runtimes:
+            if self._interrupted or runtime.reducer.is_running:
+                runtime.reducer.abandon()
+                abandon_pass(runtime.model)
             runtime.updates.begin()
+        self._interrupted = False
         if self.use.has_changed():
             for module in (module for runtime in self.runtimes for module in runtime.sharded.zero_modules):
                 module.reshard()
@@ -460,7 +469,8 @@ class ParallelModel(Saving, Observable, nn.Module):
 
         It is what the unsplit model loads, and every other plan. See ``runtime.parameters.full_state``.
         """
-        return full_state_dict(self)
+        with self._watched():
+            return full_state_dict(self)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set this rank's shares of a whole state, of any plan or of the unsplit model; every rank gives all of it.
@@ -470,18 +480,16 @@ class ParallelModel(Saving, Observable, nn.Module):
         """
         load_full_state_dict(self, state)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What this rank holds: its shares of split parameters, none of other stages' where the plan has a pipeline.
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        """What ``pickle`` and ``torch.save`` call.
 
-        Running statistics of batch norms are right for this rank's own channels only. Save with ``save``.
+        Raises:
+            InputError: always.
         """
-        if any(runtime.holds_shares for runtime in self.runtimes):
-            warnings.warn(
-                "state_dict() holds this rank's shares alone; under ZeRO-1 weights are in the precision of compute. "
-                "Call parallel.save(folder) on all ranks.",
-                stacklevel=2,
-            )
-        return super().state_dict(*args, **kwargs)
+        remedy = (
+            "A rank has a part of it. Call parallel.save(folder, optimizer) on all ranks, or save full_state_dict()."
+        )
+        raise InputError("pickle", "a split model", remedy)
 
     def _parts(self, batch: Any, count: int) -> list[list[Any]]:
         """By stage of this rank its rows of every micro-batch, in the layout of the stage's glue code."""

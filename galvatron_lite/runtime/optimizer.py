@@ -80,12 +80,10 @@ class OptimizerSteps:
     def __init__(self, parallel: ParallelModel) -> None:
         self._parallel = weakref.ref(parallel)
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Plan] = weakref.WeakKeyDictionary()
-        handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._end(optimizer)),
-        ]
-        for handle in handles:
-            weakref.finalize(parallel, handle.remove)
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_begin_all))
+            _HOOKS.append(register_optimizer_step_post_hook(_end_all))
+        _MODELS.add(self)
 
     def check(self, optimizer: torch.optim.Optimizer, build: Build | None = None, together: bool = True) -> None:
         """Refuse an optimizer that would not train this model as one process does; once under each plan.
@@ -121,8 +119,9 @@ class OptimizerSteps:
         parallel = self._parallel()
         if parallel is None:
             return None
-        updated = {id(one.updated) for runtime in parallel.runtimes for one in runtime.owned}
-        return parallel if any(id(p) in updated for group in optimizer.param_groups for p in group["params"]) else None
+        every = [one for runtime in parallel.runtimes for one in runtime.owned]
+        known = {id(parameter) for one in every for parameter in (one.parameter, one.updated)}
+        return parallel if any(id(p) in known for group in optimizer.param_groups for p in group["params"]) else None
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         if (parallel := self._model_of(optimizer)) is not None:
@@ -136,6 +135,21 @@ class OptimizerSteps:
                 runtime.updates.due = runtime.updates.is_needed
             parallel.publish()
             parallel.note_update()
+
+
+_MODELS: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+_HOOKS: list[Any] = []
+"""They stay: torch cannot go on over its hooks where a model that is collected meanwhile removes some."""
+
+
+def _begin_all(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for one in list(_MODELS):
+        one._begin(optimizer)
+
+
+def _end_all(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for one in list(_MODELS):
+        one._end(optimizer)
 
 
 def _check_parameters(

@@ -78,7 +78,7 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
         LaunchError: a process is gone.
     """
     result: Made | InputError
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         result = act()
     except InputError as error:
@@ -88,9 +88,11 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
         result, cause = InputError(field, str(error.filename or ""), f"{error.strerror or error}."), error
     except GalvatronError:
         raise
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too: the others wait for this process
         result, cause = InputError(field, "", f"{type(error).__name__}: {error}."), error
     shown: list[Made | InputError] = peers.everyone(result)
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
     for rank, one in enumerate(shown):
         if isinstance(one, InputError):
             if len(shown) == 1 and isinstance(cause, InputError):

@@ -123,6 +123,8 @@ class GradientsAside:
     def __init__(self, parallel: ParallelModel, last: GradientsAside | None) -> None:
         if last is not None:
             last._copy()
+        for runtime in parallel.runtimes:
+            runtime.reducer.follow()
         self._parallel = parallel
         owned = [one for runtime in parallel.runtimes for one in runtime.owned]
         held = [one for one in owned if one.gradient is not None]
@@ -143,8 +145,10 @@ class GradientsAside:
 
         ``backward`` raises InputError where gradients in host memory, which are not kept apart, were zeroed.
         """
-        value = reduced(self._parallel, [self._parallel.backward_step(batch)], with_norm=False)[0]
-        self._swap()
+        try:
+            value = reduced(self._parallel, [self._parallel.backward_step(batch)], with_norm=False)[0]
+        finally:
+            self._swap()
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         loss: Tensor = _Stepped.apply(anchor, value, self._settle)  # type: ignore[no-untyped-call]
         return loss

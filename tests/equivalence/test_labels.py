@@ -180,3 +180,25 @@ class Graph(nn.Module):
 def test_rows_that_number_others_keep_the_batch_whole() -> None:
     model, batch = Graph(), {"nodes": torch.randn(8, 4), "edges": torch.tensor([[0, 7, 6], [7, 1, 5]])}
     assert try_model(model, batch, discover_layers(model, batch)).whole
+
+
+class Codebook(nn.Module):
+    """Keeps the mean of the samples of each class, and counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.zeros(8, 4))
+        self.register_buffer("hits", torch.zeros(8))
+
+    def forward(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        with torch.no_grad():
+            members = functional.one_hot(classes, 8).float()
+            self.codes += members.T @ inputs / members.sum(0).clamp(min=1)[:, None]
+            self.hits += members.sum(0)
+        return (self.linear(inputs) - inputs).square().mean()
+
+
+def test_what_only_one_share_updates_is_no_sum() -> None:
+    model, batch = Codebook(), {"inputs": torch.randn(8, 4), "classes": torch.arange(8)}
+    assert try_model(model, batch, discover_layers(model, batch)).synced == {"hits": "sum"}

@@ -7,12 +7,13 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -204,6 +205,25 @@ def _tried(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Unsound
         after = full_state_dict(parallel)
         return Unsound(str(error), error.ranks, all(torch.equal(value, after[name]) for name, value in before.items()))
     raise AssertionError("no error")
+
+
+def interrupted(strategies: Sequence[Sequence[Strategy]]) -> list[float]:
+    """Two tries of the second of three steps end by the user's interrupt, in the second micro-batch."""
+    parallel, optimizer = make_run(strategies, microbatches=2)
+    losses = [float(parallel.train_step(make_batch(0), optimizer))]
+    block = block_of(parallel)
+    for where in ("forward", "backward"):
+        passes = count(1)
+
+        def act(passes: Iterator[int] = passes) -> None:
+            if next(passes) == 2:
+                raise KeyboardInterrupt
+
+        at_fault(parallel, optimizer, where, act)
+        with pytest.raises(KeyboardInterrupt):
+            parallel.train_step(make_batch(1), optimizer)
+        block.act = block.act_back = None
+    return losses + [float(parallel.train_step(make_batch(step), optimizer)) for step in (1, 2)]
 
 
 def trained(steps: int = 3) -> list[float]:

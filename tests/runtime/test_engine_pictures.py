@@ -146,6 +146,12 @@ def test_half_precision(pool: WorkerPool, strategy: Strategy) -> None:
         assert losses[2] < losses[0]
 
 
+def test_half_precision_of_norms_that_zero_would_cast(pool: WorkerPool) -> None:
+    wanted, _ = pool.run(2, half_precision, strategy=DATA)
+    for losses in pool.run(2, half_precision, strategy=Strategy(zero=2, zero_stage=3)):
+        assert losses == pytest.approx(wanted, rel=2e-3)
+
+
 @pytest.mark.parametrize(("strategy", "shares"), [(ROWS, 1), (DATA, 2), (Strategy(zero=2, zero_stage=3), 2)])
 def test_batch_norm_takes_the_statistics_of_its_data_share(pool: WorkerPool, strategy: Strategy, shares: int) -> None:
     case = Pictures([strategy] * 5, norm="batch")

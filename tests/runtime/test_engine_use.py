@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
@@ -206,6 +208,8 @@ SAID = {
     "loss": "The step was not taken",
     "evaluation": "outputs(batch)",
     "no example": "give an example batch",
+    "pickle": "full_state_dict()",
+    "split twice": "go on with what that returned",
 }
 
 
@@ -251,7 +255,10 @@ def wrong_on_two_ranks() -> tuple[dict[str, str], list[int]]:
     """And how often the state of one rank says that it holds shares, where it does."""
     staged = make_parallel(Case([Strategy()] * 5, cuts=[3])).eval()
     said = said_by(
-        ("evaluation", lambda: staged(make_batch())), ("no example", lambda: of_plan(plan_of(Case([TENSOR] * 5))))
+        ("evaluation", lambda: staged(make_batch())),
+        ("no example", lambda: of_plan(plan_of(Case([TENSOR] * 5)))),
+        ("pickle", lambda: torch.save(staged, BytesIO())),
+        ("split twice", lambda: auto_parallelize(staged.module, make_batch())),
     )
     counts = []
     for strategies in ([DATA] * 5, [TENSOR] * 5, [ZERO3] * 5):

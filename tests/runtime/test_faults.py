@@ -23,6 +23,7 @@ from tests.runtime.fault_jobs import (
     data_end_early,
     edited,
     hangs,
+    interrupted,
     lost,
     lost_while,
     not_finite,
@@ -112,6 +113,12 @@ def test_a_nan_on_one_rank(pool: WorkerPool, strategies: list[list[Strategy]]) -
             assert one.same
             assert "parameters are unchanged, and training can go on. Look at the" in one.said
         assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [DATA, Strategy(zero=2, zero_stage=1), ZERO], ids=["data", "zero1", "zero3"])
+def test_an_interrupted_step_leaves_nothing_for_the_next(pool: WorkerPool, strategy: Strategy) -> None:
+    for losses in pool.run(2, interrupted, strategies=[[strategy] * 4]):
+        assert losses == pytest.approx(trained(), rel=1e-5)
 
 
 def test_memory_that_runs_out_on_one_rank(pool: WorkerPool) -> None:

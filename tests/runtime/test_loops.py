@@ -282,6 +282,37 @@ def casting(model: nn.Module) -> list[float]:
     return []
 
 
+def users_model(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, ParallelModel) else model
+
+
+def zeroing_the_model(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(3):
+        users_model(model).zero_grad()
+        loss = model(**batch_of(seed))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def clipping_the_model(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(2):
+        loss = model(**batch_of(seed))
+        loss.backward()
+        losses += [loss.item(), float(nn.utils.clip_grad_norm_(users_model(model).parameters(), 0.1))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def parameters_from_before(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(users_model(model).before, lr=0.1)  # type: ignore[arg-type]
+    return [step(model, optimizer, seed) for seed in range(2)]
+
+
 def adversarial(model: nn.Module) -> list[float]:
     weights = torch.ones(SAMPLES, TOKENS, requires_grad=True)
     model(**batch_of(0), weights=weights)
@@ -312,6 +343,9 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "backward twice": (backward_twice, "a second time"),
     "casting": (casting, "before auto_parallelize"),
     "adversarial": (adversarial, "requires a gradient"),
+    "zeroing the model": (zeroing_the_model, ""),
+    "clipping the model": (clipping_the_model, "parallel.clip_grad_norm(max_norm)"),
+    "parameters from before": (parameters_from_before, "parallel.parameters()"),
 }
 """Loops, and what the error says where a plan cannot follow."""
 ALWAYS_REFUSED = {
@@ -319,12 +353,13 @@ ALWAYS_REFUSED = {
     "adversarial",
 }  # fmt: skip
 REFUSED = {
-    "pipeline": {"steps in backward", "backward twice"},
-    "zero3 in micro-batches": {"steps in backward", "backward twice"},
+    "pipeline": {"steps in backward", "backward twice", "clipping the model"},
+    "zero2": {"parameters from before"},
+    "zero3 in micro-batches": {"steps in backward", "backward twice", "parameters from before"},
     "data": {"steps in backward"},
     "micro-batches": {"steps in backward", "backward twice"},
-    "zero1": {"steps in backward"},
-    "tensor": {"steps in backward"},
+    "zero1": {"steps in backward", "clipping the model", "parameters from before"},
+    "tensor": {"steps in backward", "clipping the model"},
 }
 
 
@@ -335,6 +370,8 @@ def loops_under(case: Case) -> list[str]:
 
 def model_for(loop: str) -> nn.Module:
     model = make_model(MODEL)
+    if loop == "parameters from before":
+        model.before = list(model.parameters())
     for parameter in model.parameters():
         if parameter.dim() < 2 and loop == "thawing":
             parameter.requires_grad_(False)

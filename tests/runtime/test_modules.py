@@ -104,7 +104,7 @@ def largest_error(model: nn.Module, batch: Any, strategies: list[Strategy], cuts
         parallel.train_step(batch, sharded)
     state = parallel.full_state_dict()
     pairs = [(state[name], value) for name, value in alone.state_dict().items()]
-    return max(float((one - value).abs().max() / value.abs().max()) for one, value in pairs)
+    return max(float((one - value).abs().max() / value.abs().max()) for one, value in pairs if value.numel())
 
 
 def error_under(plan: str, inside: str, between: str) -> float:
@@ -145,15 +145,16 @@ class Filtered(nn.Module):
 
 
 class Tempered(nn.Module):
-    """A linear layer times a trained scalar, with a frozen scalar added."""
+    """A linear layer times a trained scalar, with a frozen scalar, and a parameter without items, added."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear, self.scale = linear, nn.Parameter(torch.tensor(0.9))
         self.shift = nn.Parameter(torch.tensor(0.1), requires_grad=False)
+        self.nothing = nn.Parameter(torch.zeros(0, 2))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.linear(hidden) * self.scale + self.shift
+        out: Tensor = self.linear(hidden) * self.scale + self.shift + self.nothing.sum()
         return out
 
 

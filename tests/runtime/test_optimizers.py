@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from galvatron_lite.errors import InputError
@@ -17,7 +18,7 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.runtime.optimizer import _built_again, _copied, _reach
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
-from tests.runtime.plans import losses_alone
+from tests.runtime.plans import losses_alone, split_model
 from tests.runtime.training import Case, make_batch, make_model, make_parallel
 from tests.together import Together, together
 
@@ -289,3 +290,13 @@ def test_averages_of_parameters(averaged_runs: Together, name: str) -> None:
             average.update_parameters(model)
     for whole, theirs in averaged_runs[name]:
         same((theirs, whole), (losses, dict(average.module.state_dict())))
+
+
+def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
+    models, batch = [], make_batch()
+    handle = register_optimizer_step_pre_hook(lambda *_: models.__delitem__(slice(1, None)))
+    models += [split_model(make_model("gpt-tiny"), batch, Strategy()) for _ in range(2)]
+    optimizer = models[0].optimizer(torch.optim.SGD, lr=0.1)
+    models[0].train_step(batch, optimizer)
+    handle.remove()
+    assert (len(models), models[0].step) == (1, 1)

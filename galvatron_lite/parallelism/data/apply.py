@@ -86,13 +86,14 @@ class GradientReducer:
 
     Attributes:
         synchronise: whether backward passes end with the reduction; see ``no_sync``.
+        is_running: whether a backward pass has begun that does so.
     """
 
     def __init__(self, parameters: Sequence[Reduced], bucket_bytes: int | None = None) -> None:
         self.synchronise = True
         self._buckets = _buckets(parameters, bucket_bytes)
         self._next = 0
-        self._running = False
+        self.is_running = False
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._collector(bucket, place))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -109,8 +110,17 @@ class GradientReducer:
         """Whether all that this rank gave to the last reduction was finite."""
         return all(bucket.given is None or bool(bucket.given.isfinite()) for bucket in self._buckets)
 
+    def follow(self) -> None:
+        """What the user did to gradients of complete parameters holds for what ranks have of them."""
+        for bucket in self._buckets:
+            if bucket.sharing is not None:
+                bucket.sharing.follow()
+
     def close(self) -> None:
         """Reduce no more: parameters let go of this object, which they hold where Python's collector does not see."""
+        for bucket in self._buckets:
+            if bucket.sharing is not None:
+                bucket.sharing.keep()
         for handle in self._handles:
             handle.remove()
 
@@ -128,20 +138,30 @@ class GradientReducer:
         for bucket in self._buckets:
             _unreduce(bucket)
         if self.synchronise:
-            self._running, self._next = True, 0
+            self.is_running, self._next = True, 0
             for bucket in self._buckets:
                 bucket.missing = set(range(len(bucket.parameters)))
 
     def finish(self) -> None:
         """Reduce what is left (buckets with parameters that got no gradient), and wait for all reductions."""
-        if not self._running:
+        if not self.is_running:
             return
         for bucket in self._buckets[self._next :]:
             bucket.missing.clear()
         self._launch_ready()
-        self._running = False
+        self.is_running = False
         for bucket in self._buckets:
             _complete(bucket)
+
+    def abandon(self) -> None:
+        """After a backward pass that an exception ended: wait for what is under way, and let go of it."""
+        self.is_running = False
+        for bucket in self._buckets:
+            if bucket.sharing is not None:
+                bucket.sharing.abandon()
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
 
     def gather(self) -> None:
         """Once the optimizer has stepped: bring the rows of parameters that other ranks updated, in forward's order."""
@@ -158,13 +178,13 @@ class GradientReducer:
             loss.register_hook(partial(self._begin_in_backward, reduced))  # type: ignore[no-untyped-call]
 
     def _begin_in_backward(self, reduced: Callable[[], None] | None, _gradient: Tensor) -> None:
-        if not self._running:
+        if not self.is_running:
             self.begin()
             # private: torch has no public way to run something when a backward pass ends. DDP and FSDP2 use the same.
             Variable._execution_engine.queue_callback(partial(self._end_in_backward, reduced))
 
     def _end_in_backward(self, reduced: Callable[[], None] | None) -> None:
-        synchronised = self._running
+        synchronised = self.is_running
         self.finish()
         if synchronised and reduced is not None:
             # what FSDP does when backward ends comes first: it was queued before this
@@ -174,7 +194,7 @@ class GradientReducer:
         view = bucket.views[place]
 
         def collect(parameter: Tensor) -> None:
-            if self.synchronise and not (self._running or bucket.reduced) and bucket.group is not None:
+            if self.synchronise and not (self.is_running or bucket.reduced) and bucket.group is not None:
                 remedy = (
                     "Only loss.backward() of what parallel(batch) returns sums gradients over ranks. Call it first, "
                     "or compute the other loss inside the model's forward."
@@ -192,7 +212,7 @@ class GradientReducer:
 
     def _launch_ready(self) -> None:
         """Start the reductions whose turn it is; always in the same order, as all ranks must."""
-        while self._running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        while self.is_running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             sent_before = self._next - COPIES
             self._next += 1

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.parallelism.zero.cost import cut_dim
@@ -103,6 +104,18 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | N
     return RowShare(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
 
 
+class AbsentGradient(Tensor):
+    """In place of the gradient of a complete parameter, of which ranks have rows: whoever reads it is told."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        remedy = (
+            "Ranks share it under this plan (ZeRO-1): take parallel.parameters() in place of model.parameters(). To "
+            "clip, call parallel.clip_grad_norm(max_norm), or give max_grad_norm to train_step."
+        )
+        raise InputError("gradient", "that of a parameter of the model", remedy)
+
+
 @dataclass(slots=True)
 class PendingReduce:
     """A reduce-scatter under way."""
@@ -122,6 +135,7 @@ class GradientSharing:
     offsets: list[int] = field(init=False)
     flight: PendingReduce | None = None  # the reduce-scatter under way
     side: torch.cuda.Stream | None = None
+    absent: list[RowShare] = field(default_factory=list)  # of parameters that show an ``AbsentGradient``
 
     def __post_init__(self) -> None:
         self.offsets = [0]
@@ -175,6 +189,8 @@ class GradientSharing:
         for share, start, view, there in zip(self.shares, self.offsets, views, used, strict=False):
             share.whole.grad = None
             if there:
+                share.whole.grad = share.whole.new_zeros(()).expand(share.whole.shape).as_subclass(AbsentGradient)
+                self.absent.append(share)
                 rows = share.of(view)
                 rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
                 before = share.part.grad
@@ -185,9 +201,29 @@ class GradientSharing:
 
     def keep(self) -> None:
         """Move gradients of an earlier backward pass out of the buffer, before the next one fills it."""
+        self.follow()
+        for share in self.absent:
+            share.whole.grad = None
+        self.absent.clear()
         for share in self.shares:
             if isinstance(share.part.grad, DTensor):
                 share.part.grad = share.shown(share.part.grad.to_local().clone())
+
+    def follow(self) -> None:
+        """Gradients that were zeroed in the model (``model.zero_grad()``) are gone here, too."""
+        for share in self.absent:
+            if share.whole.grad is None:
+                share.part.grad = None
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and let go of it and of what it was made of."""
+        flight, self.flight = self.flight, None
+        for work in () if flight is None else (flight.scattering, flight.work):
+            if work is not None:
+                work.wait()
+        self.absent.clear()
+        for share in self.shares:
+            share.whole.grad = None
 
     @torch.no_grad()
     def start_gather(self) -> Callable[[], None]:
@@ -283,7 +319,7 @@ def shard_group(
         mesh=group.mesh,
         reshard_after_forward=group.zero_stage == STAGE_3,
         mp_policy=mixed_precision(compute),
-        ignored_params={*ignored, *_not_sharded(group.modules)},
+        ignored_params={*ignored, *_not_sharded(group.modules, cast=compute is not None)},
         shard_placement_fn=lambda parameter: Shard(cut_dim(parameter.shape, ranks, group.zero_stage)),
     )
     wrapped: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
@@ -294,11 +330,16 @@ def shard_group(
     return wrapped
 
 
-def _not_sharded(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Scalars, and trained parameters of another type than most (complex ones): FSDP shards neither."""
-    scalars = {parameter for module in modules for parameter in module.parameters() if parameter.dim() == 0}
+def _not_sharded(modules: Sequence[nn.Module], cast: bool) -> set[nn.Parameter]:
+    """Scalars, what has no items, and trained parameters of another type than most (complex ones): FSDP shards none.
+    Where it casts, also those of norms with running statistics, which are of the statistics' type.
+    """
+    every = [parameter for module in modules for parameter in module.parameters()]
+    scalars = {parameter for parameter in every if parameter.dim() == 0 or not parameter.numel()}
+    norms = [part for module in modules for part in module.modules() if getattr(part, "running_mean", None) is not None]
+    scalars |= {parameter for norm in norms for parameter in norm.parameters(recurse=False) if cast}
     items = Counter[torch.dtype]()
-    trained = {parameter for module in modules for parameter in module.parameters() if parameter.requires_grad}
+    trained = {parameter for parameter in every if parameter.requires_grad}
     for one in trained:
         items[one.dtype] += one.numel()
     return scalars | {one for one in trained if one.dtype is not max(items, key=lambda dtype: items[dtype])}
@@ -338,6 +379,12 @@ class _Detached(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: object, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def abandon_pass(root: nn.Module) -> None:
+    """Have a model whose pass an exception ended begin anew."""
+    if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
 
 
 def set_all_reduce(modules: Sequence[FSDPModule], enabled: bool) -> None:

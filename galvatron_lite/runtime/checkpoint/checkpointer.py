@@ -6,18 +6,21 @@ import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.files import write_text, write_value
 from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
+from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.manifest import (
     CONFIG,
@@ -71,7 +74,14 @@ from galvatron_lite.runtime.checkpoint.tensors import (
     stored_tensors,
     write_pieces,
 )
-from galvatron_lite.runtime.parameters.pieces import LocalShard, Parallel, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.parameters.pieces import (
+    LocalShard,
+    Parallel,
+    held_buffers,
+    held_parameters,
+    held_states,
+    stateful_modules,
+)
 from galvatron_lite.runtime.peers import Peers, at_first, shares_samples, together
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.scaling import LossScaler
@@ -195,13 +205,16 @@ class Checkpointer:
         parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
         assert parallel.plan is not None
         contents = together(peers, lambda: self._plain(state), FIELD)
+        if peers.rank == 0:
+            _warn_of_unlike([content["extra"] for content in contents])
         files = contents[peers.rank]
         plain = {process_file(peers.rank): files["own"]}
         if peers.rank == 0:
             options = None if optimizer is None else merged([content["options"] for content in contents])
             steered = step if parallel.steering is None else parallel.steering.step
             shared = {name: files[name] for name in ("scaler", "extra")}
-            plain[TRAINING] = {"optimizer": options, **shared, "steered": steered}
+            modules = {path: one for content in reversed(contents) for path, one in content["own"]["modules"].items()}
+            plain[TRAINING] = {"optimizer": options, **shared, "modules": modules, "steered": steered}
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
         held += [] if optimizer is None else held_states(parallel, optimizer.state)
@@ -221,6 +234,9 @@ class Checkpointer:
             "random": generators(),
             "streams": [stream.state() for stream in parallel.streams],
             "data": state_of(state.data, "data"),
+            "modules": {
+                path: state_of(one.get_extra_state(), path) for path, one in stateful_modules(parallel).items()
+            },
             # running statistics depend on a rank's samples; integer buffers (masks) are equal
             "buffers": {
                 buffer.name: alone(buffer.tensor).clone()
@@ -303,6 +319,7 @@ class Checkpointer:
                     buffer.tensor.copy_(contents.own["buffers"][buffer.name])
         for runtime in parallel.runtimes:
             runtime.updates.take()
+            runtime.updates.drop_gradients()  # they are of what was there before
         self._lineage.follow(manifest)
         parallel.resume_at(manifest.step)
         if parallel.steering is not None:
@@ -313,6 +330,11 @@ class Checkpointer:
         """Read and check what this rank needs; nothing is changed."""
         parallel, rank = self._parallel, self._peers.rank
         check_optimizer(manifest, state.optimizer, state.scheduler)
+        here = parallel.entries.names
+        for name, first in manifest.names.items():
+            if name not in here or (first == name != here[name]):
+                remedy = "The checkpoint has it, and this model has none, or one tied to another. Use the same model."
+                raise InputError("tensor", name, remedy)
         stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
         process_state = read_plain(folder / process_file(rank if manifest.processes == self._peers.size else 0))
         buffers = held_buffers(parallel)
@@ -347,6 +369,10 @@ class Checkpointer:
             for stream, saved_stream in zip(parallel.streams, process_state["streams"], strict=True):
                 stream.set_state(saved_stream)
         put_state(state.data, process_state["data"])
+        states = (process_state if exact else training).get("modules", {})  # there were none at first
+        for path, module in stateful_modules(parallel).items():
+            if path in states:
+                module.set_extra_state(states[path])
         for name, target in (state.extra or {}).items():
             if name in training["extra"]:
                 put_state(target, training["extra"][name])
@@ -370,6 +396,20 @@ def write_files(folder: Path, snapshot: Snapshot, rank: int) -> tuple[dict[str, 
     content, records = write_pieces(folder / name, snapshot.held)
     plain = {name: write_plain(folder / name, content) for name, content in snapshot.plain.items()}
     return {name: content, **plain}, records
+
+
+def _warn_of_unlike(extras: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of what is given by name as one value, and has other tensors on other ranks."""
+    for name, first in extras[0].items():
+        for rank, extra in enumerate(extras):
+            pairs = zip_longest(tensors_of(first), tensors_of(extra.get(name)))
+            if any(one is None or other is None or not torch.equal(one, other) for one, other in pairs):
+                warnings.warn(
+                    f"Of extra[{name!r}] the tensors of rank 0 are saved, and those of rank {rank} are others. Give "
+                    "what each process has for itself as data=.",
+                    stacklevel=8,
+                )
+                break
 
 
 def _begin(place: Path) -> Path:
@@ -400,7 +440,9 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     targets: list[Any] = [
         target for target in (state.scheduler, parallel.scaler, state.data) if hasattr(target, "load_state_dict")
     ]
-    states = [(target, copy.deepcopy(target.state_dict())) for target in targets]
+    states = [(target.load_state_dict, copy.deepcopy(target.state_dict())) for target in targets]
+    modules = stateful_modules(parallel).values()
+    states += [(module.set_extra_state, copy.deepcopy(module.get_extra_state())) for module in modules]
 
     def go_back() -> None:
         put_generators(random)
@@ -408,9 +450,9 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
             stream.set_state(stream_state)
         if optimizer is not None and before is not None:
             optimizer.state, optimizer.param_groups = before
-        for target, target_state in states:
+        for put, before_loading in states:
             with suppress(Exception):
-                target.load_state_dict(target_state)
+                put(before_loading)
 
     return go_back
 

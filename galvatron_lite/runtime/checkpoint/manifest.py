@@ -265,7 +265,7 @@ def write_together(
     try:
         parts = together(peers, lambda: write(folder), FIELD)
         at_first(peers, lambda: complete(folder, parts), FIELD)
-    except GalvatronError:
+    except BaseException:
         if peers.rank == 0:
             remove_folder(folder)
         raise

@@ -7,6 +7,7 @@ so are the schedulers' lists with an item for each group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, TensorRecord
 from galvatron_lite.runtime.checkpoint.plain import check_plain
+from galvatron_lite.runtime.optimizer import PART_OF
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from galvatron_lite.runtime.parameters.pieces import Parallel, full_shape, parameter_name
 
@@ -105,16 +107,33 @@ def put_schedule(
 
 
 def check_members(parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise ``InputError`` for the first parameter that the saved optimizer did not have."""
+    """Raise ``InputError`` for the first trained parameter that the saved optimizer did not have, or whose options were
+    not those of its group.
+    """
     managed = _managed(parallel)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in managed:
             shape = tuple(parameter.shape)
             raise InputError("parameter", shape, "The model does not have it. Make the optimizer over the model's.")
         name = managed[id(parameter)][0]
-        if name not in saved["members"]:
+        if parameter.requires_grad and name not in saved["members"]:
             remedy = "The checkpoint's optimizer did not have it. Make the optimizer over the same parameters."
             raise InputError("parameter", name, remedy)
+    for group in optimizer.param_groups:
+        names = [name for one in group["params"] if (name := managed[id(one)][0]) in saved["members"]]
+        options = [_numeric(saved["groups"][saved["members"][name]]["options"]) for name in names]
+        for name, other in zip(names, options, strict=True):
+            if other != options[0]:
+                remedy = (
+                    f"In the checkpoint's optimizer it has other options than {names[0]} ({other}, {options[0]}), with "
+                    "which it shares a group now. Make the optimizer of the same groups."
+                )
+                raise InputError("parameter", name, remedy)
+
+
+def _numeric(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that say how values are updated; flags may be those of a plan."""
+    return {key: value for key, value in options.items() if not isinstance(value, (bool, NoneType)) and key != PART_OF}
 
 
 def check_optimizer(manifest: Manifest, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:

@@ -11,6 +11,7 @@ from typing import IO, Any, cast
 import numpy
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.folders import Content, FileSink, write_file
@@ -21,8 +22,11 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def check_plain(value: object, place: str) -> None:
-    """Raise ``InputError`` for the first item that ``torch.load(weights_only=True)`` would refuse."""
+    """Raise ``InputError`` for the first part of a tensor, or item that ``torch.load(weights_only=True)`` refuses."""
     for path, leaf in _leaves(value, place):
+        if isinstance(leaf, DTensor):
+            remedy = f"{path} is this rank's part of a tensor. Save complete ones, as full_state_dict() gives them."
+            raise InputError(place, type(leaf).__name__, remedy)
         if not isinstance(leaf, _PLAIN):
             remedy = (
                 f"{path} is no tensor, number or text, so it could not be read again. Leave it out of state_dict()."

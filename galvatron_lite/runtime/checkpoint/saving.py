@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from galvatron_lite.errors import InputError
+
 if TYPE_CHECKING:
     from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer, SavableModel
 
@@ -81,19 +83,25 @@ class Saving:
             optimizer: over this model's parameters.
             scheduler: of its learning rates.
             data: position in the data: an object with ``state_dict()``, or plain data.
-            extra: other state by name, as ``data``; that of rank 0 counts.
+            extra: other state by name, as ``data``; that of rank 0 counts. Averages of ``AveragedModel(parallel)`` are
+                saved for all ranks.
             step: training steps done; ``self.step`` if not given.
             asynchronous: copy to host memory, and write while training continues. An error is raised by the next call
                 of ``save``, ``load`` or ``finish_saving``. The process does not end before it is written.
             keep: delete all but so many newest checkpoints beside it, once it is written.
 
         Raises:
-            InputError: it cannot be written (the disk is full); earlier ones are unchanged, and training can go on.
+            InputError: it cannot be written (the disk is full); earlier ones are unchanged, and training can go on. Or
+                ``extra`` holds an optimizer, of which each rank has a part.
             PeerError: another process is gone, failed or hangs.
         """
+        for name, value in (extra or {}).items():
+            if isinstance(value, torch.optim.Optimizer):
+                remedy = "Each rank has a part of its states. Save it as the optimizer of a checkpoint of its own."
+                raise InputError(f"extra[{name!r}]", type(value).__name__, remedy)
         state = ExtraState(optimizer, scheduler, data, extra)
         with self._watched():
-            self._saver().save(Path(folder), state, self.step if step is None else step, keep, asynchronous)
+            self._saver().save(Path(folder).absolute(), state, self.step if step is None else step, keep, asynchronous)
 
     def finish_saving(self) -> None:
         """Wait until an asynchronous save is on the disk. All ranks call it. Raises what ``save`` does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -103,7 +104,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self._compute = _DTYPES[precision or plan.precision]
         # in a list: it is no part of this module
         self._library, self._pristine = load(self.device), [meta_copy(model)]
-        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         self._place(model, place_layers(plan, layers)[0], init_fn, seed)
         self.module, self._engines = model, list[Any]()
         self._pending: tuple[float | None, Tensor | None] = None, None
@@ -143,6 +144,11 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     ) -> EngineOptimizer:
         if self._engines:
             raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
+        if factory is None:
+            warnings.warn(
+                "Checkpoints cannot have the states of this optimizer: make it with parallel.optimizer(factory).",
+                stacklevel=4,
+            )
         data = nested(self.config)
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)

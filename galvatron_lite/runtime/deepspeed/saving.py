@@ -24,6 +24,7 @@ from galvatron_lite.runtime.checkpoint.saving import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer
 from galvatron_lite.runtime.parameters.full_state import entry_of
+from galvatron_lite.runtime.parameters.pieces import stateful_modules
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
@@ -41,6 +42,8 @@ def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bou
         parameters[name] = gathered[id(parameter)]
     state: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue
         if name not in parameters:  # a buffer: that of the first rank
             shared = value.detach().clone()
             dist.broadcast(shared, src=0)
@@ -73,9 +76,9 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
         for parameter in module.parameters():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             _set_parameter(parameter, entry_of(state, names[id(parameter)], shape))
-        parameters = {name for group in names.values() for name in group}
-        for name, value in module.state_dict().items():
-            if name not in parameters:
+        kept = module.state_dict()
+        for name, value in module.named_buffers(remove_duplicate=False):
+            if name in kept:
                 value.copy_(entry_of(state, [name], tuple(value.shape)))
 
 
@@ -224,6 +227,8 @@ class DeepSpeedSaver(Checkpointer):
         module = copy.deepcopy(self._pristine, memo)
         plain, mirror = unsplit(module), self._mirror
         mirror.module, mirror.entries, mirror.runtimes = module, plain.entries, plain.runtimes
+        for path, one in stateful_modules(mirror).items():
+            one.set_extra_state(self._model.module.get_submodule(path).get_extra_state())
         if optimizer is None:
             return None
         if not isinstance(optimizer, EngineOptimizer) or optimizer.factory is None:
@@ -240,6 +245,8 @@ class DeepSpeedSaver(Checkpointer):
         model, module = self._model, self._mirror.module
         model.resume_at(resumed.step)
         model.load_full_state_dict(module.state_dict())
+        for path, one in stateful_modules(self._mirror).items():
+            model.module.get_submodule(path).set_extra_state(one.get_extra_state())
         if inner is None:
             return
         names = {id(parameter): name for name, parameter in module.named_parameters()}

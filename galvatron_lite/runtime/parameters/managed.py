@@ -294,9 +294,17 @@ class Updates:
     def deliver(self) -> None:
         """Once gradients are reduced: bring down those that the host needs."""
         self.lowering.finish()
+        for host in self.hosts:
+            if host.source.grad is not None:  # the optimizer sees that of the copy
+                _set_class(host.source.grad, guarded=True)
         self.due = self.is_needed
         if self.guarded:
             guard_gradients(self.owned)
+
+    def drop_gradients(self) -> None:
+        """Wherever they are."""
+        for one in self.owned:
+            one.parameter.grad = one.reduced.grad = one.updated.grad = None
 
     def publish(self) -> None:
         """Once the optimizer has stepped: every rank computes with the updated values.

@@ -55,7 +55,8 @@ class Entries:
     """The entries of a full model's ``state_dict()``, known before the model is split."""
 
     names: Mapping[str, str]  # every entry, and the first name of the tensor behind it
-    homes: Mapping[str, str]  # of each entry that is a buffer: the layer that holds it; empty where none does
+    # the layer that holds each entry that is a buffer, or each module by its path; empty where none does
+    homes: Mapping[str, str]
 
 
 class Parallel(Protocol):
@@ -74,12 +75,14 @@ def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     """The entries of a full model's state; call it before the model is split."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    held = {id(one) for one in (*model.parameters(), *model.buffers())}  # a state has what hooks add to it, too
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and id(value) in held}
     for name, value in tensors.items():
         first.setdefault(id(value), name)
     names = {name: first[id(value)] for name, value in tensors.items()}
     buffers = (name for name, value in tensors.items() if not isinstance(value, nn.Parameter))
-    return Entries(names, {name: home_of(name, layers) for name in buffers})
+    homes = {name: home_of(name, layers) for name in buffers}
+    return Entries(names, homes | {path: home_of(f"{path}.", layers) for path, _ in model.named_modules()})
 
 
 def home_of(name: str, layers: Sequence[Layer]) -> str:
@@ -146,6 +149,17 @@ def held_buffers(parallel: Parallel) -> list[LocalShard]:
         for runtime in parallel.runtimes
         for shard in _buffers(runtime, parallel.entries, is_first=runtime is parallel.runtimes[0])
     ]
+
+
+def stateful_modules(parallel: Parallel) -> dict[str, nn.Module]:
+    """The modules of this rank's own layers whose state holds more than tensors (``get_extra_state``), by path."""
+    return {
+        path: module
+        for runtime in parallel.runtimes
+        for path, module in runtime.model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and parallel.entries.homes.get(path) in _homes_on(runtime, is_first=runtime is parallel.runtimes[0])
+    }
 
 
 def parameter_name(parallel: Parallel, one: ManagedParameter) -> str:
@@ -220,9 +234,13 @@ def _sliced_boxes(part: Box, shard: ParameterShard) -> list[tuple[Box, Box]]:
     return boxes
 
 
+def _homes_on(runtime: StageRuntime, is_first: bool) -> set[str]:
+    """The layers of a part; what no layer has is on every part."""
+    return {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
+
+
 def _buffers(runtime: StageRuntime, entries: Entries, is_first: bool) -> Iterator[LocalShard]:
-    # those that no layer has are on every part
-    here = {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
+    here = _homes_on(runtime, is_first)
     groups = ((placed.layer.modules, runtime.meshes.groups(placed.strategy).channels) for placed in runtime.stage)
     sliced = {f"{path}.": group for modules, group in groups if group is not None for path in modules}
     for name, buffer in runtime.model.named_buffers():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,22 @@ def is_alone(plan: Plan) -> bool:
     return plan.devices == 1 and plan.microbatches == 1
 
 
-def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
-    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own."""
+_SPLIT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def check_unsplit(model: nn.Module) -> None:
+    """Raise InputError for a model that a plan has split, or one around it."""
+    if any(module in _SPLIT for module in model.modules()):
+        remedy = "An earlier auto_parallelize has split it: go on with what that returned, or make the model anew."
+        raise InputError("model", type(model).__name__, remedy)
+
+
+def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
+    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own, and
+    warn where its state is not that of the full model.
+    """
+    if not is_alone(parallel.plan):
+        _SPLIT.add(model)
     owner = weakref.ref(parallel)
 
     def check(module: nn.Module, _args: object) -> None:
@@ -52,7 +67,38 @@ def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
             name = type(module).__name__.removeprefix("FSDP")  # how torch calls the classes it makes
             raise InputError("call of the model itself", name, remedy)
 
+    def warn(*_: object) -> None:
+        parallel = owner()
+        if parallel is not None and any(runtime.holds_shares for runtime in parallel.runtimes):
+            warnings.warn(
+                "state_dict() holds this rank's shares alone; under ZeRO-1 weights are in the precision of compute. "
+                "Call parallel.save(folder) on all ranks.",
+                stacklevel=3,
+            )
+
     model.register_forward_pre_hook(check)
+    model.register_state_dict_pre_hook(warn)  # type: ignore[no-untyped-call]
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter from before the plan, which has another one in its place: who uses it is told."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        remedy = (
+            "The plan has put its shards in its place. Take parameters after auto_parallelize, for the optimizer and "
+            "for clipping, too: parallel.optimizer(...), parallel.parameters(), parallel.clip_grad_norm(...)."
+        )
+        raise InputError("parameter", "one from before auto_parallelize", remedy)
+
+
+def retire(before: Iterable[tuple[str, weakref.ref[nn.Parameter]]], runtimes: Iterable[StageRuntime]) -> None:
+    """Have parameters that were replaced, and that the user still holds, say so."""
+    now = {name: one.parameter for runtime in runtimes for one in runtime.owned for name in one.names}
+    for name, reference in before:
+        old = reference()
+        if old is not None and now.get(name, old) is not old:
+            old.__class__ = ReplacedParameter
 
 
 class ParameterUse:
@@ -114,14 +160,17 @@ def _has_hook(tensor: Tensor, kind: str) -> bool:
 
 
 class ParameterCopies(nn.Module):
-    """A ``copy.deepcopy`` of a split model: copies of its ``parameters()`` and ``buffers()``, in their order."""
+    """A ``copy.deepcopy`` of a split model: copies of its ``parameters()`` and ``buffers()``, in their order.
+
+    Its ``state_dict()`` is the whole model's, which all ranks ask for and load together.
+    """
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
         self._parallel = [parallel]  # in a list: it is no part of this module
-        self.values = nn.ParameterList(
-            nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for parameter in parallel.parameters()
-        )
+        for number, parameter in enumerate(parallel.parameters()):
+            copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            self.register_parameter(f"parameter{number}", copied)
         for number, buffer in enumerate(parallel.buffers()):
             self.register_buffer(f"buffer{number}", buffer.detach().clone())
 
@@ -138,6 +187,17 @@ class ParameterCopies(nn.Module):
         """The whole model's ``state_dict()`` with these values, on the CPU of every rank; all ranks call it."""
         with self._swapped():
             return self._parallel[0].full_state_dict()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
+        destination.update({f"{prefix}{name}": value for name, value in self.full_state_dict().items()})
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        (parallel,) = self._parallel
+        with self._swapped():
+            parallel.load_full_state_dict({name.removeprefix(prefix): one for name, one in state_dict.items()})
+            held = [*parallel.parameters(), *parallel.buffers()]
+            for one, value in zip([*self.parameters(), *self.buffers()], held, strict=True):
+                one.data.copy_(value)
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import LossFn, map_places, model_inputs, slice_batch
+from galvatron_lite.model.batch import LossFn, map_places, map_tensors, model_inputs, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.runtime.loss.weights import (
@@ -90,9 +90,9 @@ def try_model(
     counts = _unlike(terms)
     try:
         trials = list(_trials(double, counts, full_pass))
+        buffers = _buffers(model, double, trials[0])
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), whole=True)
-    buffers = _buffers(model, double, trials[0])
     held = [path for layer in layers for path in layer.modules]
     taken = model_inputs(double.model, double.batch)
     findings = Findings(
@@ -304,18 +304,25 @@ def _fitted(trial: Trial) -> list[float]:
 def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str, str], ...]:
     """Buffers of the user's model that a forward pass updates, and how shares' updates make that of the batch."""
     initial = dict(double.model.named_buffers())
+    passes = trial.whole, *trial.shares
+    changed = [
+        name for name, one in initial.items() if any(not torch.equal(made.buffers[name], one) for made in passes)
+    ]
+    if not changed:
+        return ()
+    # what one share alone updates (entries of a codebook) seems to be a sum: so let both shares be one
+    rows = SAMPLES // SHARES
+    batch = map_tensors(trial.parts[0], lambda one: torch.cat([one] * SHARES) if one.shape[:1] == (rows,) else one)
+    twice = run_pass(double, batch)
     rules: dict[tuple[type, str], str] = {}
-    for name, after in trial.whole.buffers.items():
-        if name not in initial:
-            continue
-        before, parts = initial[name], [share.buffers[name] for share in trial.shares]
-        if all(torch.equal(one, before) for one in (after, *parts)):
-            continue
-        change = after.double() - before.double()
-        total = sum(part.double() - before.double() for part in parts)
+    for name in changed:
+        fitting = {"mean": 1 / SHARES, "sum": 1.0}
+        for full, shares in ((trial.whole, trial.shares), (twice, trial.shares[:1] * SHARES)):
+            change, *parts = (one.buffers[name].double() - initial[name].double() for one in (full, *shares))
+            fitting = {rule: scale for rule, scale in fitting.items() if _close(change, scale * sum(parts))}
         path, _, local_name = name.rpartition(".")
-        rule = "mean" if _close(change, total / len(parts)) else "sum" if _close(change, total) else ""
-        rules[type(double.model.get_submodule(path)), local_name] = rule
+        kind, rule = (type(double.model.get_submodule(path)), local_name), next(iter(fitting), "")
+        rules[kind] = rule if rules.get(kind, rule) == rule else ""
     return tuple(
         (f"{path}.{local_name}".lstrip("."), rules[type(module), local_name])
         for path, module in model.named_modules()

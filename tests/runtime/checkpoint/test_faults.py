@@ -23,6 +23,7 @@ from galvatron_lite import folders
 from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.checkpoint import checkpointer
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors, load_safetensors
 from galvatron_lite.runtime.checkpoint.manifest import META, check_files, checkpoints_of
 from galvatron_lite.runtime.checkpoint.plain import read_plain
@@ -124,6 +125,36 @@ def test_a_process_killed_while_saving(pool: WorkerPool, tmp_path: Path) -> None
     for (name, losses), wanted in zip(pool.run(2, from_the_last, folder=str(tmp_path)), whole, strict=True):
         assert name == "step-1"
         assert losses[::2] == wanted[::2], "what numpy draws is seeded by the pool alone"
+
+
+def interrupted(folder: str) -> tuple[str, list[str], bool]:
+    """Rank 1 is interrupted while it saves; then a checkpoint is loaded in place of a step that has begun."""
+    run = make_run(PAIR)
+    go_on(run, 1)
+    write = checkpointer.write_files
+
+    def stop(*written: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return write(*written)
+
+    with patch.object(checkpointer, "write_files", stop), pytest.raises((InputError, KeyboardInterrupt)) as raised:
+        save(run, Path(folder, "step-1"))
+    left = [one.name for one in Path(folder).iterdir()]
+    save(run, Path(folder, "step-1"))
+    wanted = go_on(run, 1)[0]
+    run[0](**run[3].next()).backward()
+    load(run, Path(folder, "step-1"))
+    return f"{raised.type.__name__}: {raised.value}", left, go_on(run, 1)[0] == wanted and not run[0].has_gradients()
+
+
+def test_an_interrupt_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    other, stopped = pool.run(2, interrupted, folder=str(tmp_path))
+    assert "Rank 1: KeyboardInterrupt" in other[0]
+    assert stopped[0].startswith("KeyboardInterrupt: ")
+    assert other[1] == [], "rank 0 has removed it"
+    assert other[2]
+    assert stopped[2]
 
 
 def test_a_full_disk_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
@@ -252,8 +283,14 @@ def test_another_model_or_optimizer_is_refused(written: Path) -> None:
     model.blocks[0].linear = torch.nn.Linear(3, 3)
     with pytest.raises(InputError, match="has the shape"):
         load_into(model, written / "step-1")
-    with pytest.raises(InputError, match="none of that name"):
+    with pytest.raises(InputError, match="this model has none"):
         load_into(torch.nn.Linear(2, 2), written / "step-1")
+    model = make_net()
+    with pytest.raises(InputError, match=r"other options than .*'lr': 0.02"):
+        load_into(model, written / "step-1", torch.optim.AdamW(model.parameters()))
+    del model.blocks[2]
+    with pytest.raises(InputError, match=r"blocks.2.*this model has none"):
+        load_into(model, written / "step-1")
 
 
 def llama(seed: int) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from galvatron_lite.files import from_data, to_data, write_data
 from galvatron_lite.folders import content_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.activations.layout import Box, all_of
+from galvatron_lite.runtime.checkpoint import checkpointer
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
 from galvatron_lite.runtime.checkpoint.manifest import FORMAT, META, Manifest, read_manifest, survey, write_sealed
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
@@ -341,3 +343,55 @@ def test_a_tensor_without_items_is_no_damage(tmp_path: Path, monkeypatch: pytest
     model = net(1)
     load_into(model, tmp_path / "step-1")
     assert torch.equal(model.leave.weight, net(0).leave.weight)
+
+
+def averaged_run(seed: int) -> tuple[Any, torch.optim.swa_utils.AveragedModel]:
+    run = make_run(Case([Strategy(zero=2, zero_stage=3)] * 5), seed=seed)
+    return run, torch.optim.swa_utils.AveragedModel(
+        run[0], multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+
+
+def extras(folder: str) -> list[str]:
+    """What is said of values by name that are parts, or unlike; averages come back complete."""
+    run, averaged = averaged_run(seed=0)
+    for _ in range(2):
+        go_on(run, 1)
+        averaged.update_parameters(run[0])
+    said = []
+    for extra in ({"other": run[1]}, {"shards": dict(run[0].named_parameters())}):
+        with pytest.raises(InputError) as raised:
+            save(run, Path(folder, "parts"), extra=extra)
+        said.append(str(raised.value))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(run, Path(folder, "one"), extra={"averaged": averaged, "rank": torch.tensor(dist.get_rank())})
+    other, again = averaged_run(seed=1)
+    other[0].load(Path(folder, "one"), other[1], extra={"averaged": again})
+    assert int(again.n_averaged) == 2
+    same(again.module.full_state_dict(), averaged.module.full_state_dict())
+    same(other[0].full_state_dict(), run[0].full_state_dict())
+    return [*said, *(str(one.message) for one in caught)]
+
+
+def test_parts_are_not_saved_as_values_of_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, extras, folder=str(tmp_path))
+    for optimizer, shards, *warned in (first, second):
+        assert "extra['other']" in optimizer
+        assert "this rank's part of a tensor" in shards
+        assert len(warned) == (warned == first[2:])
+    assert "extra['rank']" in first[2]
+
+
+def test_a_place_is_that_of_the_moment_of_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, left = make_run(ALONE), threading.Event()
+    begin = checkpointer.begin_folder
+    monkeypatch.setattr(checkpointer, "begin_folder", lambda *given, **more: left.wait(9) and begin(*given, **more))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    save(run, "one", asynchronous=True)
+    monkeypatch.chdir(tmp_path)
+    left.set()
+    run[0].finish_saving()
+    assert names(tmp_path) == ["work"]
+    assert names(tmp_path / "work") == ["one"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from tests.runtime.checkpoint.jobs import (
     same,
     save,
 )
-from tests.runtime.plans import losses_alone
+from tests.runtime.plans import losses_alone, split_model
 
 PAIR, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
 HYBRID, FOUR = Strategy(data=2, zero=2, zero_stage=2), Strategy(zero=4, zero_stage=3)
@@ -157,6 +158,85 @@ def test_numbers_and_other_dtypes_among_states_come_back(tmp_path: Path) -> None
         assert before["seen"] == after["seen"] == 2
         assert before["sum"].dtype is after["sum"].dtype is torch.float32
         assert torch.equal(before["sum"], after["sum"])
+
+
+def test_frozen_parameters_need_no_states(tmp_path: Path) -> None:
+    """As where the optimizer that is saved is over those that train, as DeepSpeed's is."""
+    parallel, model = make_run(Case([Strategy()] * 5))[0], make_net(seed=1)
+    for one in (parallel.module, model):
+        one.enter.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in parallel.parameters() if one.requires_grad])
+    parallel.train_step(Position().next(), optimizer)
+    parallel.save(tmp_path / "one", optimizer)
+    load_into(model, tmp_path / "one", again := torch.optim.AdamW(model.parameters()))
+    same(model.state_dict(), parallel.full_state_dict())
+    assert len(again.state) == len(optimizer.state) == len(list(model.parameters())) - 1
+
+
+class Counted(nn.Linear):
+    """Counts its calls, which is state but no tensor; a hook adds a tensor to its ``state_dict()`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+        self.register_state_dict_post_hook(_add_version)
+        self.register_load_state_dict_pre_hook(_drop_version)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += self.training
+        return hidden + super().forward(hidden) / self.calls
+
+
+def _add_version(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    state[f"{prefix}version"] = torch.tensor(2)
+
+
+def _drop_version(_module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    state.pop(f"{prefix}version", None)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counted() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs.square().mean()
+
+
+def counting(folder: str) -> list[float]:
+    """Two steps, a checkpoint, and two more by what resumes from it: under two stages, data parallelism, and alone."""
+    batch, losses = torch.ones(4, 4), []
+    for strategy, cuts in ((Strategy(), [1]), (PAIR, [])):
+        torch.manual_seed(0)
+        parallel = split_model(Counts(), batch, strategy, cuts)
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+        if cuts:
+            losses += [float(parallel.train_step(batch, optimizer)) for _ in range(2)]
+            parallel.save(folder, optimizer)
+        else:
+            parallel.load(folder, optimizer)
+            losses += [float(parallel.train_step(batch, optimizer)) for _ in range(2)]
+    return losses
+
+
+def test_state_that_is_no_tensor_comes_back(pool: WorkerPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Counts(), torch.ones(4, 4)
+    wanted = losses_alone(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch] * 4)
+    for losses in pool.run(2, counting, folder=str(tmp_path / "two")):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+    model = Counts()
+    load_into(model, tmp_path / "two", optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    assert losses_alone(model, optimizer, [batch] * 2) == pytest.approx(wanted[2:], rel=1e-5)
 
 
 SAMPLES, TOKENS, VOCAB = 8, 8, 32

@@ -222,6 +222,10 @@ def _objects_stay() -> None:
     assert not model.first.weight.requires_grad
     assert model.last.weight.requires_grad
     assert {p for g in optimizer.param_groups for p in g["params"]} <= set(parallel.parameters())
+    with pytest.raises(InputError, match="call of the model itself"):
+        model(*batch)
+    with pytest.warns(UserWarning, match="shares alone"):
+        model.state_dict()
     calls.clear()
     parallel.train_step(batch, optimizer)
     assert sorted(calls) == [1, 2]
