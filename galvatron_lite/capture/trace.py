@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -291,9 +292,47 @@ class _Capture:
         # also where that does not keep it itself
         extra = dict.fromkeys(("before", *blocks, "after"), 0)
         for left, right in pairwise(self.layers):
-            extra[right.kind] = max(extra[right.kind], regions[left.kind].held - regions[right.kind].handed)
+            handed = regions[right.kind].handed if self._follows(left, right) else 0
+            extra[right.kind] = max(extra[right.kind], regions[left.kind].held - handed)
         kinds = {"before": before, **blocks, "after": after}
-        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}, tensors
+        kinds = {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}
+        for kind, size in self._between_blocks().items():
+            kinds[kind] = _keeping(kinds[kind], size, Recompute)  # code between blocks is not computed again
+        return kinds, tensors
+
+    def _follows(self, left: Layer, right: Layer) -> bool:
+        """Whether what a layer takes is what the one before it gave, as far as that can be seen."""
+        taken, before = (next((c for c in self.calls[1] if c.path == one.name), None) for one in (right, left))
+        if taken is None or before is None:
+            return True
+        given = {id(tensor.untyped_storage()) for tensor in tensors_of(before.output)}
+        return any(id(tensor.untyped_storage()) in given for tensor in taken.inputs)
+
+    def _between_blocks(self) -> dict[str, int]:
+        """Bytes per sample that code between blocks keeps for backward, by the kind of block that comes next."""
+        kinds = {layer.name: layer.kind for layer in self.layers if layer.role is Role.BLOCK}
+        few, more = (self._kept_between(one, kinds) for one in self.seen)
+        sizes = dict.fromkeys(kinds.values(), 0)
+        for name in more:
+            sizes[kinds[name]] = max(sizes[kinds[name]], slope(few.get(name, 0), more[name]))
+        return sizes
+
+    def _kept_between(self, seen: Observation, blocks: Collection[str]) -> dict[str, int]:
+        """Bytes that are kept for code between blocks alone, by the block that comes next. What modules with parameters
+        keep there counts with the layer that has these (``_between``)."""
+        counted = set(blocks).union(
+            path for path in self.layers[0].modules if any(True for _ in self.twin.get_submodule(path).parameters())
+        )
+        elsewhere = {one.storage for one in seen.kept if not counted.isdisjoint(one.inside)}
+        places = [place for place, call in enumerate(seen.calls) if call.path in blocks]
+        others = {one.storage: one for one in seen.kept if one.storage not in elsewhere}
+        sizes = dict[str, int]()
+        for one in others.values():
+            after = bisect_left(places, one.calls)
+            if 0 < after < len(places):
+                name = seen.calls[places[after]].path
+                sizes[name] = sizes.get(name, 0) + one.size
+        return sizes
 
     def output_bytes(self) -> dict[str, int]:
         """Bytes per sample that each block gives."""
