@@ -292,8 +292,13 @@ class _Capture:
         # also where that does not keep it itself
         extra = dict.fromkeys(("before", *blocks, "after"), 0)
         for left, right in pairwise(self.layers):
-            handed = regions[right.kind].handed if self._follows(left, right) else 0
-            extra[right.kind] = max(extra[right.kind], regions[left.kind].held - handed)
+            follows = self._follows(left, right)
+            alone = (
+                regions[left.kind].held - regions[right.kind].handed
+                if follows
+                else self._held_alone(left.name, right.name)
+            )
+            extra[right.kind] = max(extra[right.kind], alone)
         kinds = {"before": before, **blocks, "after": after}
         kinds = {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}
         for kind, size in self._between_blocks().items():
@@ -307,6 +312,27 @@ class _Capture:
             return True
         given = {id(tensor.untyped_storage()) for tensor in tensors_of(before.output)}
         return any(id(tensor.untyped_storage()) in given for tensor in taken.inputs)
+
+    def _held_alone(self, left: str, right: str) -> int:
+        """Bytes per sample of what a block gives that it alone keeps, less what the next one keeps of what it takes and
+        others keep, too: that counts with each of them."""
+        sizes = []
+        for seen, calls in zip(self.seen, self.calls, strict=True):
+            by_path = {call.path: call for call in reversed(calls)}
+            given, taken = (
+                {id(one.untyped_storage()) for one in tensors}
+                for tensors in (tensors_of(by_path[left].output), by_path[right].inputs)
+            )
+            last = next(place for place, one in enumerate(seen.calls) if one is calls[-1])
+            keepers: dict[int, set[str]] = {}
+            for one in seen.kept:
+                inside = [path for path in one.inside if path in by_path] or ["after"] * (one.calls > last)
+                keepers.setdefault(one.storage, set()).update(inside)
+            bytes_of = {one.storage: one.size for one in seen.kept}
+            alone = sum(bytes_of[one] for one in given if keepers.get(one) == {left})
+            again = sum(bytes_of[one] for one in taken if right in keepers.get(one, ()) and len(keepers[one]) > 1)
+            sizes.append(alone - again)
+        return slope(*sizes)
 
     def _between_blocks(self) -> dict[str, int]:
         """Bytes per sample that code between blocks keeps for backward, by the kind of block that comes next."""
