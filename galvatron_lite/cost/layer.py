@@ -446,6 +446,7 @@ class LayerPricer:
         wide, narrow = ITEM_BYTES[profile.parameter_precision], work.narrow_items
         bucket = where(strategy.token_degree > 1, profile.bucket_bytes, 0)
         gradients = up(work.gradient_items * (summed + bucket))
+        lasting_gradients = up(work.lasting_gradient_items * (summed + bucket))
         reduced = where(profile.unbuffered, 0.0, work.reduce_items)
         transient = where(profile.unbuffered, 0.0, work.transient_items)
         gathered_gradients, at_use = up(reduced * gather), work.gathered_items + transient
@@ -455,8 +456,8 @@ class LayerPricer:
         full, new, cast = new_gradient_bytes(profile, kind, work, strategy)
         return {
             "parameters": up(work.parameter_items * wide - narrow * (wide - profile.copied_bytes)) + kind.buffer_bytes,
-            "gradients": where(work.gradients_persist, gradients, 0),
-            "formed_gradients": where(work.gradients_persist, 0, gradients),
+            "gradients": where(work.gradients_persist, gradients, lasting_gradients),
+            "formed_gradients": where(work.gradients_persist, 0, gradients - lasting_gradients),
             "states": up(on_device * optimizer.state_bytes + work.master_items * wide),
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
