@@ -294,7 +294,11 @@ def new_gradient_bytes(
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
-    """Items of weights that are cast; those that another layer owns are shared over the tensor group alone."""
+    """Items of weights that are cast; those that another layer owns are shared over the tensor group alone. Where more
+    are read than there are, calls of one module read the same ones (those of a recurrence)."""
     item, total = activation_bytes(profile.graph.precision), kind.parameters.total
-    cast = sum(operator.weight_bytes for operator in kind.operators if operator.kind in _CAST) / item
-    return cast * (work.parameters / total) if 0 < cast <= total else cast / strategy.weight_slices
+    read = [operator for operator in kind.operators if operator.kind in _CAST]
+    cast = sum(operator.weight_bytes for operator in read) / item
+    if 0 < cast <= total:
+        return cast * (work.parameters / total)
+    return sum(operator.weight_bytes / operator.count for operator in read) / item / strategy.weight_slices
