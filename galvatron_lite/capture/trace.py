@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -291,9 +292,73 @@ class _Capture:
         # also where that does not keep it itself
         extra = dict.fromkeys(("before", *blocks, "after"), 0)
         for left, right in pairwise(self.layers):
-            extra[right.kind] = max(extra[right.kind], regions[left.kind].held - regions[right.kind].handed)
+            follows = self._follows(left, right)
+            alone = (
+                regions[left.kind].held - regions[right.kind].handed
+                if follows
+                else self._held_alone(left.name, right.name)
+            )
+            extra[right.kind] = max(extra[right.kind], alone)
         kinds = {"before": before, **blocks, "after": after}
-        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}, tensors
+        kinds = {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}
+        for kind, size in self._between_blocks().items():
+            kinds[kind] = _keeping(kinds[kind], size, Recompute)  # code between blocks is not computed again
+        return kinds, tensors
+
+    def _follows(self, left: Layer, right: Layer) -> bool:
+        """Whether what a layer takes is what the one before it gave, as far as that can be seen."""
+        taken, before = (next((c for c in self.calls[1] if c.path == one.name), None) for one in (right, left))
+        if taken is None or before is None:
+            return True
+        given = {id(tensor.untyped_storage()) for tensor in tensors_of(before.output)}
+        return any(id(tensor.untyped_storage()) in given for tensor in taken.inputs)
+
+    def _held_alone(self, left: str, right: str) -> int:
+        """Bytes per sample of what a block gives that it alone keeps, less what the next one keeps of what it takes and
+        others keep, too: that counts with each of them."""
+        sizes = []
+        for seen, calls in zip(self.seen, self.calls, strict=True):
+            by_path = {call.path: call for call in reversed(calls)}
+            given, taken = (
+                {id(one.untyped_storage()) for one in tensors}
+                for tensors in (tensors_of(by_path[left].output), by_path[right].inputs)
+            )
+            last = next(place for place, one in enumerate(seen.calls) if one is calls[-1])
+            keepers: dict[int, set[str]] = {}
+            for one in seen.kept:
+                inside = [path for path in one.inside if path in by_path] or ["after"] * (one.calls > last)
+                keepers.setdefault(one.storage, set()).update(inside)
+            bytes_of = {one.storage: one.size for one in seen.kept}
+            alone = sum(bytes_of[one] for one in given if keepers.get(one) == {left})
+            again = sum(bytes_of[one] for one in taken if right in keepers.get(one, ()) and len(keepers[one]) > 1)
+            sizes.append(alone - again)
+        return slope(*sizes)
+
+    def _between_blocks(self) -> dict[str, int]:
+        """Bytes per sample that code between blocks keeps for backward, by the kind of block that comes next."""
+        kinds = {layer.name: layer.kind for layer in self.layers if layer.role is Role.BLOCK}
+        few, more = (self._kept_between(one, kinds) for one in self.seen)
+        sizes = dict.fromkeys(kinds.values(), 0)
+        for name in more:
+            sizes[kinds[name]] = max(sizes[kinds[name]], slope(few.get(name, 0), more[name]))
+        return sizes
+
+    def _kept_between(self, seen: Observation, blocks: Collection[str]) -> dict[str, int]:
+        """Bytes that are kept for code between blocks alone, by the block that comes next. What modules with parameters
+        keep there counts with the layer that has these (``_between``)."""
+        counted = set(blocks).union(
+            path for path in self.layers[0].modules if any(True for _ in self.twin.get_submodule(path).parameters())
+        )
+        elsewhere = {one.storage for one in seen.kept if not counted.isdisjoint(one.inside)}
+        places = [place for place, call in enumerate(seen.calls) if call.path in blocks]
+        others = {one.storage: one for one in seen.kept if one.storage not in elsewhere}
+        sizes = dict[str, int]()
+        for one in others.values():
+            after = bisect_left(places, one.calls)
+            if 0 < after < len(places):
+                name = seen.calls[places[after]].path
+                sizes[name] = sizes.get(name, 0) + one.size
+        return sizes
 
     def output_bytes(self) -> dict[str, int]:
         """Bytes per sample that each block gives."""

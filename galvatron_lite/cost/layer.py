@@ -106,6 +106,7 @@ class LayerCost:
     cast_gradient: int = 0  # the same with the one in the precision of compute that it is cast from
     # bytes of a copy of a bucket of gradients that is reduced meanwhile (ZeRO-1), until the next layer's backward ends
     bucket: int = 0
+    at_weights: int = 0  # bytes while the gradient of a weight is made, without that
     weight: float = 0.0  # the part of ``backward`` that a zero-bubble schedule leaves to a pass of its own
     splitting: float = 0.0  # seconds by which a micro-batch takes longer under such a schedule
     accumulation: float = 0.0  # seconds in which a micro-batch's gradients are added to those of earlier ones
@@ -457,6 +458,7 @@ class LayerPricer:
         wide, narrow = ITEM_BYTES[profile.parameter_precision], work.narrow_items
         bucket = where(strategy.token_degree > 1, profile.bucket_bytes, 0)
         gradients = up(work.gradient_items * (summed + bucket))
+        lasting_gradients = up(work.lasting_gradient_items * (summed + bucket))
         reduced = where(profile.unbuffered, 0.0, work.reduce_items)
         transient = where(profile.unbuffered, 0.0, work.transient_items)
         gathered_gradients, at_use = up(reduced * gather), work.gathered_items + transient
@@ -466,8 +468,8 @@ class LayerPricer:
         full, new, cast = new_gradient_bytes(profile, kind, work, strategy)
         return {
             "parameters": up(work.parameter_items * wide - narrow * (wide - profile.copied_bytes)) + kind.buffer_bytes,
-            "gradients": where(work.gradients_persist, gradients, 0),
-            "formed_gradients": where(work.gradients_persist, 0, gradients),
+            "gradients": where(work.gradients_persist, gradients, lasting_gradients),
+            "formed_gradients": where(work.gradients_persist, 0, gradients - lasting_gradients),
             "states": up(on_device * optimizer.state_bytes + work.master_items * wide),
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
@@ -485,5 +487,7 @@ class LayerPricer:
             "new_gradient": new,
             "cast_gradient": cast,
             "bucket": self._copied_bucket(strategy, full),
+            # the worst moment of a block is in the backward of a matmul, that of the model's ends in the loss
+            "at_weights": largest(figures.working if Recompute.FULL in kind.kept else 0, figures.kept),
             "updating": up(on_device * optimizer.working_bytes * optimizer.working_share),
         }

@@ -100,7 +100,7 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
     passing, rest = passing_of(cost, microbatches), resting(cost, microbatches)
     gathered = cost.gathered + cost.gather
     full_gradients = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
-    middle = gathered + largest(cost.working, cost.kept + _new_gradient(cost, microbatches)) + full_gradients
+    middle = gathered + largest(cost.working, cost.at_weights + _new_gradient(cost, microbatches)) + full_gradients
     end = largest(cost.gathered - cost.gathering, 0) + full_gradients + cost.reducing + cost.bucket
     forward = gathered + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered

@@ -271,13 +271,10 @@ def new_gradient_bytes(
 
     Args as ``copied_bytes``.
     """
-    if not profile.copied_bytes:
+    if profile.stack and not profile.copied_bytes:
         return 0, 0, 0
-    item, total, wide = (
-        activation_bytes(profile.graph.precision),
-        kind.trainable,
-        ITEM_BYTES[profile.parameter_precision],
-    )
+    item, total = activation_bytes(profile.graph.precision), kind.trainable
+    wide, narrow = ITEM_BYTES[profile.parameter_precision], strategy.keeps_masters & (profile.copied_bytes > 0)
     trained = [operator for operator in kind.operators if operator.weight_bytes and not operator.frozen]
     read = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     looked_up = total - sum(operator.weight_bytes for operator in trained) / item
@@ -291,13 +288,17 @@ def new_gradient_bytes(
         )
 
     table, weight = on_device(looked_up), on_device(read)
-    most, narrow = largest(table, weight), strategy.keeps_masters
+    most = largest(table, weight)
     copied, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
     return up(most * wide), up(where(narrow, copied, most * wide)), up(where(narrow, copied, cast))
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
-    """Items of weights that are cast; those that another layer owns are shared over the tensor group alone."""
+    """Items of weights that are cast; those that another layer owns are shared over the tensor group alone. Where more
+    are read than there are, calls of one module read the same ones (those of a recurrence)."""
     item, total = activation_bytes(profile.graph.precision), kind.parameters.total
-    cast = sum(operator.weight_bytes for operator in kind.operators if operator.kind in _CAST) / item
-    return cast * (work.parameters / total) if 0 < cast <= total else cast / strategy.weight_slices
+    read = [operator for operator in kind.operators if operator.kind in _CAST]
+    cast = sum(operator.weight_bytes for operator in read) / item
+    if 0 < cast <= total:
+        return cast * (work.parameters / total)
+    return sum(operator.weight_bytes / operator.count for operator in read) / item / strategy.weight_slices

@@ -72,6 +72,8 @@ class LayerWork:
     # whether gradients live in buffers all the time, or come into being in the first backward of a step and go after
     # the update
     gradients_persist: Flag = True
+    # items of ``gradient_items`` that live so even where the others do not (experts that no other rank has)
+    lasting_gradient_items: Real = 0.0
     microbatch_overhead: Real = 0.0  # host seconds once a micro-batch, half in forward, half in backward
     step_overhead: Real = 0.0  # host seconds once a step
     expert_items: Real = 0.0  # the part of ``parameters`` that belongs to experts which are spread over ranks

@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.wrapping import rules_under, wrap_forward
-from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
+from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, free_last_gather, shard_group
 from galvatron_lite.runtime.activations.traffic import BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
@@ -79,7 +79,20 @@ class StageSplitter:
         if self.done.zero_modules and mesh is not None:
             for root in roots:
                 apply_root(root, mesh)
+            self._free_gathered(roots)
         return self.done
+
+    def _free_gathered(self, roots: Sequence[nn.Module]) -> None:
+        """Have layers that gather no parameters free what those before them were gathered in."""
+
+        def free(*_: object) -> None:
+            for root in roots:
+                free_last_gather(root)
+
+        for placed in self.stage:
+            if placed.strategy.parameter_shards == 1:
+                for path in placed.layer.modules:
+                    self.model.get_submodule(path).register_forward_pre_hook(free)
 
     def _split_layer(self, placed: LayerAssignment) -> None:
         strategy, groups = placed.strategy, self.meshes.groups(placed.strategy)

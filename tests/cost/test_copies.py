@@ -9,7 +9,7 @@ import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import OperatorClass, Recompute
 from galvatron_lite.model.shapes.registry import load_model
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -91,8 +91,23 @@ def test_experts_that_no_other_rank_has_are_not_gathered() -> None:
     assert shared is not None
     assert alone.copies == pytest.approx(2 * experts / 8, rel=1e-3)
     assert shared.copies == 0
+    # their gradients are summed in a buffer that is there all the time
+    assert (alone.gradients, shared.gradients) == (pytest.approx(4 * experts / 8, rel=1e-3), 0)
     # gathered for use: all of the layer's parameters on a device, or those that are not its own experts'
     assert shared.gather - alone.gather == pytest.approx(2 * experts / 8, rel=1e-3)
+
+
+def test_a_recurrence_has_one_copy_of_what_it_reads_again_and_again(known: Profile) -> None:
+    block, steps = known.graph.kinds["block"], 16
+    often = [
+        replace(one, count=one.count * steps, weight_bytes=one.weight_bytes * steps)
+        if one.kind is OperatorClass.MATMUL
+        else one
+        for one in block.operators
+    ]
+    kinds = known.graph.kinds | {"block": replace(block, operators=tuple(often))}
+    recurrent = replace(known, graph=replace(known.graph, kinds=kinds))
+    assert held(recurrent, "block", Strategy(data=8)) == pytest.approx(2 * WEIGHTS, rel=1e-3)
 
 
 def test_what_is_computed_again_works_with_its_own(known: Profile) -> None:

@@ -36,9 +36,9 @@ def test_figures_are_those_recorded_one_strategy_at_a_time() -> None:
         assert list(costs.valid) == [row is not None for row in recorded]
         for place, row in enumerate(recorded):
             if row is not None:
-                assert costs.copies[place] == costs.new_gradient[place] == 0, "profiles of weights that are not cast"
+                assert costs.copies[place] == 0, "profiles of weights that are not cast"
                 recent = {"accumulated", "copies", "frozen_copies", "new_gradient", "cast_gradient", "bucket"}
-                recent |= {"weight", "splitting", "accumulation", "unaccumulated"}
+                recent |= {"weight", "splitting", "at_weights", "accumulation", "unaccumulated"}
                 own = [getattr(costs, name)[place] for name in NAMES if name not in recent]
                 assert own == pytest.approx(row, rel=1e-12, abs=1e-15)
 

@@ -29,12 +29,13 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
     whole = draw.randint(0, 500)
     shard = whole // 4 if zero else whole
     kept = draw.randint(0, 800)
+    working = kept + draw.randint(0, 500)
     return LayerCost(
         1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
         parameters=shard, gradients=0 if zero else shard, formed_gradients=shard if zero else 0, states=2 * shard,
         kept=kept, gathered=whole if zero == 2 else 0, gather=whole if zero == 3 else 0,
         gathering=whole if zero else 0, whole_gradients=whole if zero else 0, reducing=whole if zero else 0,
-        working=kept + draw.randint(0, 500), forward_working=kept, updating=draw.randint(0, 400),
+        working=working, at_weights=draw.choice([kept, working]), forward_working=kept, updating=draw.randint(0, 400),
         passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
         new_gradient=0 if zero else draw.choice([0, 3 * whole]),
         cast_gradient=0 if zero else draw.choice([0, 4 * whole]), bucket=0 if zero else draw.choice([0, whole]),
@@ -57,7 +58,7 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             held -= cost.kept + cost.gathered
             prefetched = costs[place - 1].gather if place else 0
             new = cost.cast_gradient if microbatches == 1 else cost.new_gradient if number else 0
-            middle = cost.gathered + cost.gather + max(cost.working, cost.kept + new) + cost.whole_gradients
+            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.whole_gradients
             formed[place] = cost.formed_gradients
             # autograd goes from the newest to the oldest: copies of the first micro-batch come last in all others
             passing += cost.passing_gradients + (cost.copies if number else 0)
@@ -101,7 +102,7 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
             held, gathered[place] = held - cost.kept, 0
             prefetched = costs[place - 1].gather if place else 0
             new = cost.new_gradient if left < microbatches - 1 else 0
-            middle = cost.gathered + cost.gather + max(cost.working, cost.kept + new) + cost.whole_gradients
+            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.whole_gradients
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
@@ -232,10 +233,10 @@ def test_a_pipeline_by_hand() -> None:
     assert [one.microbatch for one in second.passes] == [0, 0, 1, 1, 2, 2]
     assert [one.name for one in first.closing] == ["optimizer"]
     assert first.closing[0].end - first.closing[0].start == pytest.approx(1.0)  # 1000 items, 1 ms each
-    # 16 bytes an item of one layer, and 100 bytes a micro-batch that waits for backward; 150 while it is worked on.
+    # 16 bytes an item of one layer, 100 bytes a micro-batch that waits for backward, and a gradient beside the buffer.
     buffers = first.resting.communication
     assert [one.total - buffers for one in first.after] == [16100, 16200, 16100, 16200, 16100, 16000]
-    assert first.peak.memory.total - buffers == 16000 + 100 + 150
+    assert first.peak.memory.total - buffers == 16000 + 2 * 100 + 4000
     assert (first.peak.place, first.peak.layer, second.peak.layer) == (2, "l0", "l2")
 
 

@@ -56,8 +56,8 @@ def test_one_device_by_hand() -> None:
     assert prediction.time.forward == pytest.approx(12)
     assert prediction.time.backward == pytest.approx(24)
     assert prediction.time.optimizer == pytest.approx(3)
-    # 16 bytes an item, two layers' kept activations and the last one's working memory
-    assert prediction.peak_memory == 3 * 16000 + 2 * 100 + 150
+    # 16 bytes an item, what the layers keep, and the last one's gradient of weights beside the buffer
+    assert prediction.peak_memory == 3 * 16000 + 3 * 100 + 4000
 
 
 def test_pipeline_by_hand() -> None:
@@ -185,10 +185,11 @@ def test_virtual_stages_divide_the_bubble_and_hold_more() -> None:
     assert plain.prediction.step_seconds == pytest.approx((8 + 3) * 6 + 2, rel=1e-6)
     assert split.prediction.step_seconds == pytest.approx((8 + 3 / 2) * 6 + 2, rel=1e-6)
     assert split.prediction.time.total == pytest.approx(split.prediction.step_seconds)
-    # 4 micro-batches of two layers, or 2 * 3 + 4 + 1 = 11 chunks of one layer; 150 - 100 more in backward
-    states, buffers = 2 * 16000, [stage.memory.communication for stage in (plain.stages[0], split.stages[0])]
-    assert device_memory(plain)[0].total == states + 4 * 2 * 100 + 50 + buffers[0]
-    assert device_memory(split)[0].total == states + 11 * 100 + 50 + buffers[1]
+    # 4 micro-batches of two layers, or 2 * 3 + 4 + 1 = 11 chunks of one layer; in backward a gradient
+    # beside the buffer
+    states, buffers = 2 * 16000 + 4000, [stage.memory.communication for stage in (plain.stages[0], split.stages[0])]
+    assert device_memory(plain)[0].total == states + 4 * 2 * 100 + buffers[0]
+    assert device_memory(split)[0].total == states + 11 * 100 + buffers[1]
 
 
 def test_stages_of_one_group_say_the_memory_of_its_devices() -> None:

@@ -335,3 +335,28 @@ def test_any_hook_of_the_model_hears_of_blocks_that_are_left_out() -> None:
     graph = trace(Listening(), torch.zeros(2, 4), loss_fn=lambda output, _: output)
     assert [layer.name for layer in graph.layers][1:-1] == [f"blocks.{place}" for place in range(LAYERS)]
     assert "blocks." in graph.whole
+
+
+class Halves(nn.Module):
+    """Two blocks of unlike widths with a pool between them, which keeps what it is given and where its maxima lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Conv2d(a, b, 3, 1, 1), nn.GELU()) for a, b in ((3, 8), (8, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.parts
+        return second(nn.functional.max_pool2d(first(x), 2)).square().mean()
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU])
+def test_what_code_between_blocks_keeps_counts_with_the_next_one(activation: type[nn.Module]) -> None:
+    model = Halves()
+    model.parts[0][1] = activation()
+    graph = trace(model, {"x": torch.zeros(2, 3, 8, 8)}, blocks="parts")
+    pictures, index = SINGLE * 8 * 8 * 8, 8 * 8 * 4 * 4
+    pooled, made = SINGLE * 8 * 4 * 4, SINGLE * 16 * 4 * 4  # a convolution keeps its input, GELU its own
+    kept = graph.kind_of(graph.layers[2]).kept
+    assert kept[Recompute.NONE].total == pictures + index + pooled + made
+    between = index if activation is nn.ReLU else pictures + index  # ReLU holds its output, which the pool reads
+    assert kept[Recompute.FULL].total == between + pooled

@@ -307,3 +307,21 @@ def test_the_sum_of_parts_is_the_whole_block() -> None:
     assert kind.kept[Recompute.NONE].total == whole.kept
     assert kind.working.total == whole.working
     assert kind.forward_working.total == whole.forward_working
+
+
+class Classifier(nn.Module):
+    """One matmul and a loss, behind a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.blocks[0](x)), labels)
+
+
+def test_losses_are_computed_in_float32_as_autocast_has_them() -> None:
+    batch = {"x": torch.zeros(4, 8), "labels": torch.zeros(4, dtype=torch.long)}
+    last = trace(Classifier(), batch, blocks="blocks", precision="bf16").kinds["after"]
+    assert last.kept[Recompute.NONE].total == 2 * 8 + 4 * 64 + 8  # the matmul's input, logarithms, labels
+    assert last.forward_working.total == 2 * 64 + 4 * 64  # logits, and a copy of them

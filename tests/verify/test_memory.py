@@ -106,6 +106,20 @@ def dry_peak(plan: Plan) -> int:
     return run.peak.total
 
 
+def test_layers_that_gather_nothing_hold_no_gathered_buffer() -> None:
+    """Forward passes behind ZeRO-3 layers hold as much as without them, but for what these hold themselves."""
+    strategies = dict.fromkeys(NAMES, Strategy(data=2))
+    seen = []
+    for gathering in ((), NAMES[1:2]):
+        chosen = strategies | dict.fromkeys(gathering, Strategy(zero=2, zero_stage=3))
+        plan = write_plan([NAMES], chosen, devices=2, batch=SAMPLES, microbatches=1)
+        with torch.device("meta"):
+            model = GPT(CONFIG)
+        run, _ = dry_run(subject_of(model, plan, batch()), plan, 0)
+        seen.append(max(one.memory.communication for one in run.samples if one.layer == "blocks.3"))
+    assert seen[1] <= seen[0]
+
+
 def pipeline_of(schedule: Schedule) -> Plan:
     strategies = dict.fromkeys(NAMES, Strategy())
     plan = write_plan([NAMES[:3], NAMES[3:]], strategies, devices=2, batch=SAMPLES, microbatches=4)

@@ -110,9 +110,17 @@ rms_norm_backward = _operator(
 _differentiable("rms_norm", _norm_backward, _keep_norm)
 
 
+_LOSSES = frozenset({
+    F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss, F.mse_loss, F.nll_loss,
+    F.smooth_l1_loss,
+})  # fmt: skip
+"""Functions that autocast runs in float32 on every device (``AT_FORALL_FP32`` in ATen's autocast_mode.h)."""
+
+
 class ShapesOnly(TorchFunctionMode):
     """While it is entered, ``scaled_dot_product_attention``, ``rms_norm`` and ``grouped_mm`` on meta tensors are the
-    operators above, as accelerators have them; ``ctc_loss``, which torch has not for meta tensors, is a sum.
+    operators above, as accelerators have them; ``ctc_loss``, which torch has not for meta tensors, is a sum. Losses
+    compute in float32, as under autocast, which torch has not for meta tensors either.
 
     Modes do not see calls inside a function they were asked about; inside ``multi_head_attention_forward``
     (``nn.MultiheadAttention``) attention is therefore replaced by name.
@@ -123,6 +131,8 @@ class ShapesOnly(TorchFunctionMode):
         kwargs = kwargs or {}
         if len({tensor.is_meta for tensor in tensors_of((args, kwargs))}) > 1:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
+        if func in _LOSSES:
+            args, kwargs = map_tensors((args, kwargs), lambda one: one.float() if one.is_floating_point() else one)
         if func is F.scaled_dot_product_attention:
             return _fused(*args, **kwargs)
         if func is F.rms_norm:

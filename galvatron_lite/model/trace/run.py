@@ -40,6 +40,16 @@ class BlockCall:
         return [*tensors_of(self.args), *tensors_of(self.kwargs)]
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor that autograd keeps."""
+
+    storage: int  # its storage, by ``id``: while the observation lives, so does that
+    size: int  # bytes
+    calls: int  # blocks that were called before
+    inside: tuple[str, ...]  # paths of blocks that ran
+
+
 @dataclass(slots=True)
 class Observation:
     """One run of the whole model."""
@@ -49,6 +59,7 @@ class Observation:
     output: Any = None  # what the model returned
     # paths of blocks whose results code between blocks writes to
     rewritten: list[str] = field(default_factory=list)
+    kept: list[KeptTensor] = field(default_factory=list)  # what autograd keeps for backward
 
 
 def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow | None = None) -> Observation:
@@ -78,6 +89,11 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
             inside[-1].heard.append(BlockCall(path, args, kwargs, handed))
         return handed
 
+    def keep(tensor: Tensor) -> Tensor:
+        storage, paths = tensor.untyped_storage(), tuple(call.path for call in inside)
+        seen.kept.append(KeptTensor(id(storage), storage.nbytes(), len(seen.calls), paths))
+        return tensor
+
     with ExitStack() as stack:
         for path, module in twin.named_modules():
             enter_handle = module.register_forward_pre_hook(partial(enter, path), with_kwargs=True, prepend=True)
@@ -86,6 +102,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
             stack.callback(leave_handle.remove)
         stack.enter_context(explaining("", twin, entered))
         stack.enter_context(shapes_only(Recorder()))
+        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
         stack.enter_context(flow or nullcontext())
         seen.output = call_model(twin, batch)
     return seen

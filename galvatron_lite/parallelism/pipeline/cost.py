@@ -67,7 +67,7 @@ def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool 
     Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in
     the first stage). Going out: one activation under way and one gradient received (``right``, 0 in the last). The
     inputs of micro-batches in flight are part of what the first layer keeps. With one micro-batch a step nothing comes
-    ahead, and gradients are what the layers at work hold: only what was sent on is there until the step ends. None
+    ahead: what was sent on is there until the step ends, and the gradient received as long as the backward pass. None
     where the profile counts no buffers.
     """
     return sum(size * times for size, times in zip((left, right), held_messages(microbatches), strict=True)) * counted
@@ -75,7 +75,7 @@ def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool 
 
 def held_messages(microbatches: int) -> tuple[int, int]:
     """Messages over the boundaries before and behind a stage that ``buffer_bytes`` counts."""
-    return (0, 1) if microbatches == 1 else (2, 2)
+    return (0, 2) if microbatches == 1 else (2, 2)
 
 
 def weight_seconds(forward: Real, backward: Real) -> Real:

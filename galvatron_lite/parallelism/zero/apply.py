@@ -353,6 +353,19 @@ def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
 
 
+def free_last_gather(root: nn.Module) -> None:
+    """Free the buffer of the last all-gather of a forward pass.
+
+    FSDP2 keeps it until the next one, which its copy overlaps; where layers without one come next that is for nothing.
+    """
+    if isinstance(root, FSDPModule):
+        context = root._get_fsdp_state()._comm_ctx  # private, as is this state: torch has no public way
+        if (last := getattr(context, "all_gather_state", None)) is not None:
+            context.all_gather_copy_in_stream.wait_event(last.event)
+            context.all_gather_stream.wait_event(last.event)
+            context.all_gather_state = None
+
+
 def _without_views(_module: nn.Module, _args: object, output: Any) -> Any:
     """Forward hook: views and parameters that a module returns become results of their own.
 

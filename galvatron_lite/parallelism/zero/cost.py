@@ -129,6 +129,7 @@ class ZeroDimension(Dimension):
             sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in one)
             for one in (parts, trained)
         )
+        alone = sum(where(spread.shards.size > 1, 0.0, items) for items, spread in trained)
         spread_out, trains = sharded_items(work, strategy), sharded_items(work, strategy, trained=True)
         narrow = strategy.keeps_masters & context.masters
         masters = sum(
@@ -155,6 +156,7 @@ class ZeroDimension(Dimension):
             narrow_items=where(narrow, trains, 0.0),
             master_items=where(narrow, masters, 0.0),
             gradients_persist=work.gradients_persist & opposite(scattered),
+            lasting_gradient_items=where(wrapped, alone, 0.0),
             step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
             microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
         )

@@ -17,6 +17,8 @@ from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.verify.dry.world import RankPlace
 from galvatron_lite.verify.schema import During, Sample
 
+_NEXT = "next"
+"""The layer of what is made between two layers in forward, until the later one begins."""
 MOST_SAMPLES = 2048
 """Samples that are kept of one run; where there would be more, of two neighbours the greater."""
 
@@ -72,7 +74,8 @@ class Ledger:
         if key in self._entries:
             return
         place = self.place
-        entry = LiveStorage(storage.nbytes(), Use.TEMPORARY, place.phase, place.microbatch, place.layer)
+        layer = _NEXT if place.between else place.layer
+        entry = LiveStorage(storage.nbytes(), Use.TEMPORARY, place.phase, place.microbatch, layer)
         # torch keeps one Python object for a storage as long as the storage lives
         entry.weak = weakref.ref(storage, partial(self._gone, key))
         self._entries[key] = entry
@@ -136,9 +139,17 @@ class Ledger:
         entry.size, entry.use = size, Use.PARAMETERS if entry.use is not Use.HOST else Use.HOST
         self._add(entry.use, size)
 
-    def end(self, phase: During, use: Use = Use.ACTIVATIONS) -> None:
-        """A layer's forward, or a backward pass, is over: what it made and is still there waits for a later one."""
+    def end(self, phase: During, use: Use = Use.ACTIVATIONS, following: str = "") -> None:
+        """A layer's forward, or a backward pass, is over: what it made and is still there waits for a later one.
+
+        Args:
+            phase: which of both.
+            use: that it counts as from now on.
+            following: the layer that begins, with which what was made behind the last one counts.
+        """
         for entry in self._made[phase]:
+            if entry.layer == _NEXT:
+                entry.layer = following
             if entry.size and entry.use is Use.TEMPORARY:
                 self._move(entry, use)
         self._made[phase].clear()

@@ -194,7 +194,7 @@ class DryWatch(Watch):
             ledger.end(During.BACKWARD, self._outlives)
         if place.phase is During.FORWARD and place.microbatch <= 0 and not self.kept:
             self.kept = {name: size for name, size in ledger.kept(place.microbatch).items() if name}
-        place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
+        place.phase, place.microbatch, place.layer, place.between = _DURING[phase], number, "", False
 
     @contextmanager
     def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:  # noqa: ARG002
@@ -248,6 +248,7 @@ class _LayerHooks:
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self.mark(self.name)
+        self.place.between = self.place.phase is During.FORWARD
         # as it lies: looking at it would move it to where code between layers works
         outputs = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
         for tensor in outputs:
@@ -335,12 +336,12 @@ class _Run:
 
     def _mark(self, name: str) -> None:
         if self.place.phase is During.FORWARD:
-            self.ledger.end(During.FORWARD)
+            self.ledger.end(During.FORWARD, following=name)
         else:
             grads = [one.parameter.grad for one in self._owned()]
             self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
         self.ledger.sample()
-        self.place.layer = name
+        self.place.layer, self.place.between = name, False
 
     def splits(self, microbatches: int) -> tuple[LayerSplit, ...]:
         """What was done to the layers that this rank has, in a step of so many micro-batches."""

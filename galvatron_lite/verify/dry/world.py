@@ -43,7 +43,8 @@ class RankPlace:
 
     phase: During = During.SETUP  # of the step
     microbatch: int = NOBODY  # ``NOBODY``: none
-    layer: str = ""  # whose pass runs
+    layer: str = ""  # whose pass runs, or ran last
+    between: bool = False  # whether code behind its forward runs
 
 
 @dataclass(slots=True)
