@@ -18,7 +18,6 @@ from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import (
     DecoderShape,
     ResNetShape,
-    Shape,
     build_graph,
     load_model,
     load_shape,
@@ -236,12 +235,6 @@ def test_config_folder_of_nothing() -> None:
     assert config_folder("models").is_dir()
     with pytest.raises(InputError, match="install"):
         config_folder("poems")
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_shape_survives_plain_data(name: str) -> None:
-    shape: Shape = load_shape(name)
-    assert shape_from_data(to_data(shape) | {"arch": shape.arch}) == shape
 
 
 def test_config_folder_of_an_installed_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.cost import ASYNC
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
-from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
+from galvatron_lite.parallelism.tensor.shards import ParameterShard
 from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from tests.factories import make_kind
 from tests.parallelism.sharded_compare import gather_full
@@ -115,21 +115,6 @@ def test_one_share_runs_alone_on_meta(sequence_parallel: bool) -> None:
     assert {name: shard.local_shape for name, shard in shards.items()} == {
         name: tuple(parameter.shape) for name, parameter in block.named_parameters()
     }
-
-
-def test_placements() -> None:
-    case = make_case("hf_qwen3")
-    plan = infer_block(case.block, case.args, case.kwargs)
-    for sequence_parallel in (False, True):
-        shards = shard_layer(copy.deepcopy(case.block), plan, ShapeOnlyGroup(2), sequence_parallel)
-        sharded = {name for name, shard in shards.items() if shard.placement is Placement.SHARDED}
-        assert sharded == {name for name in shards if "_proj" in name}
-        # the norm of each head's query: every device sees some of the heads only
-        assert shards["self_attn.q_norm.weight"].placement is Placement.PARTIAL
-        outside = shards["input_layernorm.weight"].placement
-        assert outside is (Placement.PARTIAL if sequence_parallel else Placement.REPLICATED)
-    whole = shard_layer(case.block, plan, ShapeOnlyGroup(1), sequence_parallel=True)
-    assert {shard.placement for shard in whole.values()} == {Placement.REPLICATED}
 
 
 def test_optimizer_made_before_splitting_still_fits() -> None:
@@ -232,25 +217,6 @@ def test_shares_cover_everything_evenly(extent: int, degree: int) -> None:
     lengths = [length for _, length in shares]
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
-
-
-def test_fused_parts_are_sliced_one_by_one() -> None:
-    # query 0..3, key 4..5, value 6..7: the second of two devices has the second half of each
-    shard = ParameterShard(Placement.SHARDED, (8,), degree=2, rank=1, dim=0, parts=(4, 2, 2))
-    assert slice_full(torch.arange(8), shard).tolist() == [2, 3, 5, 7]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_shapes_without_a_group(device: str) -> None:
-    group = ShapeOnlyGroup(4, rank=3)
-    tensor = torch.arange(2 * 8 * 3.0, device=device).reshape(2, 8, 3)
-    assert group.all_reduce(tensor).shape == (2, 8, 3)
-    assert group.all_gather(tensor, 1).shape == (2, 32, 3)
-    scattered = group.reduce_scatter(tensor, 1)
-    assert scattered.shape == (2, 2, 3)
-    assert device == "meta" or torch.equal(scattered, tensor[:, 6:])
-    with pytest.raises(InputError, match="divisible by the tensor-parallel degree 4"):
-        group.reduce_scatter(tensor, 2)
 
 
 def collectives() -> list[Any]:

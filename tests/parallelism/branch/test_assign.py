@@ -133,18 +133,6 @@ def test_many_branches_are_assigned_without_proof() -> None:
     assert found.seconds == pytest.approx(10.0)  # 38 s of work on four devices take 9.5 s at the least
 
 
-def test_memory_decides_who_may_share_a_group() -> None:
-    """Two small branches would share a device beside a long one, but hold too much together."""
-    long, small = {1: [Option((4.0,), 2, 1)]}, {1: [Option((1.0,), 5, 2)]}
-    together = exact([long, small, small], 2, 13, 2)
-    apart = exact([long, small, small], 3, 11, 3)
-    assert together.seconds == 4.0
-    assert len(apart.groups) == 3
-    assert exact([long, small, small], 2, 9, 2) is not None  # the long one beside a small one
-    assert exact([small, small], 1, 11, 1) is None
-    assert exact([small, small], 1, 12, 1) is not None  # 10 held, 2 while one of them runs
-
-
 def test_groups_within_a_node() -> None:
     assert places(4, [3], 2) == [range(3)]  # no node holds it: from the beginning of one
     assert places(4, [4], 2) == [range(4)]
