@@ -106,10 +106,10 @@ def test_tensors_that_skip_layers_stay_until_they_are_read() -> None:
 
 
 def test_a_plan_for_inference_needs_less_and_recomputes_nothing() -> None:
-    graph = load_model("llama2-7b", sequence=None, precision="bf16")
-    profile = estimate_profile(graph, load_cluster("a100-80gb", 4), precision="bf16", name="llama2-7b")
+    graph = load_model("gpt2", sequence=None, precision="bf16")
+    profile = estimate_profile(graph, load_cluster("a100-80gb", 2), precision="bf16", name="gpt2")
     plans = [
-        find_plan(profile, devices=4, global_batch=8, budget=76 * 10**9, runners_up=0, mode=mode)
+        find_plan(profile, devices=2, global_batch=8, budget=6 * 10**9, runners_up=0, mode=mode)
         for mode in (Mode.TRAINING, Mode.INFERENCE)
     ]
     training, running = plans
