@@ -1,4 +1,4 @@
-"""Folders import downwards: a folder and those that it imports make no circle, type imports included."""
+"""The order of folders, public names, what is imported, and what names schedules and dimensions where."""
 
 from __future__ import annotations
 
@@ -158,22 +158,12 @@ def test_no_schedule_is_named_outside_parallelism() -> None:
 
 STILL = {"search": 3, "cost": 4, "runtime": 6, "verify": 4, "analysis": 14, "plans": 7, "cli": 0, "profiler": 8}
 """By folder, how often sources name a field of a dimension, where they could ask it."""
-
-
 UNMISTAKABLE = {"zero_stage", "sequence_parallel", "ulysses", "expert_tensor", "filters", "slices"}
-
-
 UNMISTAKABLE |= {"offloads_states", "offloads_activations"}
 """Attributes that strategies alone have."""
-
-
 SHARED = {"batch_degree", "token_degree", "devices", "replicas", "more", "added"}
-
-
 SHARED |= {"weight_slices", "state_shards", "parameter_shards"}
 """What any dimension may have a part in: devices, shares of samples and of what they are made of, slices, shards."""
-
-
 KNOWN = {name for name in dir(Strategy) if not name.startswith("_")} - SHARED
 
 

@@ -292,7 +292,7 @@ def test_code_and_words_are_those_of_the_package() -> None:
     assert (ROOT / "docs/watch.md").is_file()
 
 
-STEPS, EVERY = 8, 3
+CYCLIC_STEPS, EVERY = 8, 3
 
 
 def codes() -> list[str]:
@@ -311,10 +311,10 @@ def model_of(rule: str) -> CyclicModel:
     return CyclicModel(model, make_plan(stages, rule, "single"), layers)
 
 
-def run(code: str, parallel: CyclicModel, stop: int = STEPS) -> dict[str, Any]:
+def run(code: str, parallel: CyclicModel, stop: int = CYCLIC_STEPS) -> dict[str, Any]:
     """Run it; it is stopped before a training step."""
     torch.manual_seed(1)
-    batches = make_batches(STEPS, 3)
+    batches = make_batches(CYCLIC_STEPS, 3)
 
     def batch_of(step: int) -> dict[str, Tensor]:
         if step == stop:
@@ -322,7 +322,7 @@ def run(code: str, parallel: CyclicModel, stop: int = STEPS) -> dict[str, Any]:
         return batches[step]
 
     names: dict[str, Any] = {
-        "torch": torch, "parallel": parallel, "steps": STEPS, "every": EVERY, "batch_of": batch_of,
+        "torch": torch, "parallel": parallel, "steps": CYCLIC_STEPS, "every": EVERY, "batch_of": batch_of,
     }  # fmt: skip
     exec(code, names)
     return names
@@ -347,7 +347,7 @@ def test_cyclic_runs_go_on_under_another_rule_as_the_page_says(tmp_path: Path, m
     join(torch.device("cpu"))
     training, other_rule = codes()
     monkeypatch.chdir(tmp_path)
-    trained = run(training, model_of("cdp-v2"), stop=STEPS + 1)["weights"]
+    trained = run(training, model_of("cdp-v2"), stop=CYCLIC_STEPS + 1)["weights"]
     saved = model_of("cdp-v2")
     saved.load_full_state_dict(trained)
     saved.save("checkpoints/step-100")
