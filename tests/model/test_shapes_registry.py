@@ -197,11 +197,6 @@ def test_file_that_is_no_model(tmp_path: Path, data: object) -> None:
         load_model(str(path))
 
 
-def test_missing_file() -> None:
-    with pytest.raises(FileFormatError, match="no such file"):
-        load_model("nowhere/model.yaml")
-
-
 @pytest.mark.parametrize(
     ("name", "sequence", "precision", "field"),
     [

@@ -266,10 +266,6 @@ def test_the_ring_runs_again_with_attention() -> None:
     assert sum(one.count for one in ring(selective, Moment.BACKWARD)) == 2 * 3
 
 
-def test_a_layer_without_attention_sends_nothing() -> None:
-    assert ring(Strategy(context=4), Moment.FORWARD, make_kind("mlp", 10)) == []
-
-
 def all_to_alls(strategy: Strategy, moment: Moment, kind: LayerKind = KIND) -> list[Communication]:
     return [
         one for one in work(strategy, kind, samples=float(strategy.batch_degree)).communications

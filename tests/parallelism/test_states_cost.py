@@ -171,32 +171,11 @@ def sent(done: LayerWork, moment: Moment) -> list[tuple[Collective, float, RankG
     return [(c.collective, c.size, c.group, c.count) for c in done.communications if c.moment is moment]
 
 
-def test_data_reduces_gradients_once_a_step() -> None:
-    done = measured(Strategy(data=4))
-    assert done.samples == 8
-    assert done.state_items == done.gradient_items == 1240
-    assert done.communications[0].overlaps
-    assert sent(done, Moment.STEP) == [(Collective.ALL_REDUCE, 1240 * 4, RankGroup(4, 1, 1), 1)]
-    assert done.step_overhead == 0.25
-
-
 def test_recompute_repeats_tensor_communication_but_no_gathers() -> None:
     done = measured(Strategy(zero=2, zero_stage=3, tensor=2, recompute=Recompute.FULL))
     backward = [c[0] for c in sent(done, Moment.BACKWARD)]
     assert backward.count(Collective.ALL_REDUCE) == 2
     assert backward.count(Collective.ALL_GATHER) == 1
-
-
-def test_strategies_take_all_devices_and_are_legal() -> None:
-    for devices in (1, 2, 6, 12):
-        options = strategies_for(WHOLE, devices)
-        assert len(set(options)) == len(options)
-        for option in options:
-            assert option.devices == devices
-            assert WHOLE.tensor_degrees % option.tensor == 0
-            assert (option.state_shards == 1) == (option.zero_stage == 0)
-            assert option.tensor > 1 or not option.sequence_parallel
-    assert {option.zero for option in strategies_for(WHOLE, 6)} == {1, 2, 3, 6}
 
 
 def test_tensor_is_not_offered_where_the_structure_forbids_it() -> None:

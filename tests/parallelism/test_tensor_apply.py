@@ -262,18 +262,27 @@ def calls(strategy: Strategy, moment: Moment, kind: LayerKind = BLOCK) -> Counte
     return counts
 
 
-def test_plain_regions_reduce_where_they_end_and_in_backward_where_they_begin() -> None:
-    assert calls(Strategy(tensor=4), Moment.FORWARD) == {(REDUCE, 300): 1}
-    assert calls(Strategy(tensor=4), Moment.BACKWARD) == {(REDUCE, 100): 2}
+PLAIN, FORWARD, BACKWARD = Strategy(tensor=4), Moment.FORWARD, Moment.BACKWARD
+SENT: dict[str, tuple[Strategy, Moment, LayerKind, dict[tuple[Collective, float], int]]] = {
+    "plain regions reduce where they end": (PLAIN, FORWARD, BLOCK, {(REDUCE, 300): 1}),
+    "and in backward where they begin": (PLAIN, BACKWARD, BLOCK, {(REDUCE, 100): 2}),
+    "shared tokens are gathered and scattered": (SEQUENCE, FORWARD, BLOCK, {(GATHER, 100): 2, (SCATTER, 300): 1}),
+    "and in backward the other way round": (SEQUENCE, BACKWARD, BLOCK, {(GATHER, 300): 1, (SCATTER, 100): 2}),
+    "inputs kept as shares are gathered again": (
+        SEQUENCE, BACKWARD, replace(BLOCK, regathers=2), {(GATHER, 300): 1, (GATHER, 100): 2, (SCATTER, 100): 2},
+    ),
+    "what is before the blocks ends a region": (PLAIN, FORWARD, EMBEDDING, {(REDUCE, 300): 1}),
+    "and begins none": (PLAIN, BACKWARD, EMBEDDING, {}),
+    "what is behind them begins one": (PLAIN, BACKWARD, HEAD, {(REDUCE, 100): 1}),
+    "a split loss reduces three figures a token": (PLAIN, FORWARD, HEAD, {(REDUCE, 4 * 16): 3}),
+    "whole logits are gathered": (PLAIN, FORWARD, replace(HEAD, gathered_output_bytes=5000), {(GATHER, 5000): 1}),
+}  # fmt: skip
 
 
-def test_shared_tokens_are_gathered_and_scattered() -> None:
-    assert calls(SEQUENCE, Moment.FORWARD) == {(GATHER, 100): 2, (SCATTER, 300): 1}
-    assert calls(SEQUENCE, Moment.BACKWARD) == {(GATHER, 300): 1, (SCATTER, 100): 2}
-
-
-def test_inputs_kept_as_shares_are_gathered_again() -> None:
-    assert calls(SEQUENCE, Moment.BACKWARD, replace(BLOCK, regathers=2))[GATHER, 100] == 2
+@pytest.mark.parametrize("name", SENT)
+def test_what_a_layer_sends(name: str) -> None:
+    strategy, moment, kind, expected = SENT[name]
+    assert calls(strategy, moment, kind) == expected
 
 
 @pytest.mark.parametrize(("precision", "bytes_an_item"), [("fp8", 1), ("fp8-rowwise", 2), ("", 2)])
@@ -296,18 +305,6 @@ def test_what_the_gradient_of_inputs_needs_may_run_beside_that_of_weights(
     named = [one for one in work(strategy, replace(BLOCK, regathers=2)).communications if one.cause == ASYNC]
     assert {one.collective: one.count for one in named} == beside
     assert {(one.moment, one.size / 64) for one in named} == {(Moment.BACKWARD, 100)}
-
-
-def test_ends_have_half_a_region() -> None:
-    assert calls(Strategy(tensor=4), Moment.BACKWARD, EMBEDDING) == {}
-    assert calls(Strategy(tensor=4), Moment.FORWARD, EMBEDDING) == {(REDUCE, 300): 1}
-    assert calls(Strategy(tensor=4), Moment.BACKWARD, HEAD) == {(REDUCE, 100): 1}
-
-
-def test_a_split_loss_reduces_three_figures_a_token() -> None:
-    assert calls(Strategy(tensor=4), Moment.FORWARD, HEAD) == {(REDUCE, 4 * 16): 3}
-    gathered = replace(HEAD, gathered_output_bytes=5000)
-    assert calls(Strategy(tensor=4), Moment.FORWARD, gathered) == {(GATHER, 5000): 1}
 
 
 @pytest.mark.parametrize(

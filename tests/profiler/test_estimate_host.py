@@ -63,11 +63,6 @@ def test_collectives_of_a_tensor_group_are_launched_too() -> None:
         )
 
 
-def test_a_large_layer_hides_its_host() -> None:
-    slow, fast = point(stack(1e-6), samples=64), point(stack(1e-12), samples=64)
-    assert slow.forward == pytest.approx(fast.forward, rel=1e-3)
-
-
 def test_factors_of_a_stack_stretch_what_they_name() -> None:
     kind = block(4096, 32)
     device = device_named("A100-80GB")

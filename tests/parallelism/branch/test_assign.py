@@ -190,10 +190,6 @@ def test_where_every_device_has_all_samples_outputs_and_gradients_of_inputs_are_
     )
 
 
-def test_what_the_model_gives_goes_to_every_device() -> None:
-    assert told(moves(BranchTraffic(results=6), BranchSite(2, 1, 1, True, 5))) == [(Collective.BROADCAST, 30, FORWARD)]
-
-
 def test_nothing_moves_on_one_device() -> None:
     assert moves(BranchTraffic(10, 10, 10), BranchSite(1, 1, 1, True, 4)) == ()
 

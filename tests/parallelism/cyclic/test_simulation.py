@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ALIGNMENT, pack, packed_bytes, unpack
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicPass, CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, loop_of, round_seconds, unevenness
+from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, loop_of, round_seconds
 from galvatron_lite.parallelism.cyclic.stages import StageStates, cut_stages, stage_of
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions
 from tests.parallelism.cyclic.fleet import CPU, train
@@ -133,13 +133,6 @@ def test_no_split_is_better(seconds: list[float], stages: int, first: int, lengt
     ]  # fmt: skip
     own = stage_seconds(seconds, found)
     assert (max(own), sum(one**2 for one in own)) == pytest.approx(min(figures))
-
-
-def test_equal_layers_are_shared_out_evenly() -> None:
-    assert equal_cuts([1.0] * 12, 4) == (0, 3, 6, 9, 12)
-    assert unevenness([3.0, 3.0]) == 0.0
-    assert unevenness([2.0, 4.0]) == pytest.approx(1 / 3)
-    assert equal_cuts([1.0, 1.0], 3) == ()
 
 
 def test_a_recurrent_layer_uses_what_is_bound() -> None:
