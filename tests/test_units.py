@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,26 +19,28 @@ from galvatron_lite.units import (
     parse_seconds,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("40GB", 40 * 10**9),
-        ("40 gb", 40 * 10**9),
-        ("40GiB", 40 * 2**30),
-        ("1.5TiB", 3 * 2**39),
-        ("512MB", 512 * 10**6),
-        ("16B", 16),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+Parse = Callable[[str, str], float]
+READ: list[tuple[Parse, dict[str, float]]] = [
+    (parse_bytes, {"40GB": 40e9, "40 gb": 40e9, "40GiB": 40 * 2**30, "1.5TiB": 3 * 2**39, "512MB": 512e6, "16B": 16}),
+    (parse_count, {"1000": 1e3, "1.5M": 1.5e6, "2b": 2e9, "2G": 2e9, "1 T": 1e12, "3e11": 3e11, "20K": 2e4}),
+    (parse_seconds, {"2s": 2, "300ms": 0.3, "50us": 5e-5, "10min": 600, "12 h": 43200, "30D": 2592000, "1w": 604800}),
+]
+REFUSED: list[tuple[Parse, tuple[str, ...], str]] = [
+    (parse_bytes, ("40", "forty", "-1GB", "40e9", "40 parsecs", "", "GB", "4iB", "40Gbit"), "40GiB"),
+    (parse_count, ("", "0", "-1", "1Mi", "many", "1.M", "1P", "nan", "inf"), "--asked"),
+    (parse_seconds, ("2", "0s", "-1s", "1 month", "", "s", "1m"), "--asked"),
+]
 
 
-@pytest.mark.parametrize("text", ["40", "forty", "-1GB", "40e9", "40 parsecs", "", "GB", "4iB", "40Gbit"])
-def test_unknown_units_are_refused_with_the_remedy(text: str) -> None:
-    with pytest.raises(UnitError, match="40GiB"):
-        parse_bytes(text, "--mem")
+@pytest.mark.parametrize(("parse", "text", "value"), [(parse, *one) for parse, own in READ for one in own.items()])
+def test_sizes_counts_and_durations(parse: Parse, text: str, value: float) -> None:
+    assert parse(text, "--asked") == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(("parse", "text", "said"), [(parse, one, said) for parse, own, said in REFUSED for one in own])
+def test_what_is_none_is_refused_with_the_remedy(parse: Parse, text: str, said: str) -> None:
+    with pytest.raises(UnitError, match=said):
+        parse(text, "--asked")
 
 
 def test_a_share_is_of_the_capacity() -> None:
@@ -75,42 +79,6 @@ def test_formats() -> None:
     assert format_seconds(1.42) == "1.42 s"
     assert format_seconds(0.3184) == "318 ms"
     assert format_count(6_738_415_616) == "6.74B"
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1000", 1e3), ("1.5M", 1.5e6), ("2b", 2e9), ("2G", 2e9), ("1 T", 1e12), ("3e11", 3e11), ("20K", 2e4)],
-)
-def test_counts(text: str, number: float) -> None:
-    assert parse_count(text, "--tokens") == number
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "1Mi", "many", "1.M", "1P", "nan", "inf"])
-def test_counts_that_are_none(text: str) -> None:
-    with pytest.raises(UnitError, match="--tokens"):
-        parse_count(text, "--tokens")
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("2s", 2.0),
-        ("300ms", 0.3),
-        ("50us", 5e-5),
-        ("10min", 600.0),
-        ("12 h", 43200.0),
-        ("30D", 2592000.0),
-        ("1w", 604800),
-    ],
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_seconds(text, "--step") == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["2", "0s", "-1s", "1 month", "", "s", "1m"])
-def test_durations_that_are_none(text: str) -> None:
-    with pytest.raises(UnitError, match="--step"):
-        parse_seconds(text, "--step")
 
 
 def test_long_times_for_people() -> None:

@@ -32,7 +32,6 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import backend_named
 from galvatron_lite.parallelism.strategy import Strategy
@@ -192,15 +191,6 @@ def _exchanged(own: LayerRun, strategy: str, first: str, last: str, other: objec
     if str(own.strategy) == strategy and (own.first, own.last) == (first, last):
         return replace(own, strategy=other)  # type: ignore[arg-type]
     return own
-
-
-def test_the_moment_is_of_the_group_that_is_told(told: Explanation, plan: Plan) -> None:
-    assert [one.used_bytes for one in told.memory] == [stage.memory.total for stage in plan.stages]
-    assert all(one.budget_bytes == BUDGET and one.moment for one in told.memory)
-
-
-def test_an_explanation_can_be_written_and_read(told: Explanation) -> None:
-    assert from_data(Explanation, to_data(told), "told") == told
 
 
 def test_without_what_ifs_the_price_is_of_the_plans_own_shape(profile: Profile, plan: Plan) -> None:

@@ -81,14 +81,6 @@ def test_plans_are_compared(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("width", ["40", "200"])
-def test_narrow_and_wide_terminals_show_all_of_it(folder: Path, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    shown = run("explain", "data.yaml", "--profile", "profile.yaml", "--mem", "2MB", "--no-what-if")
-    assert "data2" in shown
-    assert "…\n" not in shown
-
-
 def test_a_plan_without_a_profile_says_what_to_give(folder: Path) -> None:
     done = CliRunner().invoke(app, ["explain", "data.yaml"])
     assert done.exit_code != 0
@@ -133,16 +125,6 @@ def asked(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> str:
     done = CliRunner().invoke(app, shlex.split(words))
     assert done.exit_code == 0, done.output
     return done.output
-
-
-@pytest.mark.parametrize("words", SHOWN)
-def test_commands_of_the_page_run(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    # A search may use all of its time.
-    out = asked(place, monkeypatch, words.removeprefix("galvatron ").replace("--search 5", "--search 0.5"))
-    assert "Written to " in out
-    name = out.rpartition("Written to ")[2].split()[0]
-    text = (place / name).read_text(encoding="utf-8")
-    assert "gpt2 on 8 devices" in text or json.loads(text)["traceEvents"]
 
 
 def test_the_profile_of_the_plan_is_found_and_prices_are_shown(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

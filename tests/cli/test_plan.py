@@ -144,14 +144,6 @@ def test_bad_input_is_named_in_one_line(galvatron: Galvatron, options: list[str]
     assert said in ended.err
 
 
-def test_a_truncated_profile_is_named(galvatron: Galvatron, tmp_path: Path) -> None:
-    options = ["--estimate", "--cluster", "t4", "--gpus", "2", "--folder", str(tmp_path), "--json"]
-    galvatron("profile", "gpt2", *options)
-    made = next(path for path in tmp_path.rglob("*.yaml"))
-    made.write_text(made.read_text()[: made.stat().st_size // 2])
-    assert made.name in galvatron("plan", "--profile", made).err
-
-
 def test_pictures_of_a_size(galvatron: Galvatron) -> None:
     """Twice the width is twice the work: the step takes longer, as far as the device is busy."""
     common = ["--cluster", "a100-40gb", "--gpus", "1", "--batch", "32", "--json"]

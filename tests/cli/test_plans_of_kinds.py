@@ -9,15 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from galvatron_lite import api, explain
-from galvatron_lite.capture.named import graph_named, load_factory
+from galvatron_lite.capture.named import load_factory
 from galvatron_lite.cli import app
-from galvatron_lite.cli.profile import best_gain, figures_of, print_branches, show_profile
+from galvatron_lite.cli.profile import best_gain, figures_of, show_profile
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.plans.export.tools import TOOLS, export
@@ -47,11 +45,6 @@ def test_costs_are_those_of_the_software() -> None:
     assert export(theirs, "megatron", strict=True).text
 
 
-def test_a_tool_that_there_is_not() -> None:
-    result = CliRunner().invoke(app, ["plan", *MODEL, *WHERE, "--for", "horovod"])
-    assert result.exit_code != 0
-
-
 def test_a_plan_for_other_software_is_explained_with_its_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = api.plan(model="gpt2", cluster="h100", gpus=8, batch=64, mem="80GB", backend="megatron", runners_up=0)
@@ -73,18 +66,6 @@ def profile() -> Profile:
     return plain_profile(SECONDS, parameters=ITEMS)
 
 
-def test_branches_take_what_their_layers_take(profile: Profile) -> None:
-    (region,) = find_regions(profile.graph)
-    found = list(figures_of(profile, region))
-    assert [one.seconds for one in found] == [(time, 2 * time) for time in SECONDS]
-    assert [one.parameters for one in found] == list(ITEMS)
-
-
-def test_the_longest_decides(profile: Profile) -> None:
-    (region,) = find_regions(profile.graph)
-    assert best_gain(profile, region) == pytest.approx(sum(SECONDS) / max(SECONDS))
-
-
 def test_unknown_figures_are_not_made_up(profile: Profile) -> None:
     some = replace(profile, layers=tuple(point for point in profile.layers if point.kind != "t1" or point.samples > 1))
     (region,) = find_regions(some.graph)
@@ -98,11 +79,6 @@ def test_the_table(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None
     row = next(line for line in printed.splitlines() if line.split()[:3] == ["t0", "1", "100"])
     assert row.split()[3:7] == ["500", "ms", "1", "s"]
     assert "Independent of one another: t0, t1, t2: at the same time at most 1.75x as fast" in printed
-
-
-def test_a_chain_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    print_branches(Console(), replace(plain_profile(SECONDS), graph=replace(plain_profile(SECONDS).graph, tensors=())))
-    assert not capsys.readouterr().out
 
 
 PLAN = ["plan", "--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "2"]
@@ -164,19 +140,6 @@ def test_what_it_may_not(script: Path, name: str, said: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file"):
         load_factory(f"{tmp_path}/none.py:make")
-
-
-def test_a_plan_of_a_model_of_ones_own(tmp_path: Path) -> None:
-    script = tmp_path / "model.py"
-    script.write_text(
-        "from galvatron_lite.model.zoo import build\n"
-        "def make(): return build('gpt-tiny', layers=2, hidden=32, heads=2, sequence=8)\n"
-    )
-    graph = graph_named(f"{script}:make", precision="fp32")
-    model = build("gpt-tiny", layers=2, hidden=32, heads=2, sequence=8)
-    assert graph.parameters == sum(one.numel() for one in model.parameters())
-    with pytest.raises(InputError, match="--seq"):
-        graph_named(f"{script}:make", sequence=16)
 
 
 SMALL = ["--model", "vgg16", "--cluster", "a100-40gb", "--gpus", "3", "--batch", "24"]

@@ -137,9 +137,3 @@ def test_a_figure_goes_into_a_folder_that_is_there_and_is_svg(tmp_path: Path) ->
     assert done.returncode == 1
     assert "nothing to draw" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_help_says_what_the_columns_mean() -> None:
-    shown = " ".join(command("--help").stdout.replace("│", " ").split())
-    assert "Spearman's correlation" in shown
-    assert "Exit status" in shown

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from galvatron_lite.api import plan
 from galvatron_lite.cluster.catalog import load_cluster
@@ -25,7 +22,7 @@ from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
 from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import plan_of
-from tests.factories import make_cluster, make_kind, make_profile, random_profile
+from tests.factories import make_cluster, make_kind, make_profile
 
 
 def of_one_stage(profile: Profile, strategy: Strategy, devices: int, batch: int, mode: Mode) -> Plan:
@@ -63,17 +60,6 @@ def test_a_forward_pass_takes_what_training_spends_in_forward(strategy: Strategy
         assert running.parameters == training.parameters
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6))
-def test_a_pass_is_quicker_and_smaller_than_a_step(seed: int) -> None:
-    profile = random_profile(random.Random(seed), devices=4)
-    for strategy in (Strategy(data=4), Strategy(zero=4, zero_stage=3)):
-        step = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.TRAINING)).prediction
-        run = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.INFERENCE)).prediction
-        assert run.step_seconds < step.step_seconds
-        assert run.time.backward == run.time.recompute == run.time.optimizer == 0.0
-
-
 def test_time_and_memory_by_hand() -> None:
     """Two layers on one device: seconds add up; the peak is all parameters and the larger of the layers at work."""
     kinds = [make_kind("before", 100, boundary=40), make_kind("block", 300, boundary=40)]
@@ -106,10 +92,10 @@ def test_tensors_that_skip_layers_stay_until_they_are_read() -> None:
 
 
 def test_a_plan_for_inference_needs_less_and_recomputes_nothing() -> None:
-    graph = load_model("llama2-7b", sequence=None, precision="bf16")
-    profile = estimate_profile(graph, load_cluster("a100-80gb", 4), precision="bf16", name="llama2-7b")
+    graph = load_model("gpt2", sequence=None, precision="bf16")
+    profile = estimate_profile(graph, load_cluster("a100-80gb", 2), precision="bf16", name="gpt2")
     plans = [
-        find_plan(profile, devices=4, global_batch=8, budget=76 * 10**9, runners_up=0, mode=mode)
+        find_plan(profile, devices=2, global_batch=8, budget=6 * 10**9, runners_up=0, mode=mode)
         for mode in (Mode.TRAINING, Mode.INFERENCE)
     ]
     training, running = plans

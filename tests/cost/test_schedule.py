@@ -34,15 +34,6 @@ def pipelines(draw: st.DrawFn) -> list[StageTimes]:
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(pipelines(), st.integers(1, 12), SCHEDULES)
-def test_closed_form_of_gpipe_is_never_below_the_simulation(
-    stages: list[StageTimes], microbatches: int, schedule: Schedule
-) -> None:
-    simulated = makespan(simulate(stages, microbatches, schedule))
-    assert closed_form(stages, microbatches, Schedule.GPIPE) >= simulated * (1 - 1e-12)
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(SECONDS, min_size=1, max_size=6), st.floats(0.3, 3), SENDS, st.integers(1, 12), SCHEDULES)
 def test_closed_form_is_never_below_the_simulation_of_one_ratio(
     forwards: list[float], ratio: float, send: float, microbatches: int, schedule: Schedule
@@ -83,13 +74,15 @@ def test_equal_for_one_microbatch(stages: list[StageTimes], schedule: Schedule) 
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 5), SECONDS, SECONDS)
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), SECONDS, SECONDS)
 def test_interleaved_equals_the_simulation_of_equal_stages(
     groups: int, virtual: int, rounds: int, forward: float, backward: float
 ) -> None:
+    """Narayanan et al. 2021, section 2.2.2: (m + (p - 1) / v) times what all stages of a group take."""
     stages = [StageTimes(forward, backward)] * (groups * virtual)
     count = rounds * groups
     simulated = max(group_ends(stages, ScheduleConfig(Schedule.INTERLEAVED, groups, virtual, count)))
+    assert simulated == pytest.approx((count * virtual + groups - 1) * (forward + backward))
     assert closed_form(stages, count, Schedule.INTERLEAVED, virtual) == pytest.approx(simulated)
 
 
@@ -118,9 +111,6 @@ def test_freed_bubbles_are_never_slower(figures: list[tuple[float, float, float]
     orders = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P)
     times = [closed_form(stages, count, schedule) for schedule in orders]
     assert all(after <= before * (1 + 1e-12) for before, after in pairwise(times))
-
-
-INTERLEAVED = st.tuples(st.integers(2, 6), st.integers(1, 4), st.integers(1, 17))
 
 
 def blocking(stages: list[StageTimes], hidden: float) -> list[StageTimes]:
@@ -156,18 +146,6 @@ def test_gpipe_is_its_closed_form_where_sends_block(stages: list[StageTimes], co
     """A flow shop whose jobs are alike: every stage waits for the slowest before it, then never again."""
     ends = group_ends(stages, ScheduleConfig(Schedule.GPIPE, len(stages), 1, count))
     assert max(ends) == pytest.approx(closed_form(stages, count, Schedule.GPIPE))
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 4), SECONDS, SECONDS)
-def test_interleaving_divides_the_bubble(
-    groups: int, virtual: int, rounds: int, forward: float, backward: float
-) -> None:
-    """Narayanan et al. 2021, section 2.2.2: m (f + b) + (p - 1) (f + b) / v where p divides m."""
-    count = groups * rounds
-    stages = [StageTimes(forward / virtual, backward / virtual)] * (groups * virtual)
-    ends = group_ends(stages, ScheduleConfig(Schedule.INTERLEAVED, groups, virtual, count))
-    assert max(ends) == pytest.approx((count + (groups - 1) / virtual) * (forward + backward))
 
 
 @pytest.mark.parametrize("schedule", schedules())
@@ -274,19 +252,3 @@ def test_twice_the_memory_is_held() -> None:
         for schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P)
     ]
     assert held == [8, 15]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(pipelines(), st.integers(1, 8), SCHEDULES)
-def test_simulation_keeps_every_dependency(stages: list[StageTimes], microbatches: int, schedule: Schedule) -> None:
-    events = {(e.stage, e.forward, e.microbatch): e for e in simulate(stages, microbatches, schedule)}
-    assert len(events) == 2 * microbatches * len(stages)
-    for (stage, forward, microbatch), event in events.items():
-        source = (stage - 1, True, microbatch) if forward else (stage + 1, False, microbatch)
-        if source in events:
-            assert event.start >= events[source].end
-        if not forward:
-            assert event.start >= events[stage, True, microbatch].end
-    for stage in range(len(stages)):
-        own = sorted((e for e in events.values() if e.stage == stage), key=lambda e: e.start)
-        assert all(after.start >= before.end for before, after in pairwise(own))

@@ -9,7 +9,7 @@ from math import log2
 import pytest
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.cost.communication import Links, together
+from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import evaluate
@@ -116,15 +116,6 @@ def test_errors_name_the_layer_that_follows_and_numbers_that_do_not_divide() -> 
     for other, field in ((replace(whole, microbatches=3), "microbatches"), (replace(whole, microbatches=0), "micro")):
         with pytest.raises(InputError, match=field):
             shape_of(other, [Strategy(data=4)])
-
-
-def test_together() -> None:
-    assert together(3.0, 1.0, Overlap()) == 3.0
-    assert together(1.0, 3.0, Overlap()) == 3.0
-    # two things that halve one another take as long as one after the other
-    assert together(3.0, 1.0, Overlap(2, 2)) == pytest.approx(4.0)
-    assert together(1.0, 3.0, Overlap(2, 2)) == pytest.approx(4.0)
-    assert together(2.0, 0.0, Overlap(1.3, 1.7)) == 2.0
 
 
 def test_measured_groups_come_first() -> None:
@@ -251,19 +242,17 @@ def test_transfers_know_the_links_they_cross_and_what_is_scattered() -> None:
     assert transfer_seconds(pricer, 250, shared, shape, (0, 1)) == pytest.approx(whole / 4)
 
 
-def test_stragglers_grow_with_the_doublings_of_nodes() -> None:
-    profile = simple(8)
-    node = profile.cluster.levels[0].size
-    assert straggling(replace(profile, straggling=0.01), 8 * node) == pytest.approx(1.03)
-    assert straggling(replace(profile, straggling=0.01), 1) == 1.0
-
-
-def test_devices_of_a_node_share_its_host() -> None:
-    profile = replace(simple(8), sharing=0.02)
+@pytest.mark.parametrize(
+    ("straggles", "sharing", "nodes", "factor"),
+    [(0.01, 0.0, 8, 1.03), (0.0, 0.02, 1, 1.0), (0.01, 0.02, 2, 1.01)],
+)
+def test_stragglers_grow_with_the_doublings_of_nodes_and_of_those_that_share_a_host(
+    straggles: float, sharing: float, nodes: int, factor: float
+) -> None:
+    profile = replace(simple(8), straggling=straggles, sharing=sharing)
     node = profile.cluster.levels[0].size
     assert straggling(profile, 1) == 1.0
-    assert straggling(profile, node) == pytest.approx(1 + 0.02 * log2(node))
-    assert straggling(replace(profile, straggling=0.01), 2 * node) == pytest.approx(1.01 * (1 + 0.02 * log2(node)))
+    assert straggling(profile, nodes * node) == pytest.approx(factor * (1 + sharing * log2(node)))
 
 
 def test_schedules_and_virtual_stages_must_go_together() -> None:

@@ -35,7 +35,7 @@ from galvatron_lite.diagnose.diagnosis import (
     updated,
 )
 from galvatron_lite.diagnose.expected import RankTimes, Where, expect
-from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings, rank_words
+from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings
 from galvatron_lite.model import zoo
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
@@ -204,10 +204,6 @@ def test_advice_is_of_what_carries_the_messages() -> None:
     assert _backend(source, profile) == (GLOO if profile.cluster.device.name.startswith("CPU ") else NCCL)
     assert "NCCL" in _of_links(Where.GRADIENTS, NCCL)
     assert "NCCL" not in _of_links(Where.GRADIENTS, GLOO)
-
-
-def test_ranks_in_words() -> None:
-    assert (rank_words(1, 1), rank_words(0, 3)) == ("rank 1", "ranks 0..3")
 
 
 def test_steps_without_the_profiler_are_told_of_a_traced_run() -> None:

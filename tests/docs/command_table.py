@@ -30,12 +30,12 @@ MENTIONS = frozenset(
 """Names of commands, with an option at most, in running text: nothing that a reader types."""
 
 ELSEWHERE = {
-    "docs/branches.md": "tests/docs/test_branches_page.py",
+    "docs/branches.md": "tests/docs/test_pages_run.py",
     "docs/oracle.md": "tests/oracle/test_docs.py",
-    "docs/explain.md": "tests/docs/test_explain_page.py",
-    "docs/watch.md": "tests/docs/test_explain_page.py",
-    "docs/tutorial.md": "tests/docs/test_tutorial.py",
-    "docs/for-users-of.md": "tests/docs/test_tutorial.py",
+    "docs/explain.md": "tests/docs/test_pages_run.py",
+    "docs/watch.md": "tests/docs/test_pages_run.py",
+    "docs/tutorial.md": "tests/docs/test_pages_run.py",
+    "docs/for-users-of.md": "tests/docs/test_pages_run.py",
 }
 """Pages that a test of their own runs, output included."""
 

@@ -88,7 +88,7 @@ def views_of(names: Names) -> None:
 
 
 TRAINED = "bool(torch.isfinite(loss))"
-CYCLIC, EXAMPLES = "tests/docs/test_cyclic_resume.py", "tests/frameworks/test_examples.py"
+CYCLIC, EXAMPLES = "tests/docs/test_pages_run.py", "tests/frameworks/test_examples.py"
 RUN: dict[str, tuple[Told | str, ...]] = {
     "docs/adapting.md": (Told("parallel.step == 4", phased), Told("parallel.step == 0", model_of)),
     "docs/checkpoints.md": (
@@ -119,7 +119,7 @@ RUN: dict[str, tuple[Told | str, ...]] = {
 takes several processes, or is part of what that test does."""
 
 ELSEWHERE = {
-    "docs/branches.md": "tests/docs/test_branches_page.py",
+    "docs/branches.md": "tests/docs/test_pages_run.py",
     "docs/first-plan.md": "tests/docs/place.py",
 }
 """Pages whose code is files, which these run."""

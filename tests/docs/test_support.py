@@ -115,27 +115,3 @@ def test_what_differs_fails_or_is_refused_is_told(
     monkeypatch.setattr(trial, "ParallelModel", failing(ZeroDivisionError("by zero")))
     found = trial.try_way(own, graph, way, reference)
     assert (found.state, found.why) == (trial.State.CRASHES, "ZeroDivisionError: by zero")
-
-
-def test_rows_are_kept_and_gone_on_with(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def tried(make: Any, _ways: Any) -> dict[str, Any]:
-        made.append(make.args[0])
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        return {"model": "M", "layers": 1, "blocks": 0, "ways": {"data": {"state": "works", "why": ""}}}
-
-    monkeypatch.setattr(script, "in_a_process", tried)
-    path = tmp_path / "support.journal"
-    assert list(script.run(["a", "b"], script.WAYS, script.Journal(path, "x"), True)) == ["a"]
-    rows = script.run(["a", "b"], script.WAYS, script.Journal(path, "x"), True)
-    assert (list(rows), made) == (["a", "b"], ["a", "b", "b"])
-    # Ways that are not tried again stay as they were.
-    before = script.kept({}, rows, script.WAYS)
-    fewer = {"a": {"model": "M", "layers": 1, "blocks": 0, "ways": {"zero3": {"state": "no", "why": "so"}}}}
-    after = script.kept(before, fewer, ways_named(script, "zero3"))
-    assert {way: one["state"] for way, one in after["families"]["a"]["ways"].items()} == {
-        "data": "works",
-        "zero3": "no",
-    }

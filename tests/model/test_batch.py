@@ -49,10 +49,6 @@ def test_the_loss_is_found(wrap: object) -> None:
     assert loss_of(wrap(loss), None) == 1.5
 
 
-def test_a_loss_function_is_given_output_and_batch() -> None:
-    assert loss_of(torch.ones(3), 2, lambda output, batch: output.sum() * batch) == 6
-
-
 @pytest.mark.parametrize("output", [torch.ones(3), {"logits": torch.ones(2)}, None, SimpleNamespace(loss=None)])
 def test_no_loss_is_an_error_that_names_the_remedy(output: object) -> None:
     with pytest.raises(InputError, match="loss_fn"):

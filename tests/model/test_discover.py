@@ -138,32 +138,6 @@ def test_a_shared_module_inside_blocks_is_traced() -> None:
     )
 
 
-class Stages(nn.Module):
-    """A residual network: stages that change width in their first block, and a small module between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(
-            nn.Sequential(*(Mixer(width) for _ in range(depth))) for width, depth in ((4, 2), (8, 3), (16, 1))
-        )
-        self.widen = nn.ModuleList([nn.Conv1d(4, 8, 1), nn.Conv1d(8, 16, 1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, stage in enumerate(self.stages):
-            x = stage(x)
-            if place < len(self.widen):
-                x = self.widen[place](x)
-        return x.mean()
-
-
-def test_several_containers_and_what_runs_between_them() -> None:
-    layers = discover_layers(Stages(), torch.zeros(2, 4, 8))
-    assert names(layers) == [
-        "stages.0.0", "stages.0.1", "widen.0", "stages.1.0", "stages.1.1", "stages.1.2", "widen.1", "stages.2.0",
-    ]  # fmt: skip
-    assert [layer.kind for layer in layers[1:-1]] == [f"block{n}" for n in (0, 0, 1, 2, 2, 2, 3, 4)]
-
-
 @pytest.mark.parametrize("blocks", ["body", ["body.0", "body.1", "body.2"], Mixer, [Mixer]])
 def test_the_user_names_the_blocks(blocks: Any) -> None:
     model, batch = plain()

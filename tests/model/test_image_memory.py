@@ -14,7 +14,6 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.shapes import ConvNextShape, DecoderShape, EncoderShape, MoeShape, VitShape, build_graph
-from galvatron_lite.model.shapes.images.flow import Extent
 from galvatron_lite.model.shapes.images.layout import partitioned
 from galvatron_lite.model.shapes.images.mobile import BlockSpec, Mobile, mobile_graph
 from galvatron_lite.model.shapes.images.names import graph_of_name
@@ -141,14 +140,6 @@ def built(name: str, side: int, item_bytes: int = 4) -> ModelGraph:
 @pytest.mark.parametrize(("name", "side", "millions"), SIZES)
 def test_networks_have_their_published_parameters(name: str, side: int, millions: float) -> None:
     assert built(name, side).parameters / 1e6 == pytest.approx(millions, rel=0.001)
-
-
-def test_cells_hand_two_pictures_on() -> None:
-    graph = built("amoebanet_d_l18_d256", 224)
-    for first, second in zip(graph.layers[1:-2], graph.layers[2:-1], strict=True):
-        assert graph.kind_of(first).output_bytes == graph.kind_of(second).input_bytes
-    extents: list[Extent] = [(kind.dims.height, kind.dims.width) for kind in graph.kinds.values()]
-    assert min(extents) == (7, 7)
 
 
 def test_a_partition_keeps_what_enters_it() -> None:

@@ -8,8 +8,6 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass
-from galvatron_lite.model.shapes import load_model
-from galvatron_lite.model.shapes.images.flow import rounded
 from galvatron_lite.model.shapes.images.layout import channels_last, fused_norms
 from galvatron_lite.model.shapes.images.names import canonical, graph_of_name, works_on_tokens
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
@@ -116,11 +114,6 @@ def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:
         assert graph_of(name).parameters / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-@pytest.mark.parametrize(("channels", "expected"), [(32 * 0.5, 16), (24 * 0.75, 24), (16 * 0.35, 8), (320 * 1.4, 448)])
-def test_channels_are_rounded_as_mobilenet_does(channels: float, expected: int) -> None:
-    assert rounded(channels) == expected
-
-
 def test_names_of_training_recipes_mean_the_same_network() -> None:
     for names in (
         ("resnet50", "gluon_resnet50_v1b", "ssl_resnet50", "tv_resnet50", canonical("ResNet50v1.5")),
@@ -174,14 +167,6 @@ def test_a_summary_adds_up_to_its_totals() -> None:
 def test_a_summary_needs_its_totals(field: str, given: ImageTotals) -> None:
     with pytest.raises(InputError, match=field):
         summary_graph(given, "fp16")
-
-
-def test_regnet_widths_are_the_papers() -> None:
-    # Radosavovic et al. 2020, figure 16: RegNetX-3.2GF has widths 96, 192, 432, 1008 and depths 2, 6, 15, 2.
-    kinds = graph_of("regnetx_032")
-    widths = [kinds.kind_of(layer).dims.out_channels for layer in kinds.layers[1:-1]]
-    assert sorted(set(widths)) == [96, 192, 432, 1008]
-    assert [widths.count(width) for width in (96, 192, 432, 1008)] == [2, 6, 15, 2]
 
 
 def half_graph(name: str) -> ModelGraph:
@@ -270,8 +255,3 @@ def test_the_rest_is_left_alone() -> None:
         own = [one for one in fused.kinds[name].operators if one.kind is not OperatorClass.MEMORY]
         assert own == [one for one in kind.operators if one.kind is not OperatorClass.MEMORY]
         assert fused.kinds[name].kept == kind.kept
-
-
-def test_networks_without_norms_stay_as_they_are() -> None:
-    graph = load_model("vgg16", precision="fp32")
-    assert fused_norms(graph) == graph

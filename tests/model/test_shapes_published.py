@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute
+from galvatron_lite.model.graph import ModelGraph, OperatorClass
 from galvatron_lite.model.shapes import MoeShape, build_graph, load_model, load_shape, model_names
 from tests.model.test_shapes_pictures import PARAMETERS as PICTURES
 
@@ -105,20 +105,6 @@ def test_vit_huge_forward_flops_are_the_published_ones() -> None:
     graph = load_model("vit-huge")
     classes = (OperatorClass.MATMUL, OperatorClass.ATTENTION, OperatorClass.CONVOLUTION)
     assert forward_flops(graph, *classes) / 2 == pytest.approx(167.3e9, rel=0.002)
-
-
-@pytest.mark.parametrize("degree", [1, 8])
-def test_gpt3_block_keeps_what_korthikanti_counts_without_attention_matrices(degree: int) -> None:
-    """Equation 2 (10 + 24 / t) and, with sequence parallelism, equation 4 (34 / t), in s b h; what flash attention
-    and the norms keep besides is one fp32 number a query and head, and four fp32 numbers a token.
-    """
-    graph = load_model("gpt3-175b", overrides={"dropout": 0.1})
-    tokens, hidden, heads = 2048, 12288, 96
-    kept = graph.kinds["block"].kept[Recompute.NONE]
-    sums, statistics = 4 * tokens * heads / degree, 16 * tokens
-    assert kept.at(degree, False) == (10 + 24 / degree) * tokens * hidden + sums + statistics
-    assert kept.at(degree, True) == 34 / degree * tokens * hidden + sums + statistics / degree
-    assert graph.kinds["block"].kept[Recompute.FULL].total == 2 * tokens * hidden
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import (
     DecoderShape,
     ResNetShape,
-    Shape,
     build_graph,
     load_model,
     load_shape,
@@ -198,11 +197,6 @@ def test_file_that_is_no_model(tmp_path: Path, data: object) -> None:
         load_model(str(path))
 
 
-def test_missing_file() -> None:
-    with pytest.raises(FileFormatError, match="no such file"):
-        load_model("nowhere/model.yaml")
-
-
 @pytest.mark.parametrize(
     ("name", "sequence", "precision", "field"),
     [
@@ -236,12 +230,6 @@ def test_config_folder_of_nothing() -> None:
     assert config_folder("models").is_dir()
     with pytest.raises(InputError, match="install"):
         config_folder("poems")
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_shape_survives_plain_data(name: str) -> None:
-    shape: Shape = load_shape(name)
-    assert shape_from_data(to_data(shape) | {"arch": shape.arch}) == shape
 
 
 def test_config_folder_of_an_installed_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,17 +215,6 @@ def kinds_of(name: str) -> list[LayerKind]:
     return [graph.kind_of(layer) for layer in graph.layers]
 
 
-def test_extents_of_the_pictures_that_enter() -> None:
-    sides = [(kind.dims.depth, kind.dims.height, kind.dims.width) for kind in kinds_of("cosmoflow-mini")]
-    assert sides[:-1] == [(32,) * 3, (32,) * 3, (16,) * 3, (8,) * 3, (4,) * 3, (2,) * 3]
-    assert sides[-1] == (1, 1, 1)
-    flat = [(kind.dims.in_channels, kind.dims.out_channels, kind.dims.height) for kind in kinds_of("flat")]
-    assert flat == [
-        (3, 3, 16), (3, 8, 16), (8, 8, 16), (8, 8, 16), (8, 8, 16), (8, 8, 16), (8, 8, 16), (8, 16, 8), (16, 16, 8),
-        (16, 16, 8), (16, 10, 4),
-    ]  # fmt: skip
-
-
 def test_an_activation_that_overwrites_its_input_cannot_run_again() -> None:
     chosen = [set(kind.kept) for kind in kinds_of("flat")[1:-1]]
     every = set(Recompute)

@@ -19,20 +19,6 @@ class Choosing(Mixer):
         return super().forward(x) if x.sum().item() > 0 else x
 
 
-def test_a_block_that_reads_values_is_named() -> None:
-    model, batch = plain()
-    model.body[1] = Choosing(32)
-    with pytest.raises(TraceError, match=r"block body\.1: 'Choosing'.*reads values"):
-        trace(model, batch)
-
-
-def test_a_module_inside_a_block_that_fails_is_named_with_the_cause() -> None:
-    model, batch = plain()
-    model.body[2].out = nn.Conv1d(7, 32, 1)
-    with pytest.raises(TraceError, match=r"block body\.2\.out: 'Conv1d'.*channel dimensions"):
-        trace(model, batch)
-
-
 class Careful(Mixer):
     """Works in full precision whatever surrounds it, as rotary embeddings do."""
 
@@ -108,20 +94,6 @@ def test_a_model_that_is_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None
         trace(wrap(model), batch)
 
 
-def test_a_model_that_cannot_be_copied() -> None:
-    model, batch = plain()
-    model.lock = threading.Lock()
-    with pytest.raises(TraceError, match="deepcopy"):
-        trace(model, batch)
-
-
-def test_a_block_that_never_runs() -> None:
-    model, batch = plain()
-    model.spare = nn.ModuleList(Mixer(32) for _ in range(2))
-    with pytest.raises(TraceError, match=r"spare\.0.*never runs"):
-        trace(model, batch, blocks=["body", "spare"])
-
-
 def test_no_loss() -> None:
     model, batch = FAMILIES["gpt"]()
     with pytest.raises(InputError, match="loss_fn"):
@@ -143,14 +115,6 @@ class Growing(Mixer):
         return super().forward(super().forward(x) if len(x) > 3 else x)
 
 
-def test_a_model_that_does_other_things_at_another_batch_size() -> None:
-    model, batch = plain()
-    for place in range(3):
-        model.body[place] = Growing(32)
-    with pytest.raises(TraceError, match="batch size"):
-        trace(model, batch)
-
-
 class Routed(Mixer):
     """A mixture that takes the tokens of each expert by their places."""
 
@@ -161,8 +125,32 @@ class Routed(Mixer):
         return super().forward(x[torch.nonzero(chosen[:, 0]).flatten()])
 
 
-def test_what_depends_on_values_is_told_what_to_do_instead() -> None:
+def spare(model: Plain) -> None:
+    model.spare = nn.ModuleList(Mixer(32) for _ in range(2))
+
+
+BROKEN: dict[str, tuple[Callable[[Plain], object], str]] = {
+    "reads values": (lambda model: model.body.__setitem__(1, Choosing(32)), r"block body\.1: 'Choosing'.*reads values"),
+    "a module inside fails": (
+        lambda model: setattr(model.body[2], "out", nn.Conv1d(7, 32, 1)),
+        r"block body\.2\.out: 'Conv1d'.*channel dimensions",
+    ),
+    "other work at another batch size": (
+        lambda model: [model.body.__setitem__(place, Growing(32)) for place in range(3)], "batch size",
+    ),
+    "places of values": (
+        lambda model: model.body.__setitem__(0, Routed(32)),
+        r"nonzero reads values of tensors\. auto_parallelize trains such a model",
+    ),
+    "cannot be copied": (lambda model: setattr(model, "lock", threading.Lock()), "deepcopy"),
+    "never runs": (spare, r"spare\.0.*never runs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_traced_is_named_with_the_cause(name: str) -> None:
     model, batch = plain()
-    model.body[0] = Routed(32)
-    with pytest.raises(TraceError, match=r"nonzero reads values of tensors\. auto_parallelize trains such a model"):
-        trace(model, batch)
+    change, said = BROKEN[name]
+    change(model)
+    with pytest.raises(TraceError, match=said):
+        trace(model, batch, blocks=["body", "spare"] if change is spare else None)

@@ -46,12 +46,6 @@ def ask(
     return Case(kind, devices, batch, network.samples, network=network, wires=wires, **changes)
 
 
-def test_pooling_is_counted_as_if_it_mixed_channels() -> None:
-    pool = OracleLayer("pool", Op.POOL, (4, 8, 8), (4, 4, 4), (2, 2))
-    assert pool.forward_flops == 4 * 4 * 4 * 16
-    assert (pool.halo(pool.x), pool.exchanges) == (0, True)  # windows that do not overlap; a message all the same
-
-
 def test_whole_iterations_count() -> None:
     assert ask(Method.DATA, 16, batch=10).iterations == 6
     assert estimate(ask(Method.DATA, 7, batch=10)).compute == pytest.approx(138 * 1e-3)  # 960 / 7 rounded up
@@ -114,13 +108,6 @@ def test_formulas_without_the_codes_ways() -> None:
     code = estimate(ask(Method.DATA_SPATIAL, 4, 1, cosmo, quirks=frozenset(Quirk)))
     assert code.compute / 1584 == pytest.approx(0.554168697)
     assert code.moved.gather > 3 * found.moved.gather
-
-
-def test_quirks_have_names() -> None:
-    assert quirks_named(["filter-memory-divides-twice"]) == {Quirk.FILTER_MEMORY}
-    assert quirks_named(["all"]) == set(Quirk)
-    with pytest.raises(InputError, match=r"--quirk: 'typo' .*data-spatial-stops-at-split"):
-        quirks_named(["typo"])
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,16 @@ def shared(
     return together(lambda x, p: layer(x, *p.values()), picture, _named(parameters), weight, degrees, rules)
 
 
+def check_shared(
+    layer: Layer, picture: Tensor, parameters: Sequence[Tensor], grid: tuple[int, int], seed: int = 0,
+    rules: Rules = STRICT,
+) -> None:  # fmt: skip
+    """Check that a layer gives on shared pictures what it gives on the whole one."""
+    wanted = on_whole(layer, picture, parameters, seed)
+    for found in shared(layer, picture, parameters, grid, seed, rules):
+        assert_equal(found, wanted)
+
+
 def _named(parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     return {str(number): one.clone().requires_grad_() for number, one in enumerate(parameters)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -17,11 +16,8 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
-from galvatron_lite.parallelism.tensor.shards import Placement
 from tests.parallelism import channel_layers as blocks
-from tests.parallelism.channel_layers import alone, assert_equal, close, seeded, shared, weights_of
-from tests.parallelism.sharded_compare import gather_full
-from tests.parallelism.thread_group import ThreadGroup, run_threads
+from tests.parallelism.channel_layers import alone, assert_equal, seeded, shared
 
 
 class Aliased(nn.Module):
@@ -161,45 +157,6 @@ def test_the_gradient_of_an_image_is_not_asked_for() -> None:
         assert not found.calls[1]
 
 
-def test_modules_before_and_after_the_blocks_are_whole_in_between() -> None:
-    """Each by itself, as the model's own code runs between them."""
-    torch.manual_seed(0)
-    stem, head = seeded(nn.Conv2d(3, 7, 3, bias=True)), seeded(nn.Linear(7, 5))
-    modules = {"stem": stem, "norm": seeded(nn.BatchNorm2d(7)), "head": head}
-    image = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-
-    def run(own: nn.ModuleDict) -> Tensor:
-        logits = own["head"](own["norm"](own["stem"](image)).relu().amax((2, 3)))
-        assert type(logits) is Tensor
-        (logits * weights_of(logits)).sum().backward()
-        return logits.detach()
-
-    example = {"stem": image, "norm": torch.zeros(2, 7, 4, 4), "head": torch.zeros(2, 7)}
-    plans = {name: infer_channels(one, (example[name],), {}, "filters", 2) for name, one in modules.items()}
-    expected = nn.ModuleDict({name: copy.deepcopy(one) for name, one in modules.items()})
-    logits = run(expected)
-
-    def work(group: ThreadGroup) -> None:
-        own = nn.ModuleDict({name: copy.deepcopy(one) for name, one in modules.items()})
-        shards = {
-            f"{path}.{name}": shard
-            for path, one in own.items()
-            for name, shard in shard_channels(one, plans[path], group).items()
-        }
-        close(run(own), logits)
-        placements = {name: shard.placement for name, shard in shards.items()}
-        assert placements == {
-            "stem.weight": Placement.SHARDED, "stem.bias": Placement.PARTIAL, "norm.weight": Placement.REPLICATED,
-            "norm.bias": Placement.REPLICATED, "head.weight": Placement.SHARDED, "head.bias": Placement.PARTIAL,
-        }  # fmt: skip
-        for name, parameter in expected.named_parameters():
-            mine, shard = own.get_parameter(name).grad, shards[name]
-            partial = shard.placement is Placement.PARTIAL
-            close(group.all_reduce(mine) if partial else gather_full(mine, shard, group), parameter.grad)
-
-    run_threads(2, work)
-
-
 def test_a_layer_recomputes_as_any_other() -> None:
     layer = blocks.SqueezeExcite()
     layer.norm = nn.Identity()  # type: ignore[assignment]  # running statistics would be taken twice
@@ -216,20 +173,3 @@ def test_a_plan_for_another_number_of_devices_is_refused() -> None:
     plan = infer_channels(layer, (torch.zeros(2, 8, 6, 6),), {}, "filters", 2)
     with pytest.raises(InputError, match="plan for 4 devices"):
         shard_channels(layer, plan, ShapeOnlyAxisGroup(4))
-
-
-def test_shares_that_are_written_to_have_it_by_every_name() -> None:
-    layer, picture = seeded(Aliased()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
-    expected = alone(layer, picture)
-    for by in ("filters", "channels"):
-        for found in shared(layer, picture, by=by, degree=2):
-            assert_equal(found, expected)
-
-
-def test_norms_behind_what_takes_no_gradient_get_theirs() -> None:
-    layer, picture = seeded(Denoiser()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
-    for by in ("filters", "channels"):
-        for gradient in (True, False):
-            expected = alone(layer, picture, gradient=gradient)
-            for found in shared(layer, picture, by=by, degree=2, gradient=gradient):
-                assert_equal(found, expected)

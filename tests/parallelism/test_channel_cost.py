@@ -55,58 +55,6 @@ def calls(strategy: Strategy, kind: LayerKind) -> list[tuple[Collective, Moment,
     return [(one.collective, one.moment, one.size * one.count / 2) for one in found if one.moment is not Moment.STEP]
 
 
-def test_one_convolution_gathers_its_filters_and_sums_the_gradient_of_its_input() -> None:
-    assert calls(Strategy(data=2, filters=4), layer(convolved(32, 64, 3))) == [
-        (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2),
-        (Collective.ALL_REDUCE, Moment.BACKWARD, 32 * SIDE**2),
-    ]
-
-
-def test_a_pair_needs_one_sum_in_either_pass() -> None:
-    assert [part for _, part in parts_of(PAIR.operators, "filters")] == [
-        OperatorPart.FILTERS, OperatorPart.SHARED, OperatorPart.SHARED, OperatorPart.CHANNELS,
-    ]  # fmt: skip
-    assert calls(Strategy(filters=4), PAIR) == [
-        (Collective.ALL_REDUCE, Moment.FORWARD, 32 * SIDE**2),
-        (Collective.ALL_REDUCE, Moment.BACKWARD, 32 * SIDE**2),
-    ]
-
-
-def test_a_shortcut_begins_anew_and_what_it_leaves_behind_is_gathered() -> None:
-    kind = layer(convolved(32, 64), convolved(64, 48), convolved(48, 96), convolved(32, 96))
-    assert [part for _, part in parts_of(kind.operators, "filters")] == [
-        OperatorPart.FILTERS, OperatorPart.CHANNELS, OperatorPart.GATHERED, OperatorPart.GATHERED,
-    ]  # fmt: skip
-
-
-def test_channels_are_reduced_into_shares_and_their_gradients_gathered() -> None:
-    kind = layer(convolved(32, 64), memory(64), convolved(64, 128))
-    assert calls(Strategy(channels=4), kind) == [
-        (Collective.REDUCE_SCATTER, Moment.FORWARD, (64 + 128) * SIDE**2),
-        (Collective.ALL_GATHER, Moment.BACKWARD, (64 + 128) * SIDE**2),
-    ]
-
-
-def test_an_image_takes_no_gradient() -> None:
-    assert calls(Strategy(filters=2), layer(convolved(3, 64, gradient=False))) == [
-        (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2)
-    ]
-
-
-def test_a_norm_over_shared_channels_sums_two_figures_a_pixel() -> None:
-    norm = replace(memory(64), name="norm", weight_bytes=2 * 4 * 64)
-    scale = replace(memory(64), name="scale", weight_bytes=2 * 64)
-    kind = layer(convolved(32, 64), norm, convolved(64, 64), scale)
-    found = calls(Strategy(channels=4), kind)
-    assert (Collective.ALL_GATHER, Moment.FORWARD, 4 * 2 * SIDE**2) in found
-    assert (Collective.ALL_REDUCE, Moment.BACKWARD, 2 * SIDE**2) in found
-    assert calls(Strategy(filters=4), kind) == [
-        (Collective.ALL_REDUCE, Moment.FORWARD, 64 * SIDE**2),
-        (Collective.ALL_GATHER, Moment.FORWARD, 4 * 2 * SIDE**2),
-        (Collective.ALL_REDUCE, Moment.BACKWARD, (32 + 2) * SIDE**2),
-    ]
-
-
 def test_shares_are_gathered_behind_pooling_and_once_where_two_are_added() -> None:
     pool = Operator("pool", OperatorClass.MEMORY, (64 * 8 * 8, 64, 16, 16, 2, 2, 2, 2), 1, 0, 0, 4, 4)
     pooled = (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2 / 4)
@@ -118,12 +66,6 @@ def test_shares_are_gathered_behind_pooling_and_once_where_two_are_added() -> No
     assert (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2) in calls(Strategy(filters=2), added)
     joined = replace(added, dims=replace(added.dims, out_channels=128))
     assert (Collective.ALL_GATHER, Moment.FORWARD, 2 * 64 * SIDE**2) in calls(Strategy(filters=2), joined)
-
-
-def test_a_factor_for_each_channel_makes_a_picture_that_is_gathered() -> None:
-    factor = replace(convolved(4, 64), shape=(4, 64, 1, 1, 1, 1, 1, 1, 1))
-    kind = layer(convolved(32, 64), memory(64), convolved(64, 4), factor, memory(64))
-    assert (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2) in calls(Strategy(filters=2), kind)
 
 
 @pytest.mark.parametrize(("strategy", "units"), [("filters", 3), ("channels", 2)])
@@ -161,14 +103,6 @@ def test_a_device_works_on_operators_of_the_sharded_shape() -> None:
     assert sum(one.flops for one in every) == sum(one.flops for one in PAIR.operators) / 4
     assert first.moved == 2 * (32 + 16) * SIDE**2
     assert first.weight_bytes == PAIR.operators[0].weight_bytes / 4
-
-
-def test_kept_inputs_are_shared_between_the_two_of_a_pair() -> None:
-    kept = sliced_kind(PAIR, "filters", 4).kept
-    # inputs of 32, 64 and 64 channels (what ReLU keeps is the next one's), all but the first shared
-    assert kept[Recompute.NONE].total == pytest.approx(4096 * (32 + 2 * 64 / 4) / (32 + 2 * 64), abs=1)
-    assert kept[Recompute.FULL].total == 4096
-    assert sliced_kind(PAIR, "channels", 4).kept[Recompute.FULL].total == 1024
 
 
 def test_degrees_divide_what_is_split() -> None:

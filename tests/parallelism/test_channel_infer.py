@@ -33,16 +33,6 @@ def plan_of(layer: nn.Module, by: str, degree: int = 2, channels: int = 8) -> Ch
     return infer_channels(layer, (torch.zeros(2, channels, 6, 6),), {}, by, degree)
 
 
-def test_a_residual_block_is_a_pair_beside_its_shortcut() -> None:
-    plan = plan_of(blocks.Basic(8, 16, 2), "filters")
-    assert plan.parts == {
-        "conv1": OperatorPart.FILTERS,
-        "conv2": OperatorPart.CHANNELS,
-        "project.0": OperatorPart.FILTERS,
-    }
-    assert plan.partial == {"bn1.weight", "bn1.bias", "project.1.weight", "project.1.bias"}
-
-
 def test_norms_with_a_plain_mean_of_all_batches_are_split_as_others() -> None:
     layer = blocks.Basic(8, 16, 2)
     for module in layer.modules():
@@ -64,21 +54,6 @@ def test_equal_widths_and_a_shortcut_that_runs_first_need_no_guess() -> None:
         "conv1": OperatorPart.FILTERS,
         "conv2": OperatorPart.CHANNELS,
     }
-
-
-def test_a_convnext_block_splits_its_linears_behind_a_whole_norm() -> None:
-    plan = plan_of(blocks.ConvNextBlock(), "filters")
-    assert (plan.parts, plan.partial) == ({"up": OperatorPart.FILTERS, "down": OperatorPart.CHANNELS}, frozenset())
-    plan = plan_of(blocks.ConvNextBlock(), "channels")
-    assert plan.parts == {"conv": OperatorPart.SHARED, "up": OperatorPart.SCATTERED, "down": OperatorPart.SCATTERED}
-    assert (plan.inputs, plan.outputs) == ((8,), (8,))
-
-
-def test_depthwise_and_squeezed_channels_stay_shares() -> None:
-    plan = plan_of(blocks.SqueezeExcite(), "filters")
-    assert [plan.parts[name] for name in ("expand", "depthwise", "squeeze", "excite", "reduce")] == [
-        OperatorPart.FILTERS, OperatorPart.SHARED, OperatorPart.CHANNELS, OperatorPart.FILTERS, OperatorPart.CHANNELS,
-    ]  # fmt: skip
 
 
 def test_groups_that_cannot_be_shared_stay_whole() -> None:

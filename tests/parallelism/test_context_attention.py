@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recom
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.context import ring as kernels
 from galvatron_lite.parallelism.context.cost import key_value_items
-from galvatron_lite.parallelism.context.ring import AttentionBlock, AttentionTask, VisibleKeys, attend, tasks
+from galvatron_lite.parallelism.context.ring import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.recompute.apply import recomputed
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
@@ -113,15 +113,6 @@ def test_uneven_sequences(strategy: Strategy, options: dict[str, object]) -> Non
 def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SCORES", 100)
     compare(given(16, 4, 2, attn_mask=BIAS), 2, RING)
-
-
-def test_fused_and_plain_kernels_agree() -> None:
-    query, key, value = given(8, 4, 2).tensors
-    for before in (True, False):
-        fused = attend(query, key, value, AttentionBlock(0.3, before))
-        plain = attend(query, key, value, AttentionBlock(0.3, before, torch.zeros(8, 8)))
-        for one, other in zip(fused, plain, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 def test_a_bias_that_is_learnt_has_its_gradient() -> None:
@@ -260,10 +251,6 @@ def test_each_device_sends_its_block_to_all_others(context: int, tensor: int) ->
     assert work(strategy, KIND).samples == 64 / 2 / context
 
 
-def test_fewer_heads_than_slices_are_copied() -> None:
-    assert key_value_items(KIND, 32) == 2 * TOKENS * SIZE
-
-
 def test_plain_attention_counts_its_heads() -> None:
     product = Operator("scores", OperatorClass.MATMUL, (HEADS * TOKENS, SIZE, TOKENS), 1, 1, 1, 1, 1)
     assert key_value_items(replace(KIND, operators=(product,)), 4) == key_value_items(KIND, 4)
@@ -277,10 +264,6 @@ def test_the_ring_runs_again_with_attention() -> None:
     core = replace(KIND, operators=(replace(FLASH, again=True),))
     assert sum(one.count for one in ring(selective, Moment.BACKWARD, core)) == 3 * 3
     assert sum(one.count for one in ring(selective, Moment.BACKWARD)) == 2 * 3
-
-
-def test_a_layer_without_attention_sends_nothing() -> None:
-    assert ring(Strategy(context=4), Moment.FORWARD, make_kind("mlp", 10)) == []
 
 
 def all_to_alls(strategy: Strategy, moment: Moment, kind: LayerKind = KIND) -> list[Communication]:
@@ -302,16 +285,6 @@ def test_ulysses_moves_four_shares_of_the_hidden_state(context: int) -> None:
         assert all(one.group == RankGroup(context, 1, 2) and not one.overlaps for one in moved)
     assert not ring(strategy, Moment.FORWARD, alike)
     assert work(strategy, alike).samples == 64 / 2 / context
-
-
-def test_a_ring_moves_less_than_ulysses_only_on_few_devices() -> None:
-    # With as many heads of keys as of queries a ring sends 2 N h (c - 1) / c, Ulysses 4 N h / c (c - 1) / c.
-    alike = replace(KIND, operators=(replace(FLASH, shape=(HEADS, HEADS, TOKENS, TOKENS, SIZE)),))
-    for context in (2, 4, 8, 16):
-        (hops,) = ring(Strategy(context=context), Moment.FORWARD, alike)
-        exchanged = all_to_alls(Strategy(context=context, ulysses=True), Moment.FORWARD, alike)
-        left = sum(one.count * one.size for one in exchanged) * (context - 1) / context
-        assert left / (hops.size * hops.count) == pytest.approx(2 / context)
 
 
 @pytest.mark.parametrize(("context", "tensor", "copies"), [(4, 1, 8), (8, 1, 8), (16, 1, 16), (4, 4, 4)])

@@ -80,11 +80,6 @@ def test_slices_of_an_expert_gather_the_copies_of_shared_tokens(expert: int, nea
     assert len(pairs) == len(hidden) + len(copies)
 
 
-def test_a_layer_without_experts_is_untouched() -> None:
-    dense = make_kind("before", 100)
-    assert work(Strategy(data=8, expert=8), dense) == work(Strategy(data=8), dense)
-
-
 def test_experts_are_spread_over_what_divides_them() -> None:
     counted = replace(KIND, dims=replace(KIND.dims, experts=8))
     assert {one.expert for one in strategies_for(counted, 12)} == {1, 2, 4}

@@ -270,16 +270,6 @@ def test_four_stages(case: str) -> None:
     check(case, list(combinations(places, 3))[::4])
 
 
-def test_only_what_is_read_later_travels() -> None:
-    model, batch, layers = CASES["unet"]()
-    stages = cut_model(model, layers, [2, 3, 5], batch)
-    sent, value = [], None
-    for stage in stages[:-1]:
-        value = stage.run(lambda stage=stage: call_stage(stage, batch), value)  # type: ignore[misc]
-        sent.append(list(value))
-    assert sent == [["inc", "downs.0"], ["inc", "downs.0", "downs.1"], ["ups.1"]]
-
-
 @pytest.mark.parametrize("case", ["unet", "read_by_several"])
 def test_as_many_bytes_travel_as_the_graph_says(case: str) -> None:
     model, batch, layers = CASES[case]()

@@ -134,17 +134,6 @@ def test_sums_over_the_tensor_group_are_kept(shared: bool, precision: torch.dtyp
     assert more["addmm"] + more["mm"] == calls["addmm"] + calls["mm"]
 
 
-def test_selective_keeps_shares_of_sums_as_priced() -> None:
-    hidden, tokens = 32, 16
-    model = build("llama-tiny", vocab=64, layers=2, hidden=hidden, heads=4, sequence=tokens)
-    graph = trace(model, model.example_batch(2))
-    kind = graph.kinds[next(layer.kind for layer in graph.layers if layer.role is Role.BLOCK)]
-    split = kind.kept[Recompute.SELECTIVE]
-    # beside both sums and the input, every matmul's output is split by columns, and attention's statistics by heads
-    assert split.whole == 0
-    assert split.sequence == 3 * tokens * hidden * 4
-
-
 def test_a_sum_that_is_changed_in_place_is_refused() -> None:
     def forward(hidden: Tensor) -> Tensor:
         with row_product():

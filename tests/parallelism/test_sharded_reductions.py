@@ -224,22 +224,6 @@ def test_likelihoods_of_pixels(reduction: str) -> None:
     compare(functional.nll_loss, [picture(2, 4, 9), classes(2, 9)], [(2,), (1,)], (4,), stays_cut=False)
 
 
-def test_whole_logits_and_cut_targets() -> None:
-    compare(functional.cross_entropy, [picture(*SHAPE), classes(2, 5, 7)], [(), (1, 2)], (3, 2), stays_cut=False)
-
-
-def test_logits_whose_classes_are_cut_are_gathered() -> None:
-    compare(
-        functional.cross_entropy, [picture(*SHAPE), classes(2, 5, 7)], [(1,), ()], (2,), stays_cut=False, gathers=True
-    )
-
-
-def test_older_names_of_reductions() -> None:
-    both = [picture(*SHAPE), classes(2, 5, 7)]
-    for given_names in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
-        compare(lambda x, t, k=given_names: functional.cross_entropy(x, t, **k), both, [BOTH_SIDES, ()], (2, 2))
-
-
 ITEMWISE: dict[str, Callable[..., Any]] = {
     "mse": functional.mse_loss,
     "l1": functional.l1_loss,
@@ -260,26 +244,38 @@ ITEMWISE: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ITEMWISE)
 def test_losses_of_each_item(name: str, reduction: str) -> None:
-    both = [picture(*SHAPE), picture(*SHAPE, seed=1)]
     for cut in (BOTH_SIDES, ()):
         compare(
             lambda x, y: ITEMWISE[name](x, y, reduction=reduction),
-            both,
+            [picture(*SHAPE), picture(*SHAPE, seed=1)],
             [BOTH_SIDES, cut],
             (3, 2),
             stays_cut=reduction == "none",
         )
 
 
-def test_means_over_samples() -> None:
-    both = [picture(*SHAPE), picture(*SHAPE, seed=1)]
-    compare(lambda x, y: ITEMWISE["kl"](x, y, reduction="batchmean"), both, [BOTH_SIDES, ()], (3, 2), stays_cut=False)
+PREDICTED, BOTH = [picture(*SHAPE), classes(2, 5, 7)], [picture(*SHAPE), picture(*SHAPE, seed=1)]
+FEW = [picture(2, 4, 2, 3), classes(2, 2, 3, ignored=False)]
+LOSSES: dict[str, tuple[Callable[..., Any], Sequence[Tensor], Sequence[Lines], Sequence[int], dict[str, Any]]] = {
+    "whole logits, cut targets": (functional.cross_entropy, PREDICTED, [(), (1, 2)], (3, 2), {}),
+    "classes that are cut": (functional.cross_entropy, PREDICTED, [(1,), ()], (2,), {"gathers": True}),
+    "size_average": (lambda x, t: functional.cross_entropy(x, t, size_average=False), PREDICTED, [BOTH_SIDES, ()],
+                     (2, 2), {}),
+    "not reduced": (lambda x, t: functional.cross_entropy(x, t, reduce=False), PREDICTED, [BOTH_SIDES, ()], (2, 2),
+                    {"stays_cut": None}),
+    "size_average and reduce": (lambda x, t: functional.cross_entropy(x, t, size_average=True, reduce=True), PREDICTED,
+                                [BOTH_SIDES, ()], (2, 2), {}),
+    "mean over samples": (lambda x, y: ITEMWISE["kl"](x, y, reduction="batchmean"), BOTH, [BOTH_SIDES, ()], (3, 2), {}),
+    "ranks without pixels to classify": (functional.cross_entropy, FEW, [(2,), ()], (4,), {}),
+    "ranks without pixels": (functional.mse_loss, [FEW[0], FEW[0] * 2], [(2,), ()], (4,), {}),
+}  # fmt: skip
 
 
-def test_ranks_without_pixels_add_nothing() -> None:
-    both = [picture(2, 4, 2, 3), classes(2, 2, 3, ignored=False)]
-    compare(functional.cross_entropy, both, [(2,), ()], (4,), stays_cut=False)
-    compare(functional.mse_loss, [both[0], both[0] * 2], [(2,), ()], (4,), stays_cut=False)
+@pytest.mark.filterwarnings("ignore:.*will be deprecated")
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    function, tensors, cut, degrees, how = LOSSES[name]
+    compare(function, tensors, cut, degrees, **{"stays_cut": False, **how})
 
 
 def test_losses_of_half_precision_do_not_overflow() -> None:

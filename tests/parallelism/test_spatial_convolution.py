@@ -40,6 +40,7 @@ from tests.parallelism.sharded_compare import (
     GRIDS,
     STRICT,
     assert_equal,
+    check_shared,
     close,
     double,
     grid_of,
@@ -95,9 +96,7 @@ def check(
     channels = (4, 6 // groups) if "transpose" in name else (6, 4 // groups)
     parameters = [double(*channels, *kernel), *([double(6)] if bias else [])]
     layer, picture = layer_of(name, steps, groups), double(2, 4, *extents)
-    wanted = on_whole(layer, picture, parameters, seed)
-    for found in shared(layer, picture, parameters, grid, seed):
-        assert_equal(found, wanted)
+    check_shared(layer, picture, parameters, grid, seed)
 
 
 SEEDS = st.integers(0, 1000)
@@ -184,9 +183,7 @@ def test_pads_and_crops(mode: str, amounts: tuple[int, ...], height: int, width:
         return functional.pad(picture, amounts, mode, value)
 
     picture = double(2, 3, height, width)
-    wanted = on_whole(layer, picture, [], 0)
-    for found in shared(layer, picture, [], grid, 0):
-        assert_equal(found, wanted)
+    check_shared(layer, picture, [], grid)
 
 
 def big() -> tuple[Tensor, Tensor, Tensor]:

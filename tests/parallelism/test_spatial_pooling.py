@@ -19,12 +19,11 @@ from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.sharded_compare import (
     GRIDS,
     STRICT,
-    assert_equal,
+    check_shared,
     close,
     double,
     grid_of,
     kept,
-    on_whole,
     shared,
 )
 from tests.parallelism.thread_group import ThreadGroup, run_threads
@@ -43,9 +42,7 @@ def fits(windows: list[SideWindow], extents: list[int], grid: tuple[int, ...]) -
 def check(layer: Layer, extents: list[int], grid: tuple[int, int], seed: int = 0) -> None:
     torch.manual_seed(seed)
     picture = double(2, 3, *extents)
-    wanted = on_whole(layer, picture, [], seed)
-    for found in shared(layer, picture, [], grid, seed):
-        assert_equal(found, wanted)
+    check_shared(layer, picture, [], grid, seed)
 
 
 @st.composite
@@ -142,10 +139,7 @@ def test_pools_to_given_extents(
         made: Tensor = function(given, (rows, columns))
         return made
 
-    wanted = on_whole(layer, picture, [], 0)
-    # too few windows for the ranks, or windows that need more than the next rank's share, gather
-    for found in shared(layer, picture, [], grid, 0, PIXELS_RULES):
-        assert_equal(found, wanted)
+    check_shared(layer, picture, [], grid, 0, PIXELS_RULES)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +163,7 @@ def test_what_comes_out_may_be_written_to(layer: nn.Module) -> None:
     def run(given: Tensor) -> Tensor:
         return functional.relu(module(given), inplace=True)
 
-    wanted = on_whole(run, picture, [], 0)
-    for found in shared(run, picture, [], (1, 2), 0):
-        assert_equal(found, wanted)
+    check_shared(run, picture, [], (1, 2))
 
 
 def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
@@ -206,9 +198,7 @@ def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
 @pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_what_is_not_shared_is_gathered(function: Layer) -> None:
     picture = double(2, 3, 7, 8)
-    wanted = on_whole(function, picture, [], 0)
-    for found in shared(function, picture, [], (2, 1), 0, PIXELS_RULES):
-        assert_equal(found, wanted)
+    check_shared(function, picture, [], (2, 1), 0, PIXELS_RULES)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +236,7 @@ def test_a_share_of_less_than_a_window_that_ends_behind_the_picture(pool: Callab
     def function(one: Tensor) -> Tensor:
         return pool(one, (1, 1, 3), ceil_mode=True)
 
-    wanted = on_whole(function, picture, [], 0)
-    for found in shared(function, picture, [], (1, 2), 0):
-        assert_equal(found, wanted)
+    check_shared(function, picture, [], (1, 2))
 
 
 def test_a_pool_of_lower_precision_stays_so() -> None:

@@ -272,14 +272,3 @@ def test_smoothed_pictures_are_gathered() -> None:
         return names[0], global_shape(found)
 
     assert run_threads(2, work) == [("interpolate", (1, 1, 3, 3))] * 2
-
-
-def test_what_torch_refuses_is_refused() -> None:
-    def work(group: ThreadGroup) -> None:
-        cut = distribute(torch.randn(1, 1, 8, 8), (ShardSpec(2, 8, group),), RULES)
-        with pytest.raises(ValueError, match="only one of size or scale_factor"):
-            functional.interpolate(cut, size=(3, 3), scale_factor=2)
-        with pytest.raises(NotImplementedError, match="trilinear"):
-            functional.interpolate(cut, size=(3, 3), mode="trilinear")
-
-    run_threads(2, work)

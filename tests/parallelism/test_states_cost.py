@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from itertools import product
 
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.parallelism.ranks import expert_spread_of, group_along, spread_of
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.space import strategies_for
 from tests.factories import make_kind
 
 ITEMS = 1200
@@ -150,3 +155,42 @@ def test_every_device_holds_its_part_of_the_experts_once(
     spread = expert_spread_of(strategy)
     assert spread.shards.size * spread.replicas.size * expert * tensor == strategy.devices
     assert (spread.replicas.size - 1) * spread.replicas.stride < strategy.devices
+
+
+WHOLE = make_kind("block", 1200, tensor_degrees=4, recompute=list(Recompute), whole=40)
+
+
+def measured(strategy: Strategy) -> LayerWork:
+    context = DimensionContext(strategy.devices, 8, 4, 2, 4, 4, 1, {"zero": 0.5, "data": 0.25})
+    items = float(WHOLE.parameters.total)
+    start = LayerWork(32.0, 1, False, Recompute.NONE, items, items, items, items)
+    return reduce(lambda known, dimension: dimension.apply(known, WHOLE, strategy, context), dimensions(), start)
+
+
+def sent(done: LayerWork, moment: Moment) -> list[tuple[Collective, float, RankGroup, int]]:
+    return [(c.collective, c.size, c.group, c.count) for c in done.communications if c.moment is moment]
+
+
+def test_recompute_repeats_tensor_communication_but_no_gathers() -> None:
+    done = measured(Strategy(zero=2, zero_stage=3, tensor=2, recompute=Recompute.FULL))
+    backward = [c[0] for c in sent(done, Moment.BACKWARD)]
+    assert backward.count(Collective.ALL_REDUCE) == 2
+    assert backward.count(Collective.ALL_GATHER) == 1
+
+
+def test_tensor_is_not_offered_where_the_structure_forbids_it() -> None:
+    alone = replace(make_kind("odd", 10), tensor_reason="heads do not divide")
+    assert {option.tensor for option in strategies_for(alone, 4)} == {1}
+    assert [dimension.reason(alone) for dimension in dimensions() if "heads" in dimension.reason(alone)]
+
+
+def test_pipeline_figures() -> None:
+    assert boundary_bytes(100, 8, Strategy(data=2, tensor=2)) == 400
+    assert boundary_bytes(100, 8, Strategy(data=2, tensor=2, sequence_parallel=True)) == 200
+    assert [Schedule.ONE_F_ONE_B.in_flight(4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
+    assert Schedule.GPIPE.in_flight(4, 3, 7) == 7
+    assert [buffer_bytes(3, 10, count) for count in (1, 2, 8)] == [20, 26, 26]
+
+
+def test_divisors() -> None:
+    assert all(divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0) for n in range(1, 200))

@@ -27,7 +27,7 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.cost import ASYNC
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
-from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
+from galvatron_lite.parallelism.tensor.shards import ParameterShard
 from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from tests.factories import make_kind
 from tests.parallelism.sharded_compare import gather_full
@@ -115,21 +115,6 @@ def test_one_share_runs_alone_on_meta(sequence_parallel: bool) -> None:
     assert {name: shard.local_shape for name, shard in shards.items()} == {
         name: tuple(parameter.shape) for name, parameter in block.named_parameters()
     }
-
-
-def test_placements() -> None:
-    case = make_case("hf_qwen3")
-    plan = infer_block(case.block, case.args, case.kwargs)
-    for sequence_parallel in (False, True):
-        shards = shard_layer(copy.deepcopy(case.block), plan, ShapeOnlyGroup(2), sequence_parallel)
-        sharded = {name for name, shard in shards.items() if shard.placement is Placement.SHARDED}
-        assert sharded == {name for name in shards if "_proj" in name}
-        # the norm of each head's query: every device sees some of the heads only
-        assert shards["self_attn.q_norm.weight"].placement is Placement.PARTIAL
-        outside = shards["input_layernorm.weight"].placement
-        assert outside is (Placement.PARTIAL if sequence_parallel else Placement.REPLICATED)
-    whole = shard_layer(case.block, plan, ShapeOnlyGroup(1), sequence_parallel=True)
-    assert {shard.placement for shard in whole.values()} == {Placement.REPLICATED}
 
 
 def test_optimizer_made_before_splitting_still_fits() -> None:
@@ -234,25 +219,6 @@ def test_shares_cover_everything_evenly(extent: int, degree: int) -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_fused_parts_are_sliced_one_by_one() -> None:
-    # query 0..3, key 4..5, value 6..7: the second of two devices has the second half of each
-    shard = ParameterShard(Placement.SHARDED, (8,), degree=2, rank=1, dim=0, parts=(4, 2, 2))
-    assert slice_full(torch.arange(8), shard).tolist() == [2, 3, 5, 7]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_shapes_without_a_group(device: str) -> None:
-    group = ShapeOnlyGroup(4, rank=3)
-    tensor = torch.arange(2 * 8 * 3.0, device=device).reshape(2, 8, 3)
-    assert group.all_reduce(tensor).shape == (2, 8, 3)
-    assert group.all_gather(tensor, 1).shape == (2, 32, 3)
-    scattered = group.reduce_scatter(tensor, 1)
-    assert scattered.shape == (2, 2, 3)
-    assert device == "meta" or torch.equal(scattered, tensor[:, 6:])
-    with pytest.raises(InputError, match="divisible by the tensor-parallel degree 4"):
-        group.reduce_scatter(tensor, 2)
-
-
 def collectives() -> list[Any]:
     group = ProcessTensorGroup()
     mine = torch.arange(8.0).reshape(2, 4) + 10 * group.rank
@@ -296,18 +262,27 @@ def calls(strategy: Strategy, moment: Moment, kind: LayerKind = BLOCK) -> Counte
     return counts
 
 
-def test_plain_regions_reduce_where_they_end_and_in_backward_where_they_begin() -> None:
-    assert calls(Strategy(tensor=4), Moment.FORWARD) == {(REDUCE, 300): 1}
-    assert calls(Strategy(tensor=4), Moment.BACKWARD) == {(REDUCE, 100): 2}
+PLAIN, FORWARD, BACKWARD = Strategy(tensor=4), Moment.FORWARD, Moment.BACKWARD
+SENT: dict[str, tuple[Strategy, Moment, LayerKind, dict[tuple[Collective, float], int]]] = {
+    "plain regions reduce where they end": (PLAIN, FORWARD, BLOCK, {(REDUCE, 300): 1}),
+    "and in backward where they begin": (PLAIN, BACKWARD, BLOCK, {(REDUCE, 100): 2}),
+    "shared tokens are gathered and scattered": (SEQUENCE, FORWARD, BLOCK, {(GATHER, 100): 2, (SCATTER, 300): 1}),
+    "and in backward the other way round": (SEQUENCE, BACKWARD, BLOCK, {(GATHER, 300): 1, (SCATTER, 100): 2}),
+    "inputs kept as shares are gathered again": (
+        SEQUENCE, BACKWARD, replace(BLOCK, regathers=2), {(GATHER, 300): 1, (GATHER, 100): 2, (SCATTER, 100): 2},
+    ),
+    "what is before the blocks ends a region": (PLAIN, FORWARD, EMBEDDING, {(REDUCE, 300): 1}),
+    "and begins none": (PLAIN, BACKWARD, EMBEDDING, {}),
+    "what is behind them begins one": (PLAIN, BACKWARD, HEAD, {(REDUCE, 100): 1}),
+    "a split loss reduces three figures a token": (PLAIN, FORWARD, HEAD, {(REDUCE, 4 * 16): 3}),
+    "whole logits are gathered": (PLAIN, FORWARD, replace(HEAD, gathered_output_bytes=5000), {(GATHER, 5000): 1}),
+}  # fmt: skip
 
 
-def test_shared_tokens_are_gathered_and_scattered() -> None:
-    assert calls(SEQUENCE, Moment.FORWARD) == {(GATHER, 100): 2, (SCATTER, 300): 1}
-    assert calls(SEQUENCE, Moment.BACKWARD) == {(GATHER, 300): 1, (SCATTER, 100): 2}
-
-
-def test_inputs_kept_as_shares_are_gathered_again() -> None:
-    assert calls(SEQUENCE, Moment.BACKWARD, replace(BLOCK, regathers=2))[GATHER, 100] == 2
+@pytest.mark.parametrize("name", SENT)
+def test_what_a_layer_sends(name: str) -> None:
+    strategy, moment, kind, expected = SENT[name]
+    assert calls(strategy, moment, kind) == expected
 
 
 @pytest.mark.parametrize(("precision", "bytes_an_item"), [("fp8", 1), ("fp8-rowwise", 2), ("", 2)])
@@ -330,18 +305,6 @@ def test_what_the_gradient_of_inputs_needs_may_run_beside_that_of_weights(
     named = [one for one in work(strategy, replace(BLOCK, regathers=2)).communications if one.cause == ASYNC]
     assert {one.collective: one.count for one in named} == beside
     assert {(one.moment, one.size / 64) for one in named} == {(Moment.BACKWARD, 100)}
-
-
-def test_ends_have_half_a_region() -> None:
-    assert calls(Strategy(tensor=4), Moment.BACKWARD, EMBEDDING) == {}
-    assert calls(Strategy(tensor=4), Moment.FORWARD, EMBEDDING) == {(REDUCE, 300): 1}
-    assert calls(Strategy(tensor=4), Moment.BACKWARD, HEAD) == {(REDUCE, 100): 1}
-
-
-def test_a_split_loss_reduces_three_figures_a_token() -> None:
-    assert calls(Strategy(tensor=4), Moment.FORWARD, HEAD) == {(REDUCE, 4 * 16): 3}
-    gathered = replace(HEAD, gathered_output_bytes=5000)
-    assert calls(Strategy(tensor=4), Moment.FORWARD, gathered) == {(GATHER, 5000): 1}
 
 
 @pytest.mark.parametrize(

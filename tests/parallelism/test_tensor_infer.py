@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from galvatron_lite.model.zoo.llama import LlamaBlock, LlamaConfig
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
-from galvatron_lite.parallelism.tensor.infer_prove import prime_factors
-from galvatron_lite.parallelism.tensor.regions import TensorPlan, TokenGather
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from tests.parallelism.tensor_blocks import CASES, HIDDEN, TOKENS, hidden, make_case
 
 DEGREES = {
@@ -37,21 +36,6 @@ def test_families(name: str) -> None:
     # the largest degree: key-value heads where there is attention, else the features of the MLP
     assert (plan.max_degree, plan.sequence_parallel, len(plan.regions)) == DEGREES[name]
     assert plan.collectives == 2 * len(plan.regions)
-
-
-@pytest.mark.parametrize("name", ["zoo_gpt", "hf_llama", "hf_gpt2", "hf_bert"])
-def test_meta_finds_the_same(name: str) -> None:
-    case = make_case(name)
-    real = infer_block(case.block, case.args, case.kwargs)
-
-    def to_meta(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to("meta")
-        return tuple(map(to_meta, value)) if isinstance(value, tuple) else value
-
-    kwargs = {key: to_meta(value) for key, value in case.kwargs.items()}
-    with torch.device("meta"), torch.no_grad():
-        assert infer_block(case.block.to("meta"), to_meta(case.args), kwargs) == real
 
 
 def test_the_block_is_left_alone() -> None:
@@ -80,16 +64,6 @@ def test_a_huge_block_takes_a_moment_and_no_memory() -> None:
     assert (plan.max_degree, plan.sequence_parallel) == (96, True)
     assert plan.regions[0].columns[0].parts == (12288,) * 3
     assert time.process_time() - started < 10
-
-
-def test_details_of_gpt2_and_bert() -> None:
-    case = make_case("hf_gpt2")
-    attention, mlp = infer_block(case.block, case.args, case.kwargs).regions
-    assert [(patch.path, patch.name) for patch in attention.attributes] == [("attn", "split_size")]
-    assert (mlp.columns[0].path, mlp.rows, mlp.attributes) == ("mlp.c_fc", ("mlp.c_proj",), ())
-    case = make_case("hf_bert")
-    attention = infer_block(case.block, case.args, case.kwargs).regions[0]
-    assert (attention.rows, attention.gather) == (("attention.output.dense",), TokenGather("attention.self", 0))
 
 
 class Wrapped(nn.Module):
@@ -178,13 +152,6 @@ def test_a_weight_used_twice_is_refused() -> None:
     assert "used more than once" in plan_of(tied).reason
 
 
-def test_attributes_are_divided_where_needed_and_only_there() -> None:
-    case = make_case("fused_attention")
-    region = infer_block(case.block, case.args, {}).regions[0]
-    assert {patch.name: patch.value for patch in region.attributes} == {"heads": 8, "kv_heads": 4}
-    assert region.columns[0].parts == (32, 16, 16)
-
-
 def test_three_heads_go_three_ways() -> None:
     class ThreeHeads(nn.Module):
         def __init__(self) -> None:
@@ -260,18 +227,3 @@ def test_weights_that_other_modules_share_stay_whole() -> None:
     model = nn.ModuleList([words, head])
     assert infer_edge({"words": words}, model).embeddings == ()
     assert infer_edge({"head": head}, model).heads == ()
-
-
-def test_prime_factors() -> None:
-    assert [prime_factors(n) for n in (1, 2, 12, 97, 28672)] == [[], [2], [2, 3], [97], [2, 7]]
-
-
-def test_adapters_stand_inside_of_regions() -> None:
-    case = make_case("adapted_hf_llama")
-    plan = infer_block(case.block, case.args, case.kwargs)
-    attention, mlp = plan.regions
-    assert attention.rows == ("self_attn.o_proj.base", "self_attn.o_proj.down")
-    assert [(one.path, one.source) for one in mlp.columns] == [
-        ("mlp.gate_proj.base", 0), ("mlp.gate_proj.up", 1), ("mlp.up_proj.base", 0), ("mlp.up_proj.up", 2),
-    ]  # fmt: skip
-    assert mlp.feeders == ("mlp.gate_proj.down", "mlp.up_proj.down")

@@ -11,7 +11,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import (
     branch_rows,
     fits_line,
-    memory_parts,
     plan_line,
     shown_groups,
     stage_groups,
@@ -148,7 +147,3 @@ def test_of_many_groups_the_ends_and_the_fullest_have_bars(fullest: int, bars: i
     assert shown_groups(cyclic, plan.stages[0]) == [range(20)]
     near = shown_groups(plan, plan.stages[4])
     assert [group and group[0] for group in near] == [0, 1, 2, None, 4, None, 17, 18, 19]
-
-
-def test_memory_of_the_driver_is_not_called_context() -> None:
-    assert memory_parts(MemoryBreakdown(context=1, activations=2)) == [("activations", 2), ("driver context", 1)]

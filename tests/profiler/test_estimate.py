@@ -6,13 +6,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
@@ -35,7 +32,7 @@ from galvatron_lite.model.graph import (
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.estimate import SAMPLES, estimate_profile, layer_times, tensor_degrees
+from galvatron_lite.profiler.estimate import SAMPLES, estimate_profile, layer_times
 from galvatron_lite.profiler.machine import machine_of
 from galvatron_lite.profiler.roofline import operator_seconds
 from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
@@ -127,20 +124,6 @@ def test_points_cover_every_legal_choice_once() -> None:
     assert not any(p.sequence_parallel for p in points if p.tensor == 1)
 
 
-@pytest.mark.parametrize(
-    ("largest", "devices", "degrees"),
-    [
-        (96, 1024, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)),
-        (12, 4, (1, 2, 3, 4)),
-        (1, 64, (1,)),
-        (128, 128, (1, 2, 4, 8, 16, 32, 64)),
-    ],
-)
-def test_tensor_degrees_divide_what_the_structure_allows(largest: int, devices: int, degrees: tuple[int, ...]) -> None:
-    kind = replace(block(64, 4), tensor_degrees=largest)
-    assert tensor_degrees(kind, devices) == degrees
-
-
 def test_recompute_adds_exactly_what_runs_again() -> None:
     kind = model().kinds["block"]
     machine = machine_of(device_named("A100-80GB"), "bf16")
@@ -168,20 +151,6 @@ def test_memory_follows_the_graph() -> None:
     assert full.working == none.working + full.kept
     assert selective.working == none.working
     assert all(point.kept <= point.forward_working for point in points.values())
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 64), min_size=2, max_size=5, unique=True))
-def test_time_and_memory_grow_with_samples(samples: list[int]) -> None:
-    points = profile(samples=tuple(sorted(samples))).layers
-    lines: dict[tuple[int, bool, Recompute], list[LayerPoint]] = {}
-    for point in points:
-        lines.setdefault((point.tensor, point.sequence_parallel, point.recompute), []).append(point)
-    for line in lines.values():
-        for first, second in pairwise(line):
-            assert first.forward <= second.forward * (1 + 1e-12)
-            assert first.backward <= second.backward * (1 + 1e-12)
-            assert first.kept < second.kept
 
 
 def test_every_figure_says_that_it_is_estimated() -> None:

@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler import measure_bench
-from galvatron_lite.profiler.measure import fit_collectives, fit_line, machine_name, measure_profile, sample_counts
+from galvatron_lite.profiler.measure import fit_collectives, fit_line, machine_name, measure_profile
 from galvatron_lite.profiler.measure_hardware import (
     group_shapes,
     make_group,
@@ -125,12 +125,6 @@ def test_two_processes_make_one_profile(pool: WorkerPool, tmp_path: Path) -> Non
     assert profile.overhead.step > 0
     assert profile.overhead.branch == BRANCH_HOST  # without branches it is not measured
     assert min(profile.overhead.zero, profile.overhead.data, profile.overhead.pipeline) >= 0
-
-
-def test_sample_counts() -> None:
-    assert sample_counts(1) == (1,)
-    assert sample_counts(8) == (1, 2, 4, 8)
-    assert sample_counts(12) == (1, 2, 4, 8, 12)
 
 
 def test_optimizer_state_of_adamw() -> None:

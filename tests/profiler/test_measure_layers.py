@@ -15,7 +15,6 @@ from galvatron_lite.profiler.measure_layers import (
     LayerSetting,
     block_memory,
     give_gradients,
-    local_call,
     make_shard,
     measure_block,
 )
@@ -133,28 +132,6 @@ def test_full_recompute_keeps_the_input() -> None:
     assert memory.kept == 4 * TOKENS * HIDDEN * ITEM + random_state
 
 
-def test_recompute_trades_memory_for_nothing_lost() -> None:
-    block, call = gpt_block(4)
-    kept = {
-        choice: block_memory(
-            make_shard(block, LayerSetting("block", 4, recompute=choice), TensorPlan(), CPU), call, CPU
-        ).kept
-        for choice in Recompute
-    }
-    random_state = torch.get_rng_state().nbytes
-    assert kept[Recompute.FULL] - random_state < kept[Recompute.SELECTIVE] - random_state < kept[Recompute.NONE]
-
-
-def test_a_shard_keeps_less_and_runs() -> None:
-    block, call = gpt_block(2)
-    whole = measure_block(block, call, LayerSetting("block", 2), CPU, QUICK)
-    shard = measure_block(block, call, LayerSetting("block", 2, 2), CPU, QUICK)
-    shared = measure_block(block, call, LayerSetting("block", 2, 2, True), CPU, QUICK)
-    assert shared.kept < shard.kept < whole.kept
-    assert all(point.forward > 0 and point.backward > 0 for point in (whole, shard, shared))
-    assert (shared.tensor, shared.sequence_parallel) == (2, True)
-
-
 def test_half_precision_computes_as_the_runtime_does() -> None:
     """Under autocast activations take half the bytes; the casts of the weights are kept too."""
     block, call = gpt_block(4)
@@ -172,10 +149,3 @@ def test_the_block_is_not_changed() -> None:
     measure_block(block, call, LayerSetting("block", 2, 2, True, Recompute.FULL), CPU, QUICK)
     assert all(torch.equal(block.state_dict()[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None for parameter in block.parameters())
-
-
-def test_tokens_are_cut_once() -> None:
-    _, call = gpt_block(2)
-    half = local_call(call, 2)
-    assert hidden_state(half.args, half.kwargs).shape == (2, TOKENS // 2, HIDDEN)
-    assert local_call(call, 1) is call

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.profiler.segments import (
-    Boundary,
-    PassThrough,
     copy_block,
     hidden_state,
     make_skeleton,
@@ -120,22 +118,6 @@ def test_a_key_value_cache_is_left_out() -> None:
     skeleton = make_skeleton(model, (Layer("blocks.0", "block", Role.BLOCK, ("blocks.0",)),), CPU)
     calls = record_calls(skeleton, {"block": copy_block(model, "blocks.0", CPU)}, torch.ones(1, 2))
     assert calls["block"].kwargs == {"cache": None}
-
-
-def test_boundary_is_the_identity_and_tells() -> None:
-    told: list[str] = []
-    inputs = torch.tensor([1.0, 2.0], requires_grad=True)
-    output = Boundary.apply(inputs, lambda: told.append("here"))
-    assert torch.equal(output, inputs)
-    (3 * output).sum().backward()
-    assert told == ["here"]
-    assert inputs.grad.tolist() == [3.0, 3.0]
-
-
-def test_stub_attributes() -> None:
-    stub = PassThrough(TupleModel().blocks[0], "blocks.0", "block")
-    assert stub.scale == 2.0
-    assert not list(stub.parameters())
 
 
 def normalise_a_copy() -> float:

@@ -148,16 +148,6 @@ def make_tasks(calls: list[str], fail_at: int | None = None) -> list[MeasureTask
     return [task(index) for index in range(5)]
 
 
-def test_rerun_measures_only_the_rest(tmp_path: Path) -> None:
-    path, first, second = tmp_path / "x.journal.jsonl", list[str](), list[str]()
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(make_tasks(first, fail_at=3), Journal(path, "id"))
-    results = run_tasks(make_tasks(second), Journal(path, "id"))
-    assert first == ["task 0", "task 1", "task 2"]
-    assert second == ["task 3", "task 4"]
-    assert results == {f"task {index}": index * index for index in range(5)}
-
-
 def test_a_result_of_nothing_is_finished_too(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", "id")
     journal.add("empty", None)
@@ -200,13 +190,6 @@ def test_without_resume_begins_anew(tmp_path: Path) -> None:
     assert Journal(path, "id", resume=False).finished == {}
     path.write_bytes(b"\x00not json")
     assert Journal(path, "id").finished == {}
-
-
-def test_removed_at_the_end(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "deep" / "j", "id")
-    assert journal.path.exists()
-    journal.remove()
-    assert not journal.path.exists()
 
 
 def test_progress_counts_every_task(tmp_path: Path) -> None:

@@ -81,15 +81,6 @@ def test_devices_of_one_type_share_all_of_it() -> None:
     assert max(errors(again, slower)) < 1e-9
 
 
-def test_what_is_said_of_where_figures_come_from(here: Cluster, there: Cluster) -> None:
-    carried = transfer_profile(profile_on(here), there)
-    assert carried.origin.kind is OriginKind.ESTIMATED
-    assert "V100-SXM2" in carried.origin.source
-    assert "carried to H100-SXM5-80GB" in carried.origin.source
-    assert not carried.fits
-    assert not carried.cluster.fingerprint
-
-
 def test_matmuls_gain_more_than_memory_bound_operators(here: Cluster, there: Cluster) -> None:
     ratios = {one.kind.value: one.ratio for one in class_ratios(profile_on(here), *machines(profile_on(here), there))}
     assert ratios["matmul"] < ratios["memory"] < 1

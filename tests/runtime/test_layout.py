@@ -15,7 +15,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.activations.layout import ActivationLayout as Layout
-from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, BoxExchange, route
+from galvatron_lite.runtime.activations.layout import AxisSplit, Box, BoxExchange, route
 from tests.pool import WorkerPool
 
 ROWS = 12
@@ -84,23 +84,6 @@ def test_layouts_of_strategies() -> None:
     assert Layout.of(Strategy(data=2, depth=2)).whole_tokens == Layout(batch=2, planes=2)
     assert Layout.of(Strategy(filters=2)) == Layout(copies=2)
     assert Layout.of(Strategy(channels=4)) == Layout(channels=4)
-
-
-def test_pixels_are_the_last_dims() -> None:
-    layout = Layout(batch=2, rows=2, columns=3)
-    assert layout.hidden((4, 8, 6, 6)).axes == (Axis(2, 6), Axis(), Axis(2, 3), Axis(3, 1))
-    assert layout.hidden((4, 8, 9, 6, 6)).axes == (Axis(2, 6), Axis(), Axis(), Axis(2, 3), Axis(3, 1))
-    assert layout.hidden((4, 8, 6)).axes == (Axis(2, 6), Axis(), Axis(3, 1))
-    assert layout.hidden((4, 8)).axes == (Axis(2, 6), Axis())
-    assert layout.hidden((4, 8, 6, 2)) == layout.samples((4, 8, 6, 2))
-
-
-def test_what_a_rank_holds_of_an_uneven_picture() -> None:
-    split = Layout(batch=2, rows=2).hidden((4, 3, 5, 7))
-    assert [split.box(place, (4, 3, 5, 7)).ranges for place in range(4)] == [
-        ((0, 2), (0, 3), (0, 3), (0, 7)), ((0, 2), (0, 3), (3, 5), (0, 7)),
-        ((2, 4), (0, 3), (0, 3), (0, 7)), ((2, 4), (0, 3), (3, 5), (0, 7)),
-    ]  # fmt: skip
 
 
 def test_what_cannot_be_shared_is_refused() -> None:

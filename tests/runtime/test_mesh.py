@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.activations.layout import ActivationLayout as Layout
 from galvatron_lite.runtime.assignment import check_samples, glue_layout, place_layers
 from galvatron_lite.runtime.mesh import build_meshes
@@ -35,46 +34,6 @@ def groups_of(stages: list[list[Strategy]], of: Strategy, names: tuple[str, ...]
         "mesh": mesh, "place": (meshes.stage_index, meshes.index_in_stage, view.batch_index, view.weights_index),
         "pipeline": members(meshes.pipeline),
     }  # fmt: skip
-
-
-PLACES: dict[str, tuple[list[Strategy], dict[str, object]]] = {
-    "three axes": (
-        [Strategy(data=2, zero=2, zero_stage=3, tensor=2)],
-        {
-            "weights": [4, 5], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "stage": list(range(8)),
-            "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1),
-        },
-    ),
-    "ranks that share pixels lie inside those that share samples": (
-        [Strategy(data=2, zero_stage=3, height=2, width=2), Strategy(data=4, filters=2)],
-        {
-            "batch": [1, 5], "gradients": list(range(8)), "planes": None, "rows": [5, 7], "columns": [4, 5],
-            "channels": None, "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0),
-        },
-    ),
-    "ranks that share channels are neighbours": (
-        [Strategy(data=2, zero=2, zero_stage=2, channels=2)],
-        {
-            "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "channels": [4, 5], "weights": [4, 5],
-            "stage": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1),
-        },
-    ),
-    "ranks that share tokens share states": (
-        [Strategy(data=2, context=2, tensor=2, zero_stage=3, ulysses=heads) for heads in (False, True)],
-        {
-            "tokens": [5, 7], "weights": [4, 5], "batch": [1, 5], "gradients": [1, 3, 5, 7],
-            "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1),
-        },
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_groups_of_rank_5_of_8(pool: WorkerPool, name: str) -> None:
-    stage, wanted = PLACES[name]
-    names = tuple(wanted.keys() - {"gradients", "mesh", "place"})
-    found = pool.run(8, groups_of, stages=[stage], of=stage[0], names=names)
-    assert found[5] == wanted | {"pipeline": None}
 
 
 def test_stages_take_consecutive_ranks(pool: WorkerPool) -> None:
@@ -109,29 +68,10 @@ LAYERS = (
 DATA, SEQUENCE = Strategy(data=2), Strategy(tensor=2, sequence_parallel=True)
 
 
-def test_runs_are_spread_over_their_layers() -> None:
-    runs = (LayerRun("before", "before", 1, DATA), LayerRun("blocks.0", "blocks.3", 4, SEQUENCE))
-    stages = (Stage(runs), Stage((LayerRun("after", "after", 1, DATA),)))
-    plan = Plan(PLAN_VERSION, "m", 4, 8, 1, Schedule.GPIPE, "fp32", stages)
-    first, last = place_layers(plan, LAYERS)
-    assert [placed.layer.name for placed in first] == ["before", *(f"blocks.{i}" for i in range(4))]
-    assert [placed.layout for placed in first[:2]] == [Layout(batch=2), Layout(sequence=2)]
-    assert [placed.layer.name for placed in last] == ["after"]
-
-
 def test_edges_never_share_tokens() -> None:
     (stage,) = place_layers(make_plan([[layer.name for layer in LAYERS]], [[SEQUENCE] * 6], 8), LAYERS)
     assert stage[0].layout == Layout(copies=2) == glue_layout(stage)
     assert glue_layout(stage[1:5]) == Layout(copies=2)
-
-
-def test_a_run_of_another_length_is_refused() -> None:
-    stage = Stage((LayerRun("before", "blocks.1", 2, DATA),))
-    plan = Plan(PLAN_VERSION, "m", 2, 8, 1, Schedule.GPIPE, "fp32", (stage,))
-    with pytest.raises(
-        InputError, match=r"before to blocks\.1.*the next 2 layer\(s\) of this one are before, blocks\.0"
-    ):
-        place_layers(plan, LAYERS)
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))

@@ -56,14 +56,6 @@ def test_what_is_made_has_the_dtype_given(norm: nn.Module, dtype: torch.dtype) -
     torch.testing.assert_close(made.float(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-6, atol=2e-2)
 
 
-def test_weights_have_gradients_in_their_own_dtype() -> None:
-    norm = nn.LayerNorm(WIDTH)
-    narrow_norms(norm)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        norm(torch.randn(4, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    assert norm.weight.grad.dtype is torch.float32
-
-
 def test_shapes_alone_can_be_asked_for() -> None:
     norm = nn.RMSNorm(WIDTH, device="meta")
     narrow_norms(norm)
@@ -288,12 +280,6 @@ def test_passes_of_a_step_share_copies() -> None:
 def test_nothing_is_held_in_full_precision() -> None:
     with holding_copies(None, CPU):
         assert copies_kept(2) == 2
-
-
-def test_plain_parameters_stay_one_group() -> None:
-    parameters = list(nn.Linear(2, 2).parameters())
-    (group,) = split_groups(parameters)
-    assert [id(p) for p in group["params"]] == [id(p) for p in parameters]
 
 
 def test_updates_on_the_host_are_fused_unless_told() -> None:

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from galvatron_lite.api import evaluate, plan
+from galvatron_lite.api import evaluate
 from galvatron_lite.cost.forward_only import for_inference
 from galvatron_lite.cost.plan import evaluate as price
 from galvatron_lite.errors import InfeasibleError, InputError
@@ -157,13 +157,6 @@ def test_the_choice_turns_where_moving_outputs_takes_what_is_gained(factor: floa
     assert seconds_of(found) == pytest.approx(3 + 3 * factor if factor < 1 else 6, rel=1e-3)
 
 
-def test_equal_plans_stay_ordinary() -> None:
-    """Two equal towers on two samples, links without cost: sharing the samples takes as long."""
-    free = make_cluster(2, bandwidth=1e30, latency=0.0)
-    found = find_plan(plain_profile([1.0, 1.0], cluster=free), devices=2, global_batch=2, budget=PLENTY)
-    assert not found.branches
-
-
 def test_where_only_they_fit() -> None:
     """Two towers of 16 MB of states each, and 20 MB a device: with one a device, and not with both on each."""
     profile = plain_profile([1.0, 1.0], parameters=[10**6, 10**6])
@@ -233,12 +226,6 @@ def test_an_evaluated_plan_is_priced_as_it_was_found() -> None:
         assert evaluate(found, profile).prediction == found.prediction
         assert found.mode is mode
     assert for_inference(profile).forward_only
-
-
-def test_they_can_be_forbidden_by_name() -> None:
-    found = plan(plain_profile([3.0, 2.0]), gpus=2, batch=1, mem=PLENTY, forbid="branches")
-    assert not found.branches
-    assert not any("t0 on" in one.summary for one in found.alternatives)
 
 
 def test_a_strategy_of_a_branch_that_nobody_runs_is_refused() -> None:

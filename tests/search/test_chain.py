@@ -214,12 +214,6 @@ def test_runs_of_equal_layers(seed: int) -> None:
             check_good(own, best)
 
 
-def test_the_same_answer_again() -> None:
-    chain = random_chain(random.Random(7), 12, 4, 2, equal=True)
-    own = with_room(chain, moments_peak(chain, (0,) * 12))
-    assert pareto_paths(own) == pareto_paths(own)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_one_strategy_a_part_equals_every_choice_of_one(seed: int) -> None:
     """Three parts, whose layers have their strategies in any order."""

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import Passed
 from galvatron_lite.model.shapes.tape import with_skips
@@ -27,9 +26,8 @@ from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request, open_problem
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_points, random_profile
-from tests.search.brute import bound_of, brute_of
+from tests.search.brute import Brute, bound_of, brute_of
 from tests.search.instances import FREE, Few, random_instance, uniform_instance, varied
-from tests.search.test_uniform import every_uniform
 from tests.search.test_unlike import every_plan, request_of
 
 
@@ -243,12 +241,12 @@ def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> 
     profile = replace(plain, graph=with_skips(replace(plain.graph, kinds=kinds), skips), layers=points)
     space = UnlikeLayouts(profile.graph, 4, seed=seed, most=3)
     asked = Request(profile.graph, 4, 4, 10**9, Fixed(pipeline=2, virtual=2), (schedule,), space)
-    counts = (2, 4) if schedule is Schedule.INTERLEAVED else (1, 2, 4)
-    shapes = [Shape(4, 2, count, 4 // count, schedule, 2) for count in counts]
-    plans = [plan for shape in shapes for plan in every_uniform(asked, profile, shape)]
-    for budget in {peak for _, peak in plans} if len(plans) < 4 else {*draw.sample([peak for _, peak in plans], 3)}:
+    brute = Brute(profile, 4, 4, (schedule,), asked.fixed, space)
+    plans = [plan for shape in brute.shapes for plan in brute.uniform(shape)]
+    peaks = [plan.peak for plan in plans]
+    for budget in set(draw.sample(peaks, min(3, len(peaks)))):
         found = search(replace(asked, budget=budget), LayerPricer(profile))
-        best = min(seconds for seconds, peak in plans if peak <= budget)
+        best = min(plan.seconds for plan in plans if plan.peak <= budget)
         assert bound_of(profile, finished(asked, LayerPricer(profile), found)) == pytest.approx(best, rel=1e-9)
         certify(found.problem, found.partition)
     assert plans

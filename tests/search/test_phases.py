@@ -239,11 +239,11 @@ def test_a_measured_profile_is_not_taken_for_another_sequence() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Profiles are estimated at the sequence of each phase."""
     text = (
-        "- {name: short, steps: 2000, batch: 64, sequence: 1024}\n"
-        "- {name: long, steps: 2000, batch: 8, sequence: 16384}\n"
+        "- {name: short, steps: 2000, batch: 64, sequence: 128}\n"
+        "- {name: long, steps: 2000, batch: 8, sequence: 1024}\n"
     )
     path = phases_file(tmp_path, text)
-    options = ["--model", "llama2-7b", "--cluster", "a100-80gb", "--gpus", "8", "--phases", str(path)]
+    options = ["--model", "gpt2", "--cluster", "a100-80gb", "--gpus", "2", "--phases", str(path)]
     monkeypatch.setattr(sys, "argv", ["galvatron", "plan", *options, "--json", "-o", str(tmp_path / "plan.yaml")])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -252,5 +252,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     found = read_phased_plan(tmp_path / "plan.yaml")
     assert isinstance(found, PhasedPlan)
     assert data["seconds"] == pytest.approx(found.seconds)
-    assert [phase.sequence for phase in found.phases] == [1024, 16384]
+    assert [phase.sequence for phase in found.phases] == [128, 1024]
     assert (found.phases[1].switch is None) == same_split(found.phases[0].plan, found.phases[1].plan)

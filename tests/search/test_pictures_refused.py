@@ -77,7 +77,9 @@ def test_grids_that_are_not_declared_can_be_pinned_for_one_layer_as_for_all(
     pins: tuple[str, ...], height: int, width: int
 ) -> None:
     strategies = {
-        run.first: run.strategy for stage in asked(*(f"stages.0.0.{pin}" for pin in pins)).stages for run in stage.runs
+        run.first: run.strategy
+        for stage in asked("pp=1", *(f"stages.0.0.{pin}" for pin in pins)).stages
+        for run in stage.runs
     }
     assert (strategies["stages.0.0"].height, strategies["stages.0.0"].width) == (height, width)
     assert (strategies["before"].height, strategies["before"].spatial) != (height, height * width)

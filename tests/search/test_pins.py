@@ -106,11 +106,6 @@ def test_what_is_said_of_a_layer_holds_there_beside_what_is_said_of_all() -> Non
     assert all(dict(fixed.pins_of(f"l{place}")) == {"tensor": 2} for place in range(12) if place != 3)
 
 
-def test_patterns_of_layers() -> None:
-    known = pins("l*.tp=2", "l3.recompute=full", "l1?.zero=2").fixed
-    assert known.layers == (("l*", "tensor", 2), ("l3", "recompute", Recompute.FULL), ("l1?", "zero_stage", 2))
-
-
 @pytest.mark.parametrize(
     ("fix", "forbid", "said"),
     [

@@ -130,15 +130,6 @@ def test_degrees_need_not_be_powers_of_two_and_fit(backend: Backend, devices: in
     assert {one.tensor for one in Space(graph_of("gpt3-175b"), 6).strategies("block", 12, Fixed())} == {1, 2, 3, 6}
 
 
-def test_galvatron_offers_every_stage_of_zero() -> None:
-    everything = Space(graph_of("llama3-8b"), 8).strategies("block", 64, Fixed())
-    offered = [one for one in everything if one.context == 1]
-    assert {one.context for one in everything} > {1}
-    # 7 ways of tensor and sequence parallelism; data, ZeRO-1, 2 and 3 over all, or in a node where it is free;
-    # three of recompute.
-    assert len(offered) == 3 * (7 * 4 + 5 * 3)
-
-
 def test_a_pin_outside_the_rules_is_taken_as_it_is() -> None:
     space = Space(graph_of("gpt3-175b"), 8)
     offered = space.strategies("block", 64, Fixed(strategy=(("tensor", 32),)))

@@ -2,13 +2,12 @@
 
 import re
 import xml.etree.ElementTree as ET
-from math import log10
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
+from galvatron_lite.svg import COLOURS, KINDS, SHAPES, colour, decades, rounded, shape
 from galvatron_lite.validate.report import OTHERS, scatter
 from galvatron_lite.validate.results import ScoredRun, SkipError
 
@@ -114,11 +113,3 @@ def test_scales_hold_all_values_between_round_ends(values: list[float]) -> None:
         assert end == pytest.approx(float(f"{end:.0e}"))
     assert high / low <= 25 * max(values) / min(values) or high / low <= 100
     assert all(low * 0.999 <= value <= high * 1.001 for value in decades(low, high))
-
-
-@given(st.floats(0.01, 100), st.floats(1.01, 3))
-def test_equal_factors_are_equal_distances(value: float, factor: float) -> None:
-    scale = Scale(0.001, 1000.0, 10.0, 70.0)
-    assert scale.at(value * factor) - scale.at(value) == pytest.approx(10 * log10(factor), abs=1e-6)
-    assert scale.at(1e9) == 70.0
-    assert scale.at(1e-9) == 10.0

@@ -107,12 +107,6 @@ class Browser:
         sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.command("Emulation.setDeviceMetricsOverride", **sizes)
 
-    def shot(self, path: Path, top: int = 0, width: int = 1280, height: int = 900) -> None:
-        """A picture of a part of the page."""
-        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
-        data = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
-        path.write_bytes(base64.b64decode(data))
-
     def printed(self) -> bytes:
         """The page as a PDF."""
         return base64.b64decode(self.command("Page.printToPDF", printBackground=True)["data"])

@@ -8,20 +8,18 @@ import re
 import zlib
 from dataclasses import astuple, replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from galvatron_lite.analysis.report.page import PlanView, page, with_timeline
-from galvatron_lite.analysis.report.plan_figures import dimensions_of, groups_in, looks_of
+from galvatron_lite.analysis.report.plan_figures import dimensions_of, groups_in
 from galvatron_lite.analysis.report.timeline_data import KINDS, packed
 from galvatron_lite.cost.timeline import Timeline
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Schedule
-from galvatron_lite.svg import byte_words, change, marks, percent, second_words
 from tests.analysis.report.plans import HOSTILE, hostile, large, large_page, small
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -198,12 +196,6 @@ def test_groups_of_devices_are_those_of_the_strategy() -> None:
     assert (names["zero"].size, names["zero"].count) == (2, 4)
 
 
-def test_every_strategy_looks_unlike_the_others() -> None:
-    looks = looks_of([small().plan])
-    assert len({look.letter for look in looks.values()}) == len(looks)
-    assert sum(look.layers for look in looks.values()) == 8
-
-
 def test_what_cannot_be_shown_is_said() -> None:
     own = small()
     bare = PlanView("plan.yaml", replace(own.plan, prediction=None), own.profile)
@@ -214,16 +206,3 @@ def test_what_cannot_be_shown_is_said() -> None:
     assert "Cyclic data parallelism has no timeline" in html
     assert "A step, pass by pass" not in html
     assert "Where the time goes" in html
-
-
-def test_figures_are_written_for_people() -> None:
-    assert second_words(marks(0.219, 5)) == ["0", "50 ms", "100 ms", "150 ms", "200 ms"]
-    assert byte_words([0.0, 20 * 2.0**30]) == ["0", "20 GiB"]
-    assert (percent(0.5), percent(0.042), change(-0.1), change(0.0)) == ("50 %", "4.2 %", "−10 %", "±0 %")
-
-
-def test_the_templates_are_in_the_package() -> None:
-    import galvatron_lite.analysis.report
-
-    folder = Path(galvatron_lite.analysis.report.__file__).parent / "templates"
-    assert {path.name for path in folder.iterdir()} == {"report.html", "report.css", "report.js"}

@@ -133,18 +133,6 @@ def test_many_branches_are_assigned_without_proof() -> None:
     assert found.seconds == pytest.approx(10.0)  # 38 s of work on four devices take 9.5 s at the least
 
 
-def test_memory_decides_who_may_share_a_group() -> None:
-    """Two small branches would share a device beside a long one, but hold too much together."""
-    long, small = {1: [Option((4.0,), 2, 1)]}, {1: [Option((1.0,), 5, 2)]}
-    together = exact([long, small, small], 2, 13, 2)
-    apart = exact([long, small, small], 3, 11, 3)
-    assert together.seconds == 4.0
-    assert len(apart.groups) == 3
-    assert exact([long, small, small], 2, 9, 2) is not None  # the long one beside a small one
-    assert exact([small, small], 1, 11, 1) is None
-    assert exact([small, small], 1, 12, 1) is not None  # 10 held, 2 while one of them runs
-
-
 def test_groups_within_a_node() -> None:
     assert places(4, [3], 2) == [range(3)]  # no node holds it: from the beginning of one
     assert places(4, [4], 2) == [range(4)]
@@ -200,10 +188,6 @@ def test_where_every_device_has_all_samples_outputs_and_gradients_of_inputs_are_
     assert (
         told(moves(BranchTraffic(read=100, given=40), BranchSite(3, 1, 1, False, 2), training=False)) == told(sent)[:1]
     )
-
-
-def test_what_the_model_gives_goes_to_every_device() -> None:
-    assert told(moves(BranchTraffic(results=6), BranchSite(2, 1, 1, True, 5))) == [(Collective.BROADCAST, 30, FORWARD)]
 
 
 def test_nothing_moves_on_one_device() -> None:

@@ -53,24 +53,6 @@ def test_heads_of_a_trunk_and_towers_that_are_joined() -> None:
     assert region.layers == ("l2", "l3", "l4")
 
 
-def test_a_branch_may_fork_inside() -> None:
-    graph = graph_of(6, [(0, 1), (0, 2), (1, 3), (2, 3), (4, 5)])
-    assert found(graph) == [[[0, 1, 2, 3], [4, 5]]]
-    first, second = find_regions(graph)[0].branches
-    assert [[numbers(branch) for branch in region.branches] for region in first.inside] == [[[1], [2]]]
-    assert second.inside == ()
-
-
-def test_shared_parameters_join_branches() -> None:
-    three = [(0, 1), (2, 3), (4, 5)]
-    assert found(graph_of(6, three, ties=[(1, 3)])) == [[[0, 1, 2, 3], [4, 5]]]
-    assert found(graph_of(6, three, ties=[(1, 3), (2, 4)])) == []
-    # What shares parameters with the trunk belongs to it.
-    trunk = [(0, 1), (0, 2), (0, 3)]
-    assert found(graph_of(4, trunk, ties=[(0, 3)])) == [[[1], [2]]]
-    assert found(graph_of(3, trunk[:2], ties=[(0, 2)])) == []
-
-
 def test_layers_before_and_after_the_blocks_are_no_branches() -> None:
     graph = graph_of(4, [(1, 2)], before=True)  # the layer before the blocks gives nothing that trains
     assert found(graph) == [[[1, 2], [3]]]

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ALIGNMENT, pack, packed_bytes, unpack
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicPass, CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, loop_of, round_seconds, unevenness
+from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, loop_of, round_seconds
 from galvatron_lite.parallelism.cyclic.stages import StageStates, cut_stages, stage_of
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions
 from tests.parallelism.cyclic.fleet import CPU, train
@@ -107,30 +107,6 @@ def test_equals_a_walk_through_many_steps(count: int, rule: CyclicRule, setting:
     assert found == pytest.approx(walked(rule, setting, count, seconds, sent, 80), rel=0.02)
 
 
-@settings(max_examples=60, deadline=None)
-@given(COUNTS, RULES, SETTINGS, st.integers(0, 10**6))
-def test_laws(count: int, rule: CyclicRule, setting: CyclicSetting, seed: int) -> None:
-    draw = random.Random(seed)
-    passes = {(stage, side): draw.uniform(0.1, 1.0) for stage in range(count) for side in (False, True)}
-    more = {key: value * draw.choice([1.0, 1.5]) for key, value in passes.items()}
-    link = draw.uniform(0.0, 0.5)
-
-    def step(own: dict[tuple[int, bool], float], wire: float) -> float:
-        return looped(rule, setting, count, lambda one: own[one.moment.stage, one.moment.backward], lambda _: wire)
-
-    least = step(passes, 0.0)
-    room = 1 + 1e-6
-    assert least <= step(more, 0.0) * room  # slower passes
-    assert least <= step(passes, link) * room  # slower links
-    busiest = sum(passes.values()) * (count if setting is CyclicSetting.SINGLE else 1)
-    if setting is not CyclicSetting.STAGES:
-        assert least >= busiest / room
-        assert step({key: 2 * value for key, value in passes.items()}, 0.0) == pytest.approx(2 * least)
-    # A clock that gives every time step as long as the longest pass is a way to do it.
-    longest = max(passes.values()) * 2 * count * (count if setting is CyclicSetting.SINGLE else 1)
-    assert least <= longest * room
-
-
 SECONDS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
 
@@ -157,13 +133,6 @@ def test_no_split_is_better(seconds: list[float], stages: int, first: int, lengt
     ]  # fmt: skip
     own = stage_seconds(seconds, found)
     assert (max(own), sum(one**2 for one in own)) == pytest.approx(min(figures))
-
-
-def test_equal_layers_are_shared_out_evenly() -> None:
-    assert equal_cuts([1.0] * 12, 4) == (0, 3, 6, 9, 12)
-    assert unevenness([3.0, 3.0]) == 0.0
-    assert unevenness([2.0, 4.0]) == pytest.approx(1 / 3)
-    assert equal_cuts([1.0, 1.0], 3) == ()
 
 
 def test_a_recurrent_layer_uses_what_is_bound() -> None:
@@ -222,13 +191,6 @@ def states_of(*values: float) -> StageStates:
 
 def loss_of(parameters: dict[str, nn.Parameter]) -> Tensor:
     return (parameters["p0"] ** 2).sum()
-
-
-def test_updates_are_applied_in_order() -> None:
-    states = states_of(1.0)
-    states.updates[1] = [torch.tensor([1.0])]
-    with pytest.raises(AssertionError, match="version 0 cannot take the update of step 1"):
-        states.apply(1, keep=False)
 
 
 def broken(_: object) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.branches.parts import StandIn, entrances, place_parts, replace_module, skeleton
+from galvatron_lite.runtime.branches.parts import StandIn, entrances, place_parts, replace_module
 from galvatron_lite.runtime.branches.pending import DeferredFunction, PendingTensor, pending
 from tests.runtime.branches.jobs import ONE, Case, layers_of, make_model, make_plan
 
@@ -23,13 +23,6 @@ PLAN = make_plan(CASE, LAYERS)
 
 def with_second(**changes: object) -> Plan:
     return replace(PLAN, branches=(PLAN.branches[0], replace(PLAN.branches[1], **changes)))
-
-
-def test_every_layer_has_one_home() -> None:
-    trunk, *branches = place_parts(PLAN, LAYERS)
-    names = [layer.name for part in (trunk, *branches) for layer in part.layers]
-    assert sorted(names) == sorted(layer.name for layer in LAYERS)
-    assert [(part.name, part.first, part.devices) for part in branches] == [("a", 0, 1), ("b", 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +67,6 @@ def test_an_unknown_root_is_named() -> None:
         entrances(Lists(), ("absent",), None)
 
 
-def test_a_skeleton_holds_the_same_modules_at_the_same_paths() -> None:
-    model = Lists()
-    tree = skeleton(model, ["loose.1", "whole"])
-    assert tree.get_submodule("loose.1") is model.loose[1]
-    assert set(tree.state_dict()) == {"loose.1.weight", "loose.1.bias", "whole.0.weight", "whole.0.bias"}
-
-
 def test_a_stand_in_tells_what_the_module_tells_and_holds_nothing() -> None:
     model = Lists()
     module = model.whole
@@ -118,14 +104,6 @@ def source(value: Tensor) -> tuple[Any, Source]:
     return pending(made, torch.empty_like(value, device="meta")), made
 
 
-def test_shape_and_type_are_told_without_the_value() -> None:
-    tensor, made = source(torch.ones(2, 3))
-    assert (tensor.shape, len(tensor), tensor.dim(), tensor.dtype) == ((2, 3), 2, 2, torch.float32)
-    assert tensor.size(-1) == 3
-    assert tensor.device == torch.device("cpu")
-    assert made.asked == 0
-
-
 def test_functions_are_put_off_until_a_value_is_needed() -> None:
     tensor, made = source(torch.arange(6.0).view(2, 3))
     first, second = (tensor * 2).to(torch.float64, copy=True).split(1)
@@ -135,13 +113,6 @@ def test_functions_are_put_off_until_a_value_is_needed() -> None:
     assert joined.sum().item() == 33
     assert joined.tolist() == [[6, 8, 10], [1, 3, 5]]
     assert bool(joined.any())
-
-
-def test_a_function_that_depends_on_values_gets_them() -> None:
-    tensor, made = source(torch.tensor([1.0, 0.0, 2.0]))
-    found = tensor.nonzero()
-    assert found.tolist() == [[0], [2]]
-    assert made.asked > 0
 
 
 def test_what_was_put_off_reads_what_was_there_before_a_change() -> None:

@@ -28,8 +28,6 @@ from tests.parallelism.cyclic.models import Blocks, blocks_case, make_batches, m
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 
-UNMEASURED = SimpleNamespace(graph=SimpleNamespace(dead=(), parameters=0))
-
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:

@@ -13,7 +13,7 @@ from galvatron_lite.cli import main
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.attach import adapt_settings, correct_inputs, earlier_corrections
-from galvatron_lite.runtime.monitor.correct import corrected, link_factors, predicted_groups
+from galvatron_lite.runtime.monitor.correct import corrected, link_factors
 from galvatron_lite.runtime.monitor.decide import State, begin, decide, read_log, replay, wants_links, write_record
 from galvatron_lite.runtime.monitor.planning import PlanningProcess, answer, plan_name, step_seconds
 from galvatron_lite.runtime.monitor.schema import (
@@ -177,13 +177,6 @@ def _on_nodes(profile: Profile) -> Profile:
     level = profile.cluster.levels[0]
     levels = (replace(level, size=2), replace(level, name="rack", size=2, bandwidth=1e8))
     return replace(profile, cluster=replace(profile.cluster, levels=levels))
-
-
-def test_predicted_groups_are_of_blocks() -> None:
-    profile = wide_profile()
-    plan = fastest(profile)
-    share = 16 / plan.microbatches / plan.stages[0].runs[0].strategy.batch_degree
-    assert predicted_groups(profile, plan)["l1"] == pytest.approx(4 * 2e-3 * share, rel=0.2)
 
 
 def test_a_log_is_replayed_to_the_same_decisions(tmp_path: Path) -> None:
