@@ -98,6 +98,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         entries: of the whole model's state.
         scaler: scales the loss under fp16; None in other precisions.
         origin: what the model was before it was split.
+        averages: copies of its parameters, see ``__deepcopy__``.
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
         plan_check: raises ``InputError`` for a plan that would train otherwise than one process; None: any may.
         runtimes: what trains the parts of the model that are on this rank.
@@ -158,6 +159,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         before = [(name, weakref.ref(one)) for name, one in model.named_parameters()]
         self.adopt(plan, self._set_up(model, layers, batch, options), options)
         retire(before, self.runtimes)
+        self.averages: list[weakref.ref[ParameterCopies]] = []
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
