@@ -482,17 +482,6 @@ class ParallelModel(Saving, Observable, nn.Module):
         """
         load_full_state_dict(self, state)
 
-    def __reduce_ex__(self, _protocol: object) -> Any:
-        """What ``pickle`` and ``torch.save`` call.
-
-        Raises:
-            InputError: always.
-        """
-        remedy = (
-            "A rank has a part of it. Call parallel.save(folder, optimizer) on all ranks, or save full_state_dict()."
-        )
-        raise InputError("pickle", "a split model", remedy)
-
     def _parts(self, batch: Any, count: int) -> list[list[Any]]:
         """By stage of this rank its rows of every micro-batch, in the layout of the stage's glue code."""
         samples = batch_size(batch)
