@@ -98,6 +98,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         entries: of the whole model's state.
         scaler: scales the loss under fp16; None in other precisions.
         origin: what the model was before it was split.
+        averages: copies of its parameters, see ``__deepcopy__``.
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
         plan_check: raises ``InputError`` for a plan that would train otherwise than one process; None: any may.
         runtimes: what trains the parts of the model that are on this rank.
@@ -158,6 +159,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         before = [(name, weakref.ref(one)) for name, one in model.named_parameters()]
         self.adopt(plan, self._set_up(model, layers, batch, options), options)
         retire(before, self.runtimes)
+        self.averages: list[weakref.ref[ParameterCopies]] = []
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
@@ -479,17 +481,6 @@ class ParallelModel(Saving, Observable, nn.Module):
             InputError: an entry this rank needs is missing, or has another shape.
         """
         load_full_state_dict(self, state)
-
-    def __reduce_ex__(self, _protocol: object) -> Any:
-        """What ``pickle`` and ``torch.save`` call.
-
-        Raises:
-            InputError: always.
-        """
-        remedy = (
-            "A rank has a part of it. Call parallel.save(folder, optimizer) on all ranks, or save full_state_dict()."
-        )
-        raise InputError("pickle", "a split model", remedy)
 
     def _parts(self, batch: Any, count: int) -> list[list[Any]]:
         """By stage of this rank its rows of every micro-batch, in the layout of the stage's glue code."""

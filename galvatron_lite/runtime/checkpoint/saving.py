@@ -60,6 +60,17 @@ class Saving:
         """So many training steps were done when a checkpoint was written that is loaded now."""
         self.step, self._looped, self._called = step, 0, False
 
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        """What ``pickle`` and ``torch.save`` call.
+
+        Raises:
+            InputError: always.
+        """
+        remedy = (
+            "A rank has a part of it. Call parallel.save(folder, optimizer) on all ranks, or save full_state_dict()."
+        )
+        raise InputError("pickle", "a split model", remedy)
+
     def save(
         self,
         folder: Path | str,

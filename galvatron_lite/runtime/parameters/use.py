@@ -168,6 +168,11 @@ class ParameterCopies(nn.Module):
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
         self._parallel = [parallel]  # in a list: it is no part of this module
+        self._copy()
+        parallel.averages.append(weakref.ref(self))
+
+    def _copy(self) -> None:
+        (parallel,) = self._parallel
         for number, parameter in enumerate(parallel.parameters()):
             copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             self.register_parameter(f"parameter{number}", copied)
@@ -198,6 +203,13 @@ class ParameterCopies(nn.Module):
             held = [*parallel.parameters(), *parallel.buffers()]
             for one, value in zip([*self.parameters(), *self.buffers()], held, strict=True):
                 one.data.copy_(value)
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """The plan has changed: copy the other parameters, with the values that ``full_state_dict()`` gave before."""
+        self._parameters.clear()
+        self._buffers.clear()
+        self._copy()
+        self._load_from_state_dict(state, "")
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:

@@ -97,8 +97,8 @@ def reshard(
 ) -> Resharded:
     """Train on under another plan; every rank calls it alike, between two steps.
 
-    Parameters, the optimizer's states, buffers and random states stay equal bit by bit. The model and the optimizer
-    stay the same objects, with their groups and learning rates.
+    Parameters, the optimizer's states, buffers, averages and random states stay equal bit by bit. The model and the
+    optimizer stay the same objects, with their groups and learning rates.
 
     Args:
         parallel: the model, split by its present plan.
@@ -115,9 +115,12 @@ def reshard(
         SwitchError: a rank failed. Every rank is on the plan it had.
     """
     example = parallel.origin.batch if batch is None else batch
+    averages = [(one, one.full_state_dict()) for reference in parallel.averages if (one := reference()) is not None]
     with ExitStack() as undo:
         change = _Change(parallel, optimizer, plan, scheduler, example, observe or (lambda _: None), undo)
         transfer = change.run(memory)
+    for one, state in averages:
+        one.follow(state)
     phases = change.phases()
     return Resharded(sum(phases.values()), transfer.moved, transfer.worst, transfer.by_turns, phases)
 

@@ -203,16 +203,21 @@ def _same_bits_with_dropout() -> None:
 
 def _objects_stay() -> None:
     model, parallel, plan = _tower([PAIR] * 5)
+    averaged = torch.optim.swa_utils.AveragedModel(parallel)
     calls: list[int] = []
     model.blocks[1].register_forward_hook(lambda *_: calls.append(1))
     optimizer = parallel.optimizer(ADAM)
     batch, block, group = (torch.randn(8, 6),), model.blocks[1], optimizer.param_groups[0]
     parallel.train_step(batch, optimizer)
+    averaged.update_parameters(parallel)
     late = model.blocks[0].register_forward_hook(lambda *_: calls.append(2))
     model.blocks[2].drop.p = 0.0
     model.first.weight.requires_grad_(False)
     parallel.eval()
+    averages = averaged.module.full_state_dict()
     parallel.switch(plan([PAIR, ZERO, HALF, ZERO, PAIR]), optimizer)
+    assert_bits(averaged.module.full_state_dict(), averages)
+    averaged.update_parameters(parallel)
     assert parallel.module is model
     assert model.blocks[1] is block
     assert optimizer.param_groups[0] is group
