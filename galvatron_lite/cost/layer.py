@@ -106,7 +106,7 @@ class LayerCost:
     cast_gradient: int = 0  # the same with the one in the precision of compute that it is cast from
     # bytes of a copy of a bucket of gradients that is reduced meanwhile (ZeRO-1), until the next layer's backward ends
     bucket: int = 0
-    at_weights: int = 0  # bytes while the gradient of a weight is made, without that
+    at_weights: int = 0  # bytes while the gradient of a weight is made, without ``new_gradient``
     weight: float = 0.0  # the part of ``backward`` that a zero-bubble schedule leaves to a pass of its own
     splitting: float = 0.0  # seconds by which a micro-batch takes longer under such a schedule
     accumulation: float = 0.0  # seconds in which a micro-batch's gradients are added to those of earlier ones
@@ -488,6 +488,7 @@ class LayerPricer:
             "cast_gradient": cast,
             "bucket": self._copied_bucket(strategy, full),
             # the worst moment of a block is in the backward of a matmul, that of the model's ends in the loss
-            "at_weights": largest(figures.working if Recompute.FULL in kind.kept else 0, figures.kept),
+            "at_weights": largest(figures.working if Recompute.FULL in kind.kept else 0, figures.kept)
+            + (0 if profile.copied_bytes else full),
             "updating": up(on_device * optimizer.working_bytes * optimizer.working_share),
         }

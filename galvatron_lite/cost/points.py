@@ -267,14 +267,14 @@ def new_gradient_bytes(
 ) -> tuple[Whole, Whole, Whole]:
     """Bytes of the largest gradient of one weight of a layer on one device: in the buffer it is added to; of its own,
     in the precision of its parameters; and with the one in that of compute which it is cast from, as tables that are
-    looked up, and parameters in that precision, have none.
+    looked up, and parameters in that precision, have none. Where nothing is cast only the first counts.
 
     Args as ``copied_bytes``.
     """
     if profile.stack and not profile.copied_bytes:
         return 0, 0, 0
     item, total = activation_bytes(profile.graph.precision), kind.trainable
-    wide, narrow = ITEM_BYTES[profile.parameter_precision], strategy.keeps_masters & (profile.copied_bytes > 0)
+    wide, narrow = ITEM_BYTES[profile.parameter_precision], strategy.keeps_masters
     trained = [operator for operator in kind.operators if operator.weight_bytes and not operator.frozen]
     read = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     looked_up = total - sum(operator.weight_bytes for operator in trained) / item
@@ -289,6 +289,8 @@ def new_gradient_bytes(
 
     table, weight = on_device(looked_up), on_device(read)
     most = largest(table, weight)
+    if not profile.copied_bytes:
+        return up(most * wide), 0, 0
     copied, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
     return up(most * wide), up(where(narrow, copied, most * wide)), up(where(narrow, copied, cast))
 

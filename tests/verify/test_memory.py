@@ -18,7 +18,7 @@ import torch.distributed as dist
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.runtime.engine import ParallelModel
@@ -118,6 +118,16 @@ def test_layers_that_gather_nothing_hold_no_gathered_buffer() -> None:
         run, _ = dry_run(subject_of(model, plan, batch()), plan, 0)
         seen.append(max(one.memory.communication for one in run.samples if one.layer == "blocks.3"))
     assert seen[1] <= seen[0]
+
+
+def test_states_in_host_memory_are_not_on_the_device() -> None:
+    plan = plan_of(Strategy(offload=Offload.STATES), 1)
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    run, _ = dry_run(subject_of(model, plan, batch()), plan, 0)
+    items = sum(parameter.numel() for parameter in model.parameters())
+    assert run.peak.optimizer == 0
+    assert run.host == pytest.approx(4 * 4 * items, rel=WITHIN)  # a copy, its gradient, two moments
 
 
 def pipeline_of(schedule: Schedule) -> Plan:

@@ -42,7 +42,7 @@ class HostCopy:
 
     def __post_init__(self) -> None:
         local = local_of_rank(self.source.detach())
-        self.copy = nn.Parameter(_host_like(local).copy_(local), self.source.requires_grad)
+        self.copy = nn.Parameter(host_like(local).copy_(local), self.source.requires_grad)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -61,7 +61,7 @@ class HostCopy:
             self.copy.grad = None
             return
         gradient = local_of_rank(self.source.grad)
-        self.buffer = _host_like(gradient) if self.buffer is None else self.buffer
+        self.buffer = host_like(gradient) if self.buffer is None else self.buffer
         self.buffer.copy_(gradient, non_blocking=True)
         self.copy.grad = self.buffer
 
@@ -131,7 +131,8 @@ class Lowering:
             local_of_rank(one.source.grad).record_stream(self._stream)
 
 
-def _host_like(tensor: Tensor) -> Tensor:
+def host_like(tensor: Tensor) -> Tensor:
+    """Room for a tensor in host memory, page-locked beside an accelerator."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
@@ -222,7 +223,7 @@ class HostTraveller:
 
     def _down(self, data: Tensor) -> HostStorage:
         self.bytes_down += data.numel()
-        host = _host_like(data)
+        host = host_like(data)
         if not data.is_cuda:
             return HostStorage(host.copy_(data), data.device)
         down, _ = self._streams_of(data.device)

@@ -27,6 +27,7 @@ from galvatron_lite.model.trace.meta import copy_with, meta_copy
 from galvatron_lite.model.trace.record import Recorder
 from galvatron_lite.model.trace.run import shapes_only
 from galvatron_lite.parallelism.lines import lines_of
+from galvatron_lite.parallelism.offload import apply as offload
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.traffic import LayoutTensor
@@ -135,7 +136,14 @@ def dry_run(
     begun, place = process_time(), RankPlace()
     log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger, subject.operations)
-    with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
+    with (
+        dry_world(rank, plan.devices, log),
+        ledger.watching_sizes(),
+        _explain_refusals(place),
+        mode,
+        _hosting(ledger),
+        accelerated(),
+    ):
         run = shortened(plan) if brief else plan
         step = _Run(subject, run, place, log, ledger)
         step.step()
@@ -149,6 +157,23 @@ def dry_run(
         peak=breakdown(ledger.at_peak), kept=kept, splits=splits, seconds=process_time() - begun,
         host=ledger.peak_host, notes=_notes(plan, run),
     ), log.said  # fmt: skip
+
+
+@contextmanager
+def _hosting(ledger: Ledger) -> Iterator[None]:
+    """What is copied to host memory is told apart, as the CPU's is the device's here."""
+    plain = offload.host_like
+
+    def host_like(tensor: Tensor) -> Tensor:
+        copy = plain(tensor)
+        ledger.use([copy], Use.HOST)
+        return copy
+
+    offload.host_like = host_like
+    try:
+        yield
+    finally:
+        offload.host_like = plain
 
 
 @contextmanager
@@ -314,11 +339,13 @@ class _Run:
         ledger.use((one.share.part.detach() for one in owned if one.share is not None), Use.PARAMETERS)
         for runtime in self.parallel.runtimes:
             ledger.use(runtime.reducer.buffers, Use.GRADIENTS)
-        states = [state for values in self.optimizer.state.values() for state in tensors_of(values)]
+        hosted = [one.host.copy for one in owned if one.host is not None]
+        below = {id(copy) for copy in hosted}
+        states = [s for one, held in self.optimizer.state.items() if id(one) not in below for s in tensors_of(held)]
         states += [one.held.detach() for one in owned if one.held is not one.parameter]
         ledger.use(map(local_tensor, states), Use.OPTIMIZER)
-        hosts = [one.host.copy for one in owned if one.host is not None]
-        ledger.use((local_tensor(host.detach()) for host in hosts), Use.HOST)
+        ledger.use((local_tensor(copy.detach()) for copy in hosted), Use.HOST)
+        ledger.use((s for copy in hosted for s in tensors_of(self.optimizer.state.get(copy, ()))), Use.HOST)
 
     def _attach(self) -> None:
         # in place of layers of other stages a structure has modules that pass on what they are given
