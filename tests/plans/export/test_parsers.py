@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
+import shlex
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from galvatron_lite.plans.export.settings import cuts
 from galvatron_lite.plans.export.tools import export
-from tests.plans.export.made import BATCH, PLANS
+from tests.plans.export.made import BATCH, BLOCKS, PLANS
 
 EVERY = sorted(PLANS)
 
@@ -84,3 +90,84 @@ def _product(degrees: dict[str, int]) -> int:
     for degree in degrees.values():
         made *= degree
     return made
+
+
+def _megatron(name: str) -> dict[str, dict[str, Any]]:
+    """The settings by section: Megatron-Bridge's file has those of Megatron-LM's flags by their names."""
+    data: dict[str, dict[str, Any]] = yaml.safe_load(export(PLANS[name], "nemo").text)
+    return data
+
+
+@pytest.mark.skipif(_missing("megatron.core"), reason="Megatron Core is not installed")
+@pytest.mark.parametrize("name", EVERY)
+def test_megatron_core_takes_the_settings(name: str) -> None:
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    data, plan = _megatron(name), PLANS[name]
+    experts = {"num_moe_experts": 8} if "expert_model_parallel_size" in data["model"] else {}
+    shape = {"num_layers": BLOCKS, "hidden_size": 64, "num_attention_heads": 4, "pipeline_dtype": torch.bfloat16}
+    read = TransformerConfig(**shape, **experts, **data["model"])
+    DistributedDataParallelConfig(**data.get("ddp", {}))
+    OptimizerConfig(**data.get("optimizer", {}))
+    if plan.pipeline > 1:
+        stages = read.pipeline_model_parallel_layout.layout
+        flat = [stage for column in zip(*stages, strict=True) for stage in column]
+        assert [sum(layer.name == "decoder" for layer in stage) for stage in flat] == [one.blocks for one in cuts(plan)]
+
+
+@pytest.mark.skipif(_missing("megatron.core"), reason="Megatron Core is not installed")
+@pytest.mark.parametrize("name", EVERY)
+def test_megatron_flags_are_settings_of_its_dataclasses(name: str) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parts = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    known = {one.name for part in parts for one in fields(part)} | {"micro_batch_size", "global_batch_size"}
+    words = shlex.split(export(PLANS[name], "megatron").text, comments=True)
+    flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    assert flags <= known
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_megatron_bridge_has_every_section_and_key(name: str) -> None:
+    try:
+        files = importlib.metadata.files("megatron-bridge") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("Megatron-Bridge is not installed")
+    (file,) = (one for one in files if str(one).endswith("bridge/training/config.py"))
+    tree = ast.parse(Path(str(file.locate())).read_text())
+    held = {
+        part.name: {one.target.id for one in part.body if isinstance(one, ast.AnnAssign)}  # type: ignore[union-attr]
+        for part in tree.body
+        if isinstance(part, ast.ClassDef)
+    }
+    data = yaml.safe_load(export(PLANS[name], "nemo").text)
+    assert set(data) <= held["ConfigContainer"]
+    assert set(data["train"]) <= held["TrainingConfig"]
+
+
+@pytest.mark.skipif(_missing("torchtitan"), reason="torchtitan is not installed")
+@pytest.mark.parametrize("name", EVERY)
+def test_torchtitan_parses_the_options(name: str) -> None:
+    from torchtitan.config.manager import ConfigManager
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    made, plan = export(PLANS[name], "torchtitan"), PLANS[name]
+    options = shlex.split(made.text, comments=True)
+    read = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *options])
+    parallel, strategy = read.parallelism, plan.stages[0].runs[1].strategy
+    degrees = (
+        parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree, parallel.context_parallel_degree,
+        parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree,
+    )  # fmt: skip
+    assert _product(dict(enumerate(degrees))) * strategy.spatial == plan.devices
+    assert read.training.global_batch_size == BATCH
+    if plan.pipeline > 1 and not made.left_out:
+        ends = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
+        parts = _generate_llm_fqn_per_model_part(len(plan.stages), BLOCKS, *ends)
+        found = [sum(module.startswith("layers.") for module in part) for part in parts]
+        assert found == [one.blocks for one in cuts(plan)]
