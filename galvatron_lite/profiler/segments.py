@@ -51,7 +51,9 @@ class PassThrough(nn.Module):
         self.path, self.kind = path, kind
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the block."""
+        """An attribute of the block; how it is copied is not one of them (parametrized modules say it)."""
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.__dict__["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.profiler.segments import make_skeleton
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from galvatron_lite.runtime.peers import broadcast_each
@@ -179,6 +181,25 @@ class Written(nn.Module):
         return loss
 
 
+class Hooked(nn.Module):
+    """A hook of the model keeps what a block returns, for code behind later blocks; blocks are parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.side, self.head, self.kept = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), dict[int, Tensor]()
+        self.blocks[0].register_forward_hook(self.keep)
+
+    def keep(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.kept[0] = output
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        loss: Tensor = self.head(hidden + self.side(self.kept[0])).square().mean()
+        return loss
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lists": lambda: (Lists(), (torch.randn(SAMPLES, WIDTH),)),
     "around": lambda: (Around(), (torch.randn(SAMPLES, WIDTH),)),
@@ -186,6 +207,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "appending": lambda: (Noted(True), (torch.randn(SAMPLES, WIDTH),)),
     "attribute": lambda: (Noted(False), (torch.randn(SAMPLES, WIDTH),)),
     "written": lambda: (Written(), (torch.randn(SAMPLES, WIDTH),)),
+    "hooked": lambda: (Hooked(), (torch.randn(SAMPLES, WIDTH),)),
     "frozen": lambda: (Frozen(), (torch.randn(SAMPLES, WIDTH),)),
 }
 CASES: list[tuple[str, list[int], Strategy]] = [
@@ -196,6 +218,7 @@ CASES: list[tuple[str, list[int], Strategy]] = [
     ("appending", [], Strategy(data=2, recompute=Recompute.FULL)),
     ("attribute", [], Strategy(zero=2, zero_stage=1)),
     ("frozen", [3], Strategy()),
+    ("hooked", [3], Strategy()),
     ("written", [], Strategy(tensor=2)),
 ]
 """A model, at which layer each stage but the first begins, and the strategy of every layer."""
@@ -247,7 +270,10 @@ def test_weights_are_those_of_one_process(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_traced(name: str) -> None:
-    assert len(trace(*made(name)).layers) == 5
+    model, batch = made(name)
+    layers = trace(model, batch).layers
+    assert len(layers) == 5 + 2 * (name == "hooked")
+    assert len(make_skeleton(model, layers, torch.device("cpu")).stubs) == len(layers) - 2
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -24,9 +24,13 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 
 def _embedding(call: Call) -> Any:
-    """``embedding``: each id by itself."""
-    ids, table = argument(call, 0, "input"), argument(call, 1, "weight")
-    if not isinstance(ids, ShardedTensor) or specs_of(table):
+    """``embedding``: each id by itself, but where gradients count how often it is looked up."""
+    ids, table, counts = (
+        argument(call, 0, "input"),
+        argument(call, 1, "weight"),
+        argument(call, 5, "scale_grad_by_freq"),
+    )
+    if not isinstance(ids, ShardedTensor) or specs_of(table) or counts:
         return on_full(call)
     with locals_only():
         options = {name: one for name, one in call.kwargs.items() if name not in ("input", "weight")}

@@ -298,7 +298,7 @@ def _observe(
         for path in run.places:
             module = twin.get_submodule(path)
             module.register_forward_pre_hook(partial(run.enter, path), with_kwargs=True)
-            module.register_forward_hook(partial(run.leave, path))
+            module.register_forward_hook(partial(run.leave, path), prepend=True)  # the model's own hear of it, too
         stack.enter_context(explaining("", twin))
         stack.enter_context(shapes_only(Recorder()))
         stack.enter_context(torch.no_grad())

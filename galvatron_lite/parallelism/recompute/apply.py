@@ -256,13 +256,14 @@ def _wrapped(forward: Forward, recompute: Recompute) -> Forward:
     may not change.
 
     The second time is inside ``backward``, which a guarded loss calls with subclasses of tensors disabled; shards are
-    such, too.
+    such, too. Checkpoints of the layer's own are left out both times.
     """
     selective = recompute is Recompute.SELECTIVE
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._EnableTorchFunction(), _OutOfPlace() if selective else nullcontext(), casting_anew():
+        in_place = _OutOfPlace() if selective else nullcontext()
+        with torch._C._EnableTorchFunction(), left_to_the_plan(), in_place, casting_anew():
             try:
                 return forward(*args, **kwargs)
             except RuntimeError as error:
