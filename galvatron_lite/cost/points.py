@@ -271,7 +271,7 @@ def new_gradient_bytes(
 
     Args as ``copied_bytes``.
     """
-    if profile.stack and not profile.copied_bytes:
+    if profile.unbuffered or (profile.stack and not profile.copied_bytes):
         return 0, 0, 0
     item, total = activation_bytes(profile.graph.precision), kind.trainable
     wide, narrow = ITEM_BYTES[profile.parameter_precision], strategy.keeps_masters

@@ -133,7 +133,8 @@ def price_chunk(
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
-    buffers = buffer_bytes(left[0], right[0], shape.microbatches, counted=not pricer.profile.unbuffered)
+    held, counted = (shape.microbatches, shape.schedule), not pricer.profile.unbuffered
+    buffers = buffer_bytes(left[0], right[0], *held, counted=counted)
     return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, formed, carried)
 
 

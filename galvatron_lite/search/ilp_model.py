@@ -264,9 +264,9 @@ class ShapeModel:
             self._stages[stage].backward[number] = before
             self._stages[stage + 1].backward[number] = seconds + behind + moved
             self._stages[stage + 1].forward[number] = behind + moved
-            counted = not pricer.profile.unbuffered
-            self._stages[stage].buffers[number] = buffer_bytes(0, size, shape.microbatches, counted=counted)
-            received = buffer_bytes(size, 0, shape.microbatches, counted=counted)
+            counted, held = not pricer.profile.unbuffered, (shape.microbatches, shape.schedule)
+            self._stages[stage].buffers[number] = buffer_bytes(0, size, *held, counted=counted)
+            received = buffer_bytes(size, 0, *held, counted=counted)
             self._stages[stage + 1].buffers[number] = received + self._copies(stage + 1, sender)
         return self._edges[key]
 

@@ -239,7 +239,8 @@ class Problem:
         host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
         context = pricer.profile.cluster.device.context
         copies = self.held(stage) * self._copies(stage, inside)
-        buffers = buffer_bytes(left[0], right[0], self.shape.microbatches, counted=not pricer.profile.unbuffered)
+        held, counted = (self.shape.microbatches, self.shape.schedule), not pricer.profile.unbuffered
+        buffers = buffer_bytes(left[0], right[0], *held, counted=counted)
         return ticks(right[1] + host), ticks(left[1] + host), buffers + context + copies
 
     def room(self, stage: int, inside: range) -> int:

@@ -460,7 +460,7 @@ class Uniform:
                 for side, cut in ends
             ]  # fmt: skip
             left, right = (self._boundary(parts, cut - 1, self.store.crossing[cut]) if cut else _ZERO for cut in cuts)
-            ahead, behind = held_messages(shape.microbatches)
+            ahead, behind = held_messages(shape.microbatches, shape.schedule)
             total = total + counted * (ahead * left + behind * right)
             borrowed = self.store.borrowed(inside)
             if borrowed:

@@ -225,9 +225,10 @@ def test_many_layers_hold_two_layers_activations() -> None:
     here, away = price(Strategy()), price(Strategy(offload=Offload.ACTIVATIONS))
     peak = lambda cost, flight: stage_memory([cost] * 10, flight, 8, 0, 0, optimizer=False)  # noqa: E731
     resting = 10 * (here.parameters + here.gradients + here.states)
-    # Of ten layers and four micro-batches in flight one layer computes and its neighbour's kept bytes are on their way.
-    assert peak(away, 4).total == resting + (KEPT + 500) + KEPT
-    assert peak(here, 4).total == resting + (3 * 10 + 9) * KEPT + KEPT + 500
+    # Of ten layers and four micro-batches in flight one layer makes a gradient and its neighbour's kept bytes are on
+    # their way.
+    assert peak(away, 4).total == resting + (KEPT + 4 * ITEMS) + KEPT
+    assert peak(here, 4).total == resting + (3 * 10 + 9) * KEPT + KEPT + 4 * ITEMS
     assert isinstance(peak(away, 4), MemoryBreakdown)
     assert terms(away, 4, 8).rest == terms(away, 1, 8).rest
 

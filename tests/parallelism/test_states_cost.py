@@ -189,7 +189,8 @@ def test_pipeline_figures() -> None:
     assert boundary_bytes(100, 8, Strategy(data=2, tensor=2, sequence_parallel=True)) == 200
     assert [Schedule.ONE_F_ONE_B.in_flight(4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
     assert Schedule.GPIPE.in_flight(4, 3, 7) == 7
-    assert [buffer_bytes(3, 10, count) for count in (1, 2, 8)] == [20, 26, 26]
+    assert [buffer_bytes(3, 10, count, Schedule.ONE_F_ONE_B) for count in (1, 2, 8)] == [20, 26, 26]
+    assert [buffer_bytes(3, 10, count, Schedule.ZERO_BUBBLE_1P) for count in (1, 2, 8)] == [10, 26, 26]
 
 
 def test_divisors() -> None:

@@ -430,7 +430,9 @@ class Brute:
                     sizes[side] = boundary_bytes(output, shape.microbatch, sender)
                     ends = (stage - 1 + side, stage + side)
                     seconds[side] = transfer_seconds(self.pricer, sizes[side], sender, shape, ends)
-        return (seconds[0], seconds[1]), buffer_bytes(*sizes, shape.microbatches, counted=not self.profile.unbuffered)
+        return (seconds[0], seconds[1]), buffer_bytes(
+            *sizes, shape.microbatches, shape.schedule, counted=not self.profile.unbuffered
+        )
 
     def allowed(self, cuts: Sequence[int], strategies: Sequence[Strategy]) -> bool:
         """Whether one complete choice keeps the rules: pins, one strategy a tied group, one glue, one wire."""

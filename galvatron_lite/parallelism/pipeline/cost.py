@@ -61,21 +61,22 @@ def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches
     return schedule.moments(pipeline, group, microbatches, virtual)
 
 
-def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool = True) -> Whole:
+def buffer_bytes(left: Whole, right: Whole, microbatches: int, schedule: Schedule, *, counted: bool = True) -> Whole:
     """Bytes of send and receive buffers of one stage, beyond what its layers keep.
 
     Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in
     the first stage). Going out: one activation under way and one gradient received (``right``, 0 in the last). The
     inputs of micro-batches in flight are part of what the first layer keeps. With one micro-batch a step nothing comes
-    ahead: what was sent on is there until the step ends, and the gradient received as long as the backward pass. None
-    where the profile counts no buffers.
+    ahead: what was sent on is there until the step ends, and the gradient received as long as the backward pass (where
+    that is split, it is among what passes of weights wait with). None where the profile counts no buffers.
     """
-    return sum(size * times for size, times in zip((left, right), held_messages(microbatches), strict=True)) * counted
+    ahead, behind = held_messages(microbatches, schedule)
+    return (left * ahead + right * behind) * counted
 
 
-def held_messages(microbatches: int) -> tuple[int, int]:
+def held_messages(microbatches: int, schedule: Schedule) -> tuple[int, int]:
     """Messages over the boundaries before and behind a stage that ``buffer_bytes`` counts."""
-    return (0, 2) if microbatches == 1 else (2, 2)
+    return (2, 2) if microbatches > 1 else (0, 1 if schedule.splits_backward else 2)
 
 
 def weight_seconds(forward: Real, backward: Real) -> Real:

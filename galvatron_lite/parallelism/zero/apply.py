@@ -189,8 +189,10 @@ class GradientSharing:
         for share, start, view, there in zip(self.shares, self.offsets, views, used, strict=False):
             share.whole.grad = None
             if there:
-                share.whole.grad = share.whole.new_zeros(()).expand(share.whole.shape).as_subclass(AbsentGradient)
-                self.absent.append(share)
+                nothing = share.whole.new_zeros(()).expand(share.whole.shape)
+                if type(nothing) is Tensor:  # tensors of dry runs take no other class
+                    share.whole.grad = nothing.as_subclass(AbsentGradient)
+                    self.absent.append(share)
                 rows = share.of(view)
                 rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
                 before = share.part.grad

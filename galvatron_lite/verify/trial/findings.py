@@ -124,7 +124,7 @@ class Findings:
                 "none, to have one found; or move buffers and update into a module that is called.",
                 forbid=("pipeline",),
             )  # fmt: skip
-        if self.leaking:
+        if self.leaking and not self.differentiates:  # whose loss is made of slopes
             names = _few(self.leaking)
             yield Restriction(
                 _shares_parameters, "model", f"{names}: more than what it returns",
