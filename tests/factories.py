@@ -150,6 +150,6 @@ def random_profile(
     optimizer = OptimizerCost("adamw", 8, draw.choice([0.0, 1e-8]), 0.0, draw.choice([0.0, 8.0]), draw.choice([0, 1]))
     overhead = HostOverhead(*(draw.choice([0.0, 1e-5]) for _ in range(4)))
     if overhead.pipeline:
-        overhead = replace(overhead, split_product=1e-5, split_share=0.1, accumulation_per_byte=1e-9)
+        overhead = replace(overhead, split_product=1e-5, split_share=0.1)
     slow = Overlap(draw.uniform(1, 2), draw.uniform(1, 2))
     return make_profile(graph, points, cluster, optimizer=optimizer, overlap=slow, overhead=overhead)

@@ -259,7 +259,6 @@ def _stage(priced: PricedStages, stage: int, operations: Operations) -> Iterator
     for place, layer in zip(priced.ranges[stage], cost.layers, strict=True):
         yield from _compute(priced, place, layer, operations)
         yield from _communication(priced, stage, place, layer)
-        yield (TimeClass.COMPUTE, "gradient accumulation"), layer.accumulated_over(times), 0.0
         yield (TimeClass.OPTIMIZER, "update"), layer.update, 0.0
         yield (TimeClass.HOST, "layers"), times * layer.host + layer.step_host, 0.0
     yield (TimeClass.COMMUNICATION, REDISTRIBUTION), times * cost.moving, 0.0

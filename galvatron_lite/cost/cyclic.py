@@ -391,10 +391,10 @@ def _figures(
         before += cost.kept
     return StageFigures(
         forward=sum(cost.forward + cost.forward_exposed for cost in costs),
-        backward=sum(cost.backward + cost.backward_exposed + cost.accumulation for cost in costs),
+        backward=sum(cost.backward + cost.backward_exposed for cost in costs),
         recompute=sum(cost.recompute for cost in costs),
         host=sum(cost.host for cost in costs) + fixed,
-        update=sum(cost.update + cost.step_exposed - cost.unaccumulated for cost in costs),
+        update=sum(cost.update + cost.step_exposed for cost in costs),
         update_host=sum(cost.step_host for cost in costs),
         parameters=sum(cost.parameters for cost in costs),
         gradients=sum(cost.gradients + cost.formed_gradients + cost.passing_gradients for cost in costs),

@@ -109,8 +109,6 @@ class LayerCost:
     at_weights: int = 0  # bytes while the gradient of a weight is made, without ``new_gradient``
     weight: float = 0.0  # the part of ``backward`` that a zero-bubble schedule leaves to a pass of its own
     splitting: float = 0.0  # seconds by which a micro-batch takes longer under such a schedule
-    accumulation: float = 0.0  # seconds in which a micro-batch's gradients are added to those of earlier ones
-    unaccumulated: float = 0.0  # seconds of ``accumulation`` that the first micro-batch of a step saves
     # whether the profile holds points for the strategy; the other figures mean nothing where it does not
     valid: bool | BoolArray = True
 
@@ -122,16 +120,12 @@ class LayerCost:
     @property
     def backward_seconds(self) -> float:
         """Seconds of one micro-batch's backward."""
-        return self.backward + self.recompute + self.backward_exposed + self.accumulation + self.host / 2
+        return self.backward + self.recompute + self.backward_exposed + self.host / 2
 
     @property
     def step_seconds(self) -> float:
         """Seconds once a step."""
-        return self.step_exposed + self.update + self.step_host - self.unaccumulated
-
-    def accumulated_over(self, microbatches: int) -> float:
-        """Seconds a step of adding up the gradients of so many micro-batches."""
-        return microbatches * self.accumulation - self.unaccumulated
+        return self.step_exposed + self.update + self.step_host
 
     def with_split_backward(self) -> LayerCost:
         """The same under a schedule that leaves gradients of weights to passes of their own."""
@@ -362,9 +356,6 @@ class LayerPricer:
         overhead = profile.overhead
         splitting = overhead.split_product * weight_products(kind) + overhead.split_share * weight
         host = host_traffic(profile.cluster.device, work, seconds, figures.kept, item)
-        step = exposed.step + exchange + host.step
-        added = work.reduce_items if profile.accumulates else work.gradient_items
-        accumulation = overhead.accumulation_per_byte * ITEM_BYTES[profile.reduce_precision] * added
         return {
             "forward": figures.forward,
             "backward": figures.backward - again,
@@ -372,14 +363,11 @@ class LayerPricer:
             "forward_exposed": exposed.forward + host.forward,
             "backward_exposed": exposed.backward + host.backward,
             "host": work.microbatch_overhead,
-            "step_exposed": step,
+            "step_exposed": exposed.step + exchange + host.step,
             "update": update + host.update,
             "step_host": work.step_overhead,
             "weight": weight,
             "splitting": where(strategy.parameter_shards > 1, 0.0, splitting),
-            "accumulation": accumulation,
-            # no more than the step has to itself, so that no layer's seconds of a step are negative
-            "unaccumulated": least(accumulation, step + update + host.update + work.step_overhead),
             **self._sizes(name, kind, work, figures, strategy, microbatch, sharing),
         }
 

@@ -157,7 +157,7 @@ def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds:
     exposed = sum(layer.forward_exposed + layer.backward_exposed for layer in layers) + moving
     computed = TimeBreakdown(
         forward=microbatches * sum(layer.forward for layer in layers),
-        backward=sum(microbatches * layer.backward + layer.accumulated_over(microbatches) for layer in layers),
+        backward=microbatches * sum(layer.backward for layer in layers),
         recompute=microbatches * sum(layer.recompute for layer in layers),
         communication=microbatches * exposed + sum(layer.step_exposed for layer in layers),
         optimizer=sum(layer.update for layer in layers),

@@ -267,11 +267,8 @@ def _pass(done: Done, times: StageTimes, hidden: float, split: bool, factor: flo
 
 
 def _closing(costs: Sequence[StageCost], memory: GroupMemory, begin: float, factor: float) -> tuple[Closing, ...]:
-    """What a group does once a step; shorter by what its first micro-batch saved (``LayerCost.unaccumulated``)."""
+    """What a group does once a step."""
     layers = [layer for cost in costs for layer in cost.layers]
-    if saved := sum(layer.unaccumulated for layer in layers):
-        left = sum(layer.step_seconds for layer in layers)
-        factor *= left / (left + saved)
     resting, closing = memory.resting(formed=True), []
     for name, seconds, held in (
         ("communication", sum(layer.step_exposed for layer in layers), resting),

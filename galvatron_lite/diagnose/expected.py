@@ -148,7 +148,6 @@ def _group(priced: PricedStages, number: int) -> GroupExpected:
     gradients, optimizer = sum(cost.step_exposed for cost in each), sum(cost.update for cost in each)
     other = sum(priced.stages[stage].moving for stage in stages) * plan.microbatches
     other += sum(plan.microbatches * cost.host + cost.step_host for cost in each)
-    other += sum(cost.accumulated_over(plan.microbatches) for cost in each)
     other += len(stages) * plan.microbatches * overhead.microbatch + overhead.step
     work = other + gradients + optimizer
     for layer in layers:

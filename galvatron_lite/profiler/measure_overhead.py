@@ -84,19 +84,15 @@ def chain_run(
     call: SegmentCall,
     watch: Callable[[Tensor], None] = lambda _: None,
     deferral: Deferral | None = None,
-    *,
-    accumulates: bool = False,
 ) -> Callable[[Lap], object]:
-    """Forward and backward of a chain, as the second of two parts.
+    """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
 
-    ``watch`` sees the chain's scalar before backward; what ``deferral`` was left follows backward. Gradients begin as
-    None, as after ``zero_grad``, or ``accumulates`` adds them to those of the run before.
+    ``watch`` sees the chain's scalar before backward; what ``deferral`` was left follows backward.
     """
     leaf = leaf_of(call)
 
     def once(lap: Lap) -> None:
-        if not accumulates:
-            chain.zero_grad(set_to_none=True)
+        chain.zero_grad(set_to_none=True)
         leaves = [entering(leaf) for _ in range(CHAIN_LAYERS)]
         lap()
         seed = chain(call, leaves)
@@ -141,8 +137,6 @@ def measure_overhead(
     plain, watched = BlockChain(block), BlockChain(block)  # of which one collects gradients in buckets, but sends none
     reducer = GradientReducer([Reduced(parameter, None) for parameter in watched.parameters()])
     data = _longer(chain_run(watched, call, reducer.watch), chain_run(plain, call), device=device, rule=rule)
-    adding, added = chain_run(BlockChain(block), call, accumulates=True), trained_bytes(block)
-    accumulation = _longer(adding, chain_run(plain, call), device=device, rule=rule) if added else 0.0
     spatial = line_through([_spatial_point(block, kind, *item, device, rule) for item in calls.items()])
     split = line_through([_split_point(block, item, device, rule) for item in calls.values()])
     overhead = HostOverhead(
@@ -152,7 +146,6 @@ def measure_overhead(
         spatial_per_byte=spatial.slope,
         split_product=split.fixed / max(weight_products(kind), 1),
         split_share=min(split.slope, 1.0),
-        accumulation_per_byte=accumulation / max(added, 1),
     )
     if not launched():
         return overhead
@@ -162,11 +155,6 @@ def measure_overhead(
         pipeline=_pipeline(device, rule),
         spatial_exchange=_exchange_seconds(block, call, kind, device, rule),
     )
-
-
-def trained_bytes(block: nn.Module) -> int:
-    """Bytes of the gradients of a block."""
-    return storage_bytes(parameter for parameter in block.parameters() if parameter.requires_grad)
 
 
 def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:

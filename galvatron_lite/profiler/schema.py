@@ -161,9 +161,6 @@ class HostOverhead(Strict):
     # and the share by which these passes are slower than within backward (what they read has left the caches)
     split_product: CallSeconds = 0.0
     split_share: Share = 0.0
-    # seconds a byte of adding the gradients of a micro-batch to those of the ones before it (0 in an estimated profile,
-    # whose fitted constants hold it)
-    accumulation_per_byte: Seconds = 0.0
     # one call of a branch with devices of its own, on every rank, forward and backward together beside the transfer:
     # putting it off, and one exchange of what it returns (estimated where it was not measured)
     branch: CallSeconds = BRANCH_HOST

@@ -130,7 +130,6 @@ def transfer_profile(
         overhead,
         gathered_per_byte=overhead.gathered_per_byte * slower,
         spatial_per_byte=overhead.spatial_per_byte * slower,
-        accumulation_per_byte=overhead.accumulation_per_byte * slower,
     )
     device, target = profile.cluster.device.name, cluster.device.name
     source = f"{profile.origin.kind.value} on {device} ({profile.origin.source}), carried to {target} by data sheets"

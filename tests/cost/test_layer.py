@@ -67,25 +67,6 @@ def test_products_whose_gradients_wait_cost_each_and_by_their_time(stage: int, s
     assert cost.with_split_backward().host == cost.host + cost.splitting
 
 
-@pytest.mark.parametrize(
-    ("strategy", "share"),
-    [(Strategy(data=4), 1.0), (Strategy(zero=4, zero_stage=1), 1.0), (Strategy(zero=4, zero_stage=2), 0.25)],
-)
-def test_all_micro_batches_but_the_first_add_their_gradients(strategy: Strategy, share: float) -> None:
-    profile = pricer().profile
-    adds = replace(profile, overhead=replace(profile.overhead, accumulation_per_byte=1e-9))
-    cost, plain = (LayerPricer(one).price("block", strategy, 4, 1) for one in (adds, profile))
-    assert cost is not None
-    assert plain is not None
-    each = share * ITEMS * 4 * 1e-9
-    for microbatches in (1, 3):
-        seconds, without = (
-            microbatches * (one.forward_seconds + one.backward_seconds) + one.step_seconds for one in (cost, plain)
-        )
-        saved = min(each, plain.step_seconds)
-        assert seconds - without == pytest.approx(microbatches * each - saved) == cost.accumulated_over(microbatches)
-
-
 @pytest.mark.parametrize(("beta", "hidden"), [(BETA, True), (BETA / 100, False)])
 def test_replicas_sum_gradients_behind_the_last_backward(beta: float, hidden: bool) -> None:
     cost = pricer(beta).price("block", Strategy(data=8), 8, 1)
