@@ -133,8 +133,8 @@ def first_channels(value: Any, plan: ChannelPlan | None) -> Any:
 
 
 _MOST_COPIES = 8
-"""Equal blocks that are timed in turn: each finds its weights out of the caches, as in a model (on a CPU a block of 3 MiB
-takes 19 % longer among eight than alone, and 2 % longer still among twelve)."""
+"""Equal blocks that are timed in turn: each finds its weights out of the caches, as in a model (on a CPU a block of
+3 MiB takes 19 % longer among eight than alone, and 2 % longer still among twelve)."""
 _CPU_ROOM = 2**29
 
 
