@@ -191,11 +191,11 @@ def auto_parallelize(
     for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
         if chosen is not None and value not in (None, (), {}, []):
             raise InputError(name, str(value), "The plan is given: leave one of the two out.")
-    if chosen is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
-        for note in norm_notes(chosen, [run.strategy for stage in chosen.stages for run in stage.runs]):
-            _say(f"note: {note}")
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     trains = wanted is Mode.TRAINING
+    if trains and chosen is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
+        for note in norm_notes(chosen, [run.strategy for stage in chosen.stages for run in stage.runs]):
+            _say(f"note: {note}")
     if trains and not any(parameter.requires_grad for parameter in model.parameters()):
         remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
         raise InputError("model", "no parameter that requires a gradient", remedy)

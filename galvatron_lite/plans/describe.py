@@ -285,9 +285,10 @@ _UNEVEN = 0.005
 
 
 def norm_notes(plan: Plan, strategies: Sequence[Strategy]) -> tuple[str, ...]:
-    """Of which samples batch norms of layers with these strategies take statistics, where that is not all of a step."""
+    """Of which samples batch norms of layers with these strategies take statistics, where that is not all of a step. In
+    inference they take none."""
     replicas = max((strategy.batch_degree for strategy in strategies), default=1)
-    if not strategies or replicas * plan.microbatches == 1:
+    if plan.mode is not Mode.TRAINING or not strategies or replicas * plan.microbatches == 1:
         return ()
     samples = plan.microbatch // replicas
     ways = [

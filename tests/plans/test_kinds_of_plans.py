@@ -152,6 +152,7 @@ def test_replicas_and_micro_batches_have_statistics_of_their_own() -> None:
     (parts,) = noted(graph, 1, fix="microbatches=2")
     assert "SyncBatchNorm" not in parts
     assert noted(graph, 1, fix="microbatches=1") == ()
+    assert noted(graph, 2, fix=["dp=2", "pp=1"], mode="inference") == (), "averages are used there"
 
 
 def test_other_norms_need_no_note() -> None:

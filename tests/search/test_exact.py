@@ -81,7 +81,7 @@ def test_the_least_budget_is_the_least_that_any_plan_needs(seed: int) -> None:
         assert (least.most if least else None) == (peaks[0] if peaks else None)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 5])
+@pytest.mark.parametrize("seed", range(4))
 def test_the_planner_names_the_least_that_any_plan_of_the_whole_space_needs(seed: int) -> None:
     asked = random_instance(seed)
     whole = Space(asked.profile.graph, asked.profile.cluster.levels[0].size)
