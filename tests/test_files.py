@@ -109,7 +109,7 @@ def test_hostile_files_are_refused_at_once(tmp_path: Path, name: str, text: str)
     start = process_time()
     with pytest.raises(FileFormatError, match=name) as raised:
         read_data(tmp_path / name)
-    assert process_time() - start < 2
+    assert process_time() - start < 20  # a second where nothing else runs; a bomb would take hours
     assert len(str(raised.value)) < 1000
 
 
