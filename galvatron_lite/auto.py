@@ -204,7 +204,7 @@ def auto_parallelize(
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
     if uncaptured is not None and (not trains or settings is not None):
         raise uncaptured
-    if uncaptured is not None and findings is not None and findings.whole and world_size() > 1:
+    if uncaptured is not None and findings is not None and findings.undivided and world_size() > 1:
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
@@ -400,7 +400,7 @@ def _searched(
     graph = profile.graph
     _warn(dead_note(graph.dead, graph.parameters, "an output or the loss"))
     try:
-        plan = _found_plan(profile, arguments, delay)
+        plan = _searched_plan(profile, arguments, delay)
     except InputError as error:
         if findings is None or not findings.pins() or error.field not in ("--fix", "--forbid"):
             raise
@@ -412,7 +412,7 @@ def _searched(
     return plan
 
 
-def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
+def _searched_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
     """Rank 0's plan. Where the wanted delay is why there is none, the error speaks of it."""
     from galvatron_lite.api import plan as find
 

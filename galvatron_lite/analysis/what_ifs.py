@@ -24,8 +24,8 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, OriginKind, Profile
 from galvatron_lite.search.best_first import MOST_WORK
 from galvatron_lite.search.pins import Pins
+from galvatron_lite.search.plan_families import seconds_of
 from galvatron_lite.search.result import summary
-from galvatron_lite.search.ways import seconds_of
 from galvatron_lite.units import format_budget
 
 RUNNERS_UP = 5
@@ -246,7 +246,7 @@ def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: 
 def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
     """The price with the fastest plans between the two budgets, by memory; fewer where the time is over."""
     steps: list[MemoryStep] = list(price.steps)
-    alike = not budget.own  # budgets of unlike devices have no one order
+    alike = not budget.by_device  # budgets of unlike devices have no one order
     while alike and steps and len(steps) <= MOST_STAIRS and steps[0].budget_bytes - 1 > budget.least:
         try:
             clock.begin("where it gets quicker")

@@ -180,7 +180,7 @@ def check_replaced(model: nn.Module, twin: nn.Module) -> None:
             raise TraceError("model", value, "Run the model once on such a batch before.")
 
 
-def whole_reason(
+def one_stage_reason(
     model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], flow: DataFlow
 ) -> str:
     """Why not every layer can begin a stage; empty where it can.

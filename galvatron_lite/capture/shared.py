@@ -156,7 +156,7 @@ class _Sight:
     place: Mapping[str, int]  # of each layer
     needs: Mapping[str, Needs]  # of each layer
     current: str  # the layer that runs
-    made: dict[int, _Key] = field(default_factory=dict)  # tensors by their storage
+    storages: dict[int, _Key] = field(default_factory=dict)  # tensors by their storage
     edges: dict[_Edge, _Key] = field(default_factory=dict)  # tensors by their place in the graph of autograd
     sent: dict[_Key, _Sent] = field(default_factory=dict)  # who made and who read them
     heard: set[_Edge] = field(default_factory=set)  # tensors that are heard of inside blocks
@@ -164,14 +164,14 @@ class _Sight:
     def make(self, tensor: Tensor, key: _Key) -> None:
         """The layer that runs gave a tensor."""
         if tensor.requires_grad:
-            self.made[_storage(tensor)] = self.edges[_edge(tensor)] = key
+            self.storages[_storage(tensor)] = self.edges[_edge(tensor)] = key
             self.sent[key] = _Sent(self.current, tensor.nbytes)
 
     def read(self, tensor: Tensor, reader: str, key: _Key, borrows: bool) -> None:
         """A layer is given a tensor; what no layer gave gets the key."""
         if not tensor.requires_grad:
             return
-        if _storage(tensor) not in self.made:
+        if _storage(tensor) not in self.storages:
             sources = set(self._sources(tensor))
             if sources and (
                 self.place[self.current] or any(self.place[self.sent[source].producer] for source in sources)
@@ -179,10 +179,10 @@ class _Sight:
                 for source in sources:
                     self._note(source, reader, False)
                 return
-            self.made[_storage(tensor)] = key
+            self.storages[_storage(tensor)] = key
             after = self.current in self.needs[reader].earlier
             self.sent[key] = _Sent(self.current if after else next(iter(self.place)), tensor.nbytes)
-        self._note(self.made[_storage(tensor)], reader, borrows)
+        self._note(self.storages[_storage(tensor)], reader, borrows)
 
     def _note(self, key: _Key, reader: str, borrows: bool) -> None:
         sent = self.sent[key]

@@ -145,10 +145,10 @@ _NO_PAIR = f"No two matmuls with weights run in it, one to split by columns and 
 class TensorFigures:
     """A region run whole, and one device's share of it."""
 
-    whole: RegionFigures  # on one device
+    full: RegionFigures  # on one device
     plan: TensorPlan  # how it is split
     degree: int  # ways it was split to see the share; 1 where it was not
-    share: RegionFigures  # of a tensor group; ``whole`` where it was not split
+    share: RegionFigures  # of a tensor group; ``full`` where it was not split
     tokens: RegionFigures  # of a tensor group with sequence parallelism; ``share`` where that is not offered
     sharded: frozenset[str] = frozenset()  # names of parameters (inside the layer) that are split
     loss_bytes: int = 0  # of an edge, see ``LayerKind``
@@ -160,14 +160,14 @@ class TensorFigures:
         From share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The sum
         is always what one device holds that has the whole layer, so copies that only a split layer makes are left out.
         """
-        total, share, tokens = (getattr(region, figure) for region in (self.whole, self.share, self.tokens))
+        total, share, tokens = (getattr(region, figure) for region in (self.full, self.share, self.tokens))
         if self.degree == 1:
             return TensorSplit(whole=total)
         tensor = _part(total - share, self.degree, total)
         sequence = _part(share - tokens, self.degree, total - tensor)
         return TensorSplit(tensor=tensor, sequence=sequence, whole=total - tensor - sequence)
 
-    def with_whole(self, more: RegionFigures | None, times: int) -> TensorFigures:
+    def with_unsplit(self, more: RegionFigures | None, times: int) -> TensorFigures:
         """With a region that is not split and runs so many times beside it."""
         if more is None:
             return self
@@ -180,15 +180,15 @@ class TensorFigures:
                 working=max(one.working, more.working),
                 forward_working=max(one.forward_working, more.forward_working),
             )
-            for one in (self.whole, self.share, self.tokens)
+            for one in (self.full, self.share, self.tokens)
         )
-        return replace(self, whole=full, share=share, tokens=tokens)
+        return replace(self, full=full, share=share, tokens=tokens)
 
     def shardings(self) -> dict[tuple[str, OperatorClass], Sharding]:
         """How each module's calls of each class are divided."""
         if self.degree == 1:
             return {}
-        full, share, tokens = (_work(region) for region in (self.whole, self.share, self.tokens))
+        full, share, tokens = (_work(region) for region in (self.full, self.share, self.tokens))
 
         def divided(part: int, total: int) -> bool:
             return total > 0 and abs(part * self.degree - total) <= _CLOSE * total

@@ -15,9 +15,9 @@ from galvatron_lite.capture.limits import (
     check_replaced,
     dead_parameters,
     folded_argument,
+    one_stage_reason,
     split_dims,
     token_writes,
-    whole_reason,
 )
 from galvatron_lite.capture.shared import (
     Owners,
@@ -128,7 +128,7 @@ def trace(
     sequence, shared = _sequence(batches[1], calls[1]), held_twice(twin, layers)
     capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, sequence, shared)
     ends = [_ends(one.output, example, loss_fn) for one, example in zip(seen, batches, strict=True)]
-    needs = layer_needs(watched.flow, twin, layers, watched.flow.made_of(outputs))
+    needs = layer_needs(watched.flow, twin, layers, watched.flow.sources_of_tensors(outputs))
     kinds, passed = capture.kinds(batches, loss_fn, ends, needs)
     tensors = linked(layers, passed, needs, capture.output_bytes(), watched.forked)
     dead = dead_parameters(twin, watched.flow, outputs if loss_fn is not None else watched.output)
@@ -142,7 +142,7 @@ def trace(
         precision=precision_of(twin),
         ties=capture.owners.ties + (read_elsewhere(watched.flow, twin, layers) if tensors else ()),
         notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), goal),
-        whole=whole_reason(twin, layers, seen[0], ends[0], watched.flow),
+        whole=one_stage_reason(twin, layers, seen[0], ends[0], watched.flow),
         dead=dead,
         undivided=undivided_reason(model, batch),
         folded=folded_argument(calls[0], calls[1], SAMPLES),
@@ -284,7 +284,7 @@ class _Capture:
             kind: sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
             for kind, layer in first.items()
         }
-        regions = {kind: figure.whole for kind, (_, figure, _) in captured.items()}
+        regions = {kind: figure.full for kind, (_, figure, _) in captured.items()}
         sides = [region.side - borrowed[kind] for kind, region in regions.items()]
         (before, opening), (after, closing) = self._edges(batches, loss_fn, max(sides, default=0))
         regions |= {"before": opening, "after": closing}
@@ -392,9 +392,9 @@ class _Capture:
         leaving = slope(*[_bytes(tensors_of(call.output)) for call in calls])
         figure = split_block(block, calls, chains, figures(runs[0], runs[1]), self.shared[layer.kind])
         kept = {Recompute.NONE: figure.split("kept")}
-        if not (figure.whole.overwrites or figure.whole.overwrites_heavy):
+        if not (figure.full.overwrites or figure.full.overwrites_heavy):
             kept[Recompute.SELECTIVE] = figure.split("selective")
-        if not figure.whole.overwrites:
+        if not figure.full.overwrites:
             kept[Recompute.FULL] = TensorSplit(sequence=entering)
         shape = _sample_shape([calls[1].inputs[place] for place in chains[1]])
         return self._kind(layer, figure, kept, (entering, leaving), shape), figure, runs[1].needed
@@ -410,7 +410,7 @@ class _Capture:
         modules = [before.modules, after.modules]
         first, last = split_edges(self.twin, modules, batches, self.calls, loss_fn, wholes)
         for path in before.modules:
-            first = first.with_whole(*self._between(path))
+            first = first.with_unsplit(*self._between(path))
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = slope(*[_bytes(tensors_of(example)) for example in batches])
         entry = leave = 0  # bytes per sample that enter the first block and leave the last one
@@ -448,12 +448,12 @@ class _Capture:
     ) -> LayerKind:
         modules = [self.twin.get_submodule(path) for path in layer.modules]
         operators = merge(
-            figure.whole.calls, figure.shardings(), _frozen(modules[0] if layer.role is Role.BLOCK else self.twin)
+            figure.full.calls, figure.shardings(), _frozen(modules[0] if layer.role is Role.BLOCK else self.twin)
         )
         plan = figure.plan
         mixture = MixtureFigures()
         if layer.role is Role.BLOCK:
-            mixture = mixture_figures(modules[0], figure.whole.calls, self.sequence)
+            mixture = mixture_figures(modules[0], figure.full.calls, self.sequence)
         dims = split_dims(self.twin, modules, layer.role, operators, self.sequence, entering)
         returned = [one for call in self.calls[1] if call.path in layer.modules for one in tensors_of(call.output)]
         if any(tensor.dim() < 2 for tensor in returned):  # a loss beside the picture has no channels to share

@@ -18,30 +18,31 @@ class Budget:
 
     least: int  # on any device
     # (name of a device, bytes on it) where types of devices have unlike budgets; none is below ``least``
-    own: tuple[tuple[str, int], ...] = ()
+    by_device: tuple[tuple[str, int], ...] = ()
 
     def of(self, device: str) -> int:
         """Bytes on a device by name; on devices of several types together (no name) the least."""
-        return dict(self.own).get(device, self.least)
+        return dict(self.by_device).get(device, self.least)
 
     @property
     def most(self) -> int:
         """Bytes on the devices that may take most."""
-        return max((size for _, size in self.own), default=self.least)
+        return max((size for _, size in self.by_device), default=self.least)
 
     def within(self, limit: int) -> Budget:
         """The same, and nowhere more than so many bytes."""
-        limits = tuple((name, min(size, limit)) for name, size in self.own)
+        limits = tuple((name, min(size, limit)) for name, size in self.by_device)
         alike = len({size for _, size in limits}) < 2
         return Budget(min(self.least, limit), () if alike else limits)
 
     def scaled(self, factor: float) -> Budget:
         """So many times as much on every device, in whole bytes, rounded down, but not to nothing."""
-        return Budget(max(int(self.least * factor), 1), tuple((n, max(int(size * factor), 1)) for n, size in self.own))
+        sizes = tuple((name, max(int(size * factor), 1)) for name, size in self.by_device)
+        return Budget(max(int(self.least * factor), 1), sizes)
 
     def plus(self, size: int) -> Budget:
         """So many bytes more on every device; negative: less."""
-        return Budget(self.least + size, tuple((name, bytes_ + size) for name, bytes_ in self.own))
+        return Budget(self.least + size, tuple((name, bytes_ + size) for name, bytes_ in self.by_device))
 
 
 def as_budget(budget: int | Budget) -> Budget:

@@ -181,4 +181,4 @@ class DistinctGroups:
 
     groups: Sequence[RankGroup]  # each of them once
     place: IntArray  # (n,) which of them each is
-    known: dict[object, object] = field(default_factory=dict)  # what was found out of them, by who asked
+    cache: dict[object, object] = field(default_factory=dict)  # what was found out of them, by who asked

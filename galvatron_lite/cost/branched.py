@@ -59,7 +59,7 @@ class PartPricer:
 
     pricer: LayerPricer  # of the profile
     regions: tuple[BranchRegion, ...] = field(init=False)  # where the model falls into branches
-    _known: dict[tuple[str, ...], LayerPricer] = field(default_factory=dict)
+    _pricers: dict[tuple[str, ...], LayerPricer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Looks for branches."""
@@ -73,10 +73,10 @@ class PartPricer:
     def of(self, layers: Sequence[str]) -> LayerPricer:
         """The pricer of a part of the model."""
         names = tuple(layers)
-        if names not in self._known:
+        if names not in self._pricers:
             profile = self.pricer.profile
-            self._known[names] = LayerPricer(replace(profile, graph=part_of(profile.graph, set(names))))
-        return self._known[names]
+            self._pricers[names] = LayerPricer(replace(profile, graph=part_of(profile.graph, set(names))))
+        return self._pricers[names]
 
     def price(
         self, layers: Sequence[str], strategies: Sequence[Strategy], place: range, site: BranchSite, microbatches: int

@@ -42,7 +42,7 @@ from galvatron_lite.cluster.collectives import CollectiveTime, collective_lines,
 from galvatron_lite.cluster.transport import as_driven, staged_seconds
 from galvatron_lite.cost.points import LayerFigures
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.ranks import told_apart
+from galvatron_lite.parallelism.ranks import distinct_groups
 from galvatron_lite.profiler.schema import CollectiveFit, Overlap, Profile
 
 T = TypeVar("T")
@@ -125,20 +125,20 @@ class Links:
         """Seconds of one call."""
         if not _several(one.group):
             return self._alike(one.collective, one.group, one.size)
-        shapes = self._shapes_of(one.collective, one.group.apart or told_apart(one.group))
+        shapes = self._shapes_of(one.collective, one.group.apart or distinct_groups(one.group))
         seconds = seconds_on(one.collective, shapes.lines, one.size)
         for number, curve in shapes.curves:
             seconds = where(shapes.place == number, _on_curve(curve, one.size, seconds), seconds)
         return where(one.size > 0, seconds, 0.0)
 
     def _shapes_of(self, collective: Collective, groups: DistinctGroups) -> Shapes:
-        found = groups.known.get((self, collective))
+        found = groups.cache.get((self, collective))
         if isinstance(found, Shapes):
             return found
         shapes, place = [self._shape(collective, group) for group in groups.groups], groups.place
         lines = [_line_of(shapes, number, place) for number in range(max(len(shape.lines) for shape in shapes))]
         curves = [(number, shape.curve) for number, shape in enumerate(shapes) if shape.curve is not None]
-        groups.known[self, collective] = Shapes(place, lines, curves)
+        groups.cache[self, collective] = Shapes(place, lines, curves)
         return Shapes(place, lines, curves)
 
     def _alike(self, collective: Collective, group: RankGroup, size: Real) -> Real:

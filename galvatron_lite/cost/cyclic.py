@@ -86,7 +86,8 @@ class CyclicFigures:
     pricer: LayerPricer  # of the profile
     cyclic: Cyclic  # rule and setting
     stages: tuple[StageFigures, ...]  # their figures
-    known: dict[tuple[int, RankGroup], float] = field(default_factory=dict)  # seconds of messages by bytes and place
+    # seconds of messages by bytes and place
+    message_times: dict[tuple[int, RankGroup], float] = field(default_factory=dict)
 
     @property
     def loop(self) -> Loop:
@@ -124,7 +125,7 @@ class CyclicFigures:
         passes = [self.pass_seconds(slot, sends) for slot in loop.slots]
         step = round_seconds(loop, passes, sends)
         alone = round_seconds(loop, passes, [0.0] * len(sends))
-        longest = max(self._own_work().values(), key=lambda work: work.total)
+        longest = max(self._work_by_process().values(), key=lambda work: work.total)
         shown = (1.0 - self._hidden) * sum(sends) / len({slot.process for slot in loop.slots})
         longest = replace(longest, communication=longest.communication + shown)
         waiting = max(alone - longest.total, 0.0)
@@ -162,7 +163,7 @@ class CyclicFigures:
         count = slot.does.finishes if setting is CyclicSetting.SINGLE else len(slot.does.applies)
         return count * (stage.update + stage.update_host)
 
-    def _own_work(self) -> Mapping[int, TimeBreakdown]:
+    def _work_by_process(self) -> Mapping[int, TimeBreakdown]:
         """What each process does itself in a step; under ``stages`` each process of a stage its share of them."""
         work: dict[int, TimeBreakdown] = {}
         programme = CyclicProgramme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
@@ -207,10 +208,10 @@ class CyclicFigures:
 
     def _sent(self, size: int, group: RankGroup) -> float:
         """Seconds of a message, worked out once."""
-        if (size, group) not in self.known:
+        if (size, group) not in self.message_times:
             sent = Communication(Collective.SEND_RECV, size, group, When.FORWARD, overlaps=True, cause=NAME)
-            self.known[size, group] = self.pricer.links.seconds(sent)
-        return self.known[size, group]
+            self.message_times[size, group] = self.pricer.links.seconds(sent)
+        return self.message_times[size, group]
 
     @property
     def _turning(self) -> bool:

@@ -86,7 +86,7 @@ class LayerCost:
     gathered: int  # bytes of parameters gathered from this layer's forward until its backward ends
     gather: int  # bytes of parameters gathered only while this layer computes
     gathering: int  # bytes of one copy of the gathered parameters: the buffer the collective fills
-    whole_gradients: int  # bytes of whole gradients made in backward before they are reduced
+    full_gradients: int  # bytes of whole gradients made in backward before they are reduced
     reducing: int  # bytes of the buffer that is reduced; it lives on during the next layer's backward
     working: int  # working, forward_working: bytes, see ``LayerPoint``
     forward_working: int
@@ -159,7 +159,7 @@ class LayerPricer:
     _host: dict[str, float] = field(init=False)
     _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)
     _curves: dict[str, Curves] = field(default_factory=dict)
-    _known: dict[tuple[str, ParameterSharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
+    _costs: dict[tuple[str, ParameterSharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
     _moves: dict[tuple[int, Layout, Layout], float] = field(default_factory=dict)
     _exchanges: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[RankGroup, FloatArray, IntArray]] = field(
         default_factory=dict
@@ -211,9 +211,9 @@ class LayerPricer:
             one that is too small.
         """
         key = (kind, sharing, strategy, microbatch, stages)
-        if key not in self._known:
-            self._known[key] = self._new_price(kind, strategy, microbatch, stages, sharing)
-        return self._known[key]
+        if key not in self._costs:
+            self._costs[key] = self._new_price(kind, strategy, microbatch, stages, sharing)
+        return self._costs[key]
 
     def _new_price(
         self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: ParameterSharing
@@ -464,7 +464,7 @@ class LayerPricer:
             "gathered": up(lasting),
             "gather": 0 if grouped else up(transient * gather),
             "gathering": up(at_use * gather),
-            "whole_gradients": 0 if grouped else gathered_gradients,
+            "full_gradients": 0 if grouped else gathered_gradients,
             "reducing": up(reduced * summed),
             "working": largest(figures.working, figures.kept) + passing,
             "forward_working": figures.forward_working + passing,

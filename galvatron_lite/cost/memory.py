@@ -99,7 +99,7 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
     """
     passing, rest = passing_of(cost, microbatches), resting(cost, microbatches)
     gathered = cost.gathered + cost.gather
-    full_gradients = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
+    full_gradients = cost.full_gradients if microbatches == 1 else largest(cost.full_gradients - cost.accumulated, 0)
     middle = gathered + largest(cost.working, cost.at_weights + _new_gradient(cost, microbatches)) + full_gradients
     end = largest(cost.gathered - cost.gathering, 0) + full_gradients + cost.reducing + cost.bucket
     forward = gathered + cost.gathering + cost.forward_working
@@ -313,7 +313,7 @@ def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int, fil
 class Counts:
     """Micro-batches in memory."""
 
-    whole: tuple[int, ...]  # by virtual stage, between forward and backward
+    saved: tuple[int, ...]  # by virtual stage, between forward and backward
     pending: tuple[int, ...]  # by virtual stage, between the gradient of the input and that of the weights
     formed: bool  # whether gradients are there that form in backward
 
@@ -378,7 +378,7 @@ class GroupMemory:
 
     def worst_layer(self, action: Action, counts: Counts) -> int:
         """Place, in its stage, of the layer that is computed at a pass's worst moment."""
-        chunk, count = self._chunks[action.chunk], max(counts.whole[action.chunk], 1)
+        chunk, count = self._chunks[action.chunk], max(counts.saved[action.chunk], 1)
         if action.what is Pass.FORWARD:
             return _forward_place(chunk)
         filled = self._filled(count)
@@ -399,8 +399,8 @@ class GroupMemory:
         if what is Pass.FORWARD:
             return self._forward(chunk, counts)
         memory = backward_memory(
-            self._chunks, chunk, counts.whole, self._microbatches, self._buffers, self._context,
-            filled=self._filled(counts.whole[chunk]),
+            self._chunks, chunk, counts.saved, self._microbatches, self._buffers, self._context,
+            filled=self._filled(counts.saved[chunk]),
         )  # fmt: skip
         begins = replace(memory, activations=memory.activations + self._besides(counts))
         return max(begins, self._within(chunk, counts), key=lambda one: one.total) if self._split else begins
@@ -409,9 +409,9 @@ class GroupMemory:
         """At the worst layer of a backward that leaves the gradients of weights: what those of the layers behind it
         wait for is there, and what the layers before it keep. Inputs that they are made from stay while the gradients
         of the layer's outputs come."""
-        complete, layers, chunk_cost = _plus(counts.whole, chunk, -1), self._chunks[chunk], self._own[chunk]
+        complete, layers, chunk_cost = _plus(counts.saved, chunk, -1), self._chunks[chunk], self._own[chunk]
         rest, before, behind = (
-            self._between(replace(counts, whole=complete)),
+            self._between(replace(counts, saved=complete)),
             chunk_cost.carried,
             sum(chunk_cost.pending),
         )
@@ -428,8 +428,8 @@ class GroupMemory:
     def _forward(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """While the forward of one more micro-batch runs."""
         place, layers = _forward_place(self._chunks[chunk]), self._chunks[chunk]
-        earlier = tuple(count - (other_chunk == chunk) for other_chunk, count in enumerate(counts.whole))
-        rest, layer = self._between(replace(counts, whole=earlier)), layers[place]
+        earlier = tuple(count - (other_chunk == chunk) for other_chunk, count in enumerate(counts.saved))
+        rest, layer = self._between(replace(counts, saved=earlier)), layers[place]
         gathered = 0 if earlier[chunk] else sum(cost.gathered for cost in layers[: place + 1])
         return replace(
             rest,
@@ -442,13 +442,13 @@ class GroupMemory:
     def _between(self, counts: Counts) -> MemoryBreakdown:
         """Between passes."""
         layers = [cost for chunk in self._chunks for cost in chunk]
-        held = zip(self._chunks, counts.whole, strict=True)
+        held = zip(self._chunks, counts.saved, strict=True)
         kept = sum(count * cost.kept for chunk, count in held for cost in chunk)
         return MemoryBreakdown(
             parameters=sum(cost.parameters + cost.copies for cost in layers)
             + sum(
                 cost.gathered
-                for chunk, count in zip(self._chunks, counts.whole, strict=True)
+                for chunk, count in zip(self._chunks, counts.saved, strict=True)
                 if count
                 for cost in chunk
             ),
@@ -465,7 +465,7 @@ class GroupMemory:
         """Copies of tensors made in earlier stages, and what gradients of weights wait for."""
         return sum(
             complete * cost.carried + pending * sum(cost.pending)
-            for cost, complete, pending in zip(self._own, counts.whole, counts.pending, strict=True)
+            for cost, complete, pending in zip(self._own, counts.saved, counts.pending, strict=True)
         )
 
 
@@ -473,13 +473,13 @@ class GroupMemory:
 def _moved(now: Counts, what: Pass, chunk: int, split: bool) -> tuple[Counts, Counts]:
     """Micro-batches in memory during a pass, its own one included, and after it; ``split``: with passes of weights."""
     if what is Pass.FORWARD:
-        inside = replace(now, whole=_plus(now.whole, chunk, 1))
+        inside = replace(now, saved=_plus(now.saved, chunk, 1))
         return inside, inside
     if what is Pass.WEIGHT:
         return now, replace(now, pending=_plus(now.pending, chunk, -1))
     inside = replace(now, formed=True)
     pending = _plus(now.pending, chunk, 1) if split else now.pending
-    return inside, replace(inside, whole=_plus(now.whole, chunk, -1), pending=pending)
+    return inside, replace(inside, saved=_plus(now.saved, chunk, -1), pending=pending)
 
 
 def _plus(counts: tuple[int, ...], place: int, more: int) -> tuple[int, ...]:

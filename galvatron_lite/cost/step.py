@@ -241,7 +241,7 @@ def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple
 
 def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]:
     """Places of all layers that the devices of a stage hold."""
-    stages = _own_stages(shape, group_of(shape.schedule, shape.stages, stage))
+    stages = _stages_of_group(shape, group_of(shape.schedule, shape.stages, stage))
     return frozenset(place for other in stages for place in ranges[other])
 
 
@@ -251,7 +251,7 @@ def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost], 
     run = ordered_step(pricer.profile, shape, costs) if ordered and shape.schedule.splits_backward else None
     cache: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
-        own = _own_stages(shape, group)
+        own = _stages_of_group(shape, group)
         context = pricer.of_group(shape.stage_devices, group).profile.cluster.device.context
         key = (group if run else _held(shape, group), tuple(id(costs[stage]) for stage in own))
         if key not in cache:
@@ -275,13 +275,13 @@ def _held(shape: Shape, group: int) -> Moments:
     return chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
 
 
-def _own_stages(shape: Shape, group: int) -> list[int]:
+def _stages_of_group(shape: Shape, group: int) -> list[int]:
     return [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
 
 
 def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]:
     """The stages that each group of devices runs."""
-    return [[costs[stage] for stage in _own_stages(shape, group)] for group in range(shape.stages)]
+    return [[costs[stage] for stage in _stages_of_group(shape, group)] for group in range(shape.stages)]
 
 
 def ordered_step(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> OrderedStep:

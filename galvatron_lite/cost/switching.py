@@ -66,7 +66,7 @@ class MovedLayers:
     old: int  # old, new: first rank of the groups of devices
     new: int
     items: float  # parameters whose slices tensor ranks share
-    whole: float  # parameters that every tensor rank holds
+    replicated: float  # parameters that every tensor rank holds
 
 
 def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
@@ -146,10 +146,11 @@ def _move(
     box_of = box_of.reshape(-1)
     ranks = part.new + np.arange(part.after.devices)
     slices, shards = (side[:, 1] - side[:, 0] for side in targets)
-    held[ranks] += (slices * part.items + part.whole) * shards * width
+    held[ranks] += (slices * part.items + part.replicated) * shards * width
     for start in range(0, len(ranks), _ROWS):
         rows = slice(start, start + _ROWS)
-        across = _covered(targets[0][rows], boxes[:, :2]) * part.items + part.whole * _first_slice(boxes, targets, rows)
+        across = _covered(targets[0][rows], boxes[:, :2]) * part.items
+        across = across + part.replicated * _first_slice(boxes, targets, rows)
         wanted = across * _covered(targets[1][rows], boxes[:, 2:]) * width
         _route(cluster, ranks[rows], wanted, holders, box_of, received, sent)
 

@@ -39,9 +39,9 @@ class Side:
 def sides_of(one: Operator) -> tuple[Side, ...]:
     """The sides that a convolution's kernel or a pooling window passes over; none of other operators."""
     if one.kind is OperatorClass.CONVOLUTION:
-        return sides_told(one.shape[3:])
+        return sides_from_figures(one.shape[3:])
     if one.kind is OperatorClass.MEMORY and len(one.shape) > _NORM:
-        return sides_told(one.shape[2:])
+        return sides_from_figures(one.shape[2:])
     return ()
 
 
@@ -49,7 +49,7 @@ _NORM = 2  # figures in the shape of a batch normalisation; a pooling window has
 
 
 @lru_cache(maxsize=4096)
-def sides_told(figures: tuple[int, ...]) -> tuple[Side, ...]:
+def sides_from_figures(figures: tuple[int, ...]) -> tuple[Side, ...]:
     """Sides from (input extents, kernel extents, strides, paddings, dilations).
 
     Strides of a transposed convolution are negative. Where paddings and dilations are left out, windows that overlap

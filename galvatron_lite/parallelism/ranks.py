@@ -144,10 +144,10 @@ def sharded_items(work: LayerWork, strategy: Either, *, trained: bool = False) -
 def rank_group(size: Whole, stride: Whole, siblings: Whole) -> RankGroup:
     """A group, or an array of groups that are told apart at once."""
     group = RankGroup(size, stride, siblings)
-    return replace(group, apart=told_apart(group)) if isinstance(size, np.ndarray) else group
+    return replace(group, apart=distinct_groups(group)) if isinstance(size, np.ndarray) else group
 
 
-def told_apart(groups: RankGroup) -> DistinctGroups:
+def distinct_groups(groups: RankGroup) -> DistinctGroups:
     """The groups that an array of them has."""
     codes = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
     distinct, place = np.unique(codes, return_inverse=True)

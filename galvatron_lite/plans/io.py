@@ -207,11 +207,11 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
                 place = f"plan, {part}, strategy of {run.first}"
                 raise InputError(place, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
     _check_alike(plan, backend)
-    _check_asked(plan, backend)
+    _check_required(plan, backend)
     return plan
 
 
-def _check_asked(plan: Plan, backend: Backend) -> None:
+def _check_required(plan: Plan, backend: Backend) -> None:
     required = backend.required(plan.schedule) if len(plan.stages) > 1 else ()
     for number, stage in enumerate(plan.stages):
         for run in stage.runs:

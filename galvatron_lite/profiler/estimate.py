@@ -57,11 +57,11 @@ class LayerTimes:
     forward: float  # forward, backward: of the device
     backward: float
     again: float  # of the device in the forward of what selective recompute runs again
-    whole: float  # the same for full recompute
+    full: float  # the same for full recompute
     forward_host: float
     backward_host: float
     again_host: float
-    whole_host: float
+    full_host: float
 
     @property
     def forward_with_host(self) -> float:
@@ -73,7 +73,7 @@ class LayerTimes:
         if recompute is Recompute.NONE:
             return behind_host(self.backward, self.backward_host)
         if recompute is Recompute.FULL:
-            return behind_host(self.backward + self.whole, self.backward_host + self.whole_host)
+            return behind_host(self.backward + self.full, self.backward_host + self.full_host)
         return behind_host(self.backward + self.again, self.backward_host + self.again_host)
 
 
@@ -225,7 +225,7 @@ class _Choice(NamedTuple):
     samples: float
     expert: int = 1
     by: str = ""  # the field of ``Strategy`` that splits channels
-    ways: int = 1  # its degree
+    slices: int = 1  # its degree
 
 
 __all__ = [
@@ -399,7 +399,7 @@ def _points(
     times: dict[_Choice, LayerTimes] = {}
     kinds: dict[tuple[str, str, int], LayerKind] = {}
     for choice in choices:
-        name, by, ways = key = choice.kind, choice.by, choice.ways
+        name, by, ways = key = choice.kind, choice.by, choice.slices
         if key not in kinds:
             whole = graph.kinds[name]
             kinds[key] = sliced_kind(whole, by, ways, stack.pictures.gathers_each) if by else whole
@@ -430,6 +430,6 @@ def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
         working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
         expert=choice.expert,
-        filters=choice.ways if choice.by == "filters" else 1,
-        channels=choice.ways if choice.by == "channels" else 1,
+        filters=choice.slices if choice.by == "filters" else 1,
+        channels=choice.slices if choice.by == "channels" else 1,
     )

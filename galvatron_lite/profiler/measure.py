@@ -92,7 +92,7 @@ class Scope:
     device: torch.device  # of this process
     rule: TimingRule  # how long to time one point
     # whether samples are only measured whole, and not shares of their pixels: for plans of one device
-    whole: bool = False
+    unsplit: bool = False
 
 
 def measure_profile(
@@ -160,7 +160,7 @@ def measure_profile(
         cluster=machine,
         device=place,
         rule=rule,
-        whole=brief,
+        unsplit=brief,
     )
     tasks = make_tasks(scope, LayerBench(built, graph, batch, loss_fn, place, rule, branch_seconds))
     title, root = name or graph.name, Path(folder)
@@ -227,7 +227,7 @@ def stem_settings(scope: Scope) -> list[LayerSetting]:
 def _shares(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
     """Shares of a sample's pixels."""
     for name, kind in kinds.items():
-        for grid in () if scope.whole else measured_grids(kind):
+        for grid in () if scope.unsplit else measured_grids(kind):
             yield LayerSetting(name, share_on(kind, grid), grid=grid)
 
 
@@ -235,13 +235,13 @@ def sliced_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[La
     """Points of kinds of layers with slices of their weights."""
     for samples, (name, kind) in product(scope.samples[::2], kinds.items()):
         for by, ways in measured_slices(kind, scope.degrees):
-            yield LayerSetting(name, samples, by=by, ways=ways)
+            yield LayerSetting(name, samples, by=by, slices=ways)
 
 
 def layer_key(setting: LayerSetting) -> str:
     """Key of the task that measures a block under some choices."""
     shared = "+sp" if setting.sequence_parallel else ""
-    sliced = f"/{setting.by} {setting.ways}" if setting.by else ""
+    sliced = f"/{setting.by} {setting.slices}" if setting.by else ""
     ways = f"tensor {setting.tensor}{shared}{sliced}"
     return f"{setting.kind}/samples {setting.samples}/{ways}/recompute {setting.recompute}"
 
@@ -263,7 +263,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
     for setting in stem_settings(scope):
         add(f"{EDGES}/pixels {setting.samples}", bench.measure_stem, setting)
     for setting in sliced_settings(scope, _kinds(scope, Role.BEFORE, Role.AFTER)):
-        key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.ways}"
+        key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.slices}"
         add(key, bench.measure_sliced_edge, setting)
     add("optimizer", measure_optimizer, device, rule)
     add("overlap", measure_overlap, device, rule)

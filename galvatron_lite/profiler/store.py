@@ -49,7 +49,7 @@ def read_profile(path: Path) -> Profile:
         remedy = f"This version reads profiles of version {PROFILE_VERSION}; make the profile anew."
         raise FileFormatError(f"{path}, version", version, remedy)
     profile = from_data(Profile, data, str(path))
-    _check_whole(profile, path)
+    _check_complete(profile, path)
     return profile
 
 
@@ -117,7 +117,7 @@ def check_hardware(profile: Profile, cluster: Cluster) -> list[str]:
     ]
 
 
-def _check_whole(profile: Profile, path: Path) -> None:
+def _check_complete(profile: Profile, path: Path) -> None:
     place = {layer.name: number for number, layer in enumerate(profile.graph.layers)}
     if len(place) < len(profile.graph.layers):
         raise FileFormatError(f"{path}, graph.layers", len(place), "Give every layer a name of its own.")

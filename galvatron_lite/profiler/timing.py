@@ -238,7 +238,7 @@ class Journal:
 
     def __init__(self, path: Path, identity: str, resume: bool = True) -> None:
         self.path = path
-        lines = _whole_lines(path) if resume else []
+        lines = _complete_lines(path) if resume else []
         same = bool(lines) and lines[0].get(_IDENTITY) == identity
         self.finished: dict[str, Any] = {line["key"]: line["value"] for line in lines[1:] if "key" in line and same}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +262,7 @@ class Journal:
             os.fsync(stream.fileno())
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
     """The lines that can be read; what follows the last line break is cut off the file."""
     try:
         raw = path.read_bytes()

@@ -80,7 +80,7 @@ def glue_of(stage: Sequence[LayerAssignment]) -> LayerAssignment:
 
 def glue_layout(stage: Sequence[LayerAssignment]) -> ActivationLayout:
     """The layout of a stage's inputs, and of what runs between its layers."""
-    return glue_of(stage).layout.whole_tokens
+    return glue_of(stage).layout.full_tokens
 
 
 def check_samples(samples: int, plan: Plan, microbatches: int) -> None:

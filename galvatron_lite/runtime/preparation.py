@@ -123,10 +123,10 @@ def examine(
         tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
     check_samples_move(model, stages, batch)
     examined = layer_plans(model, [stages[number] for number in numbers], tensor, batch)
-    return replace(examined, flow=known_flow(model, layers, batch, loss_fn)) if len(stages) > 1 else examined
+    return replace(examined, flow=flow_or_none(model, layers, batch, loss_fn)) if len(stages) > 1 else examined
 
 
-def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
+def flow_or_none(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
     """Which layers read what; None where no example says so, and each must read the layer before it alone."""
     if batch is None:
         return None

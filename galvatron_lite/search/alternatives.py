@@ -118,7 +118,7 @@ class Finalist:
     """A plan whose step has been simulated."""
 
     name: str  # of its shape
-    found: SolvedPlan  # what a search ended with
+    solved: SolvedPlan  # what a search ended with
     plan: Plan  # with its prediction
     fits: bool  # whether that is within the budget
     range: Range | None = None  # of its step over scenarios; None: not asked for
@@ -236,7 +236,7 @@ def shaped(request: Request, shape: Shape) -> Request:
 def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: bool) -> Iterator[Shape]:
     """Shapes of pipelines whose best plan a simulation may put first: those of near bounds, if they are asked for, and
     those of fewer stages a group, of which the closed form knows less where they are uneven."""
-    own, glance = best.problem.shape, request.known.glance(pricer.profile)
+    own, glance = best.problem.shape, request.prices.glance(pricer.profile)
     for shape in shapes_of(request) if near and best.gap == 0.0 else ():
         below = int(best.partition.time * (1.0 + _reach(shape)))
         if shape.stages == 1 or shape == own or glance.bound(request.graph, shape) >= below:
@@ -363,7 +363,7 @@ def finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPla
     return Finalist(name, result, plan, request.fits(plan))
 
 
-def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:
+def priced_user_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:
     """The plans that fit the budget and keep the pins, as what a search might have ended with, quickest first.
 
     They need not be in the declared space: what its rules leave out is priced all the same.
@@ -411,4 +411,4 @@ def as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
     work = seconds / straggling(pricer.profile, plan.devices) - pricer.profile.overhead.step
     cuts = (0, *accumulate(sizes))
     stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(cuts))
-    return SolvedPlan(open_problem(request, pricer, shape), Partition(ticks(work), cuts, stages), given=True)
+    return SolvedPlan(open_problem(request, pricer, shape), Partition(ticks(work), cuts, stages), from_user=True)

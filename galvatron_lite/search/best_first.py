@@ -72,7 +72,7 @@ class SolvedPlan:
     gap: float = 0.0  # no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one
     others: tuple[SolvedPlan, ...] = ()  # by pipeline degree and schedule the best plan met, the winner among them
     stopped: bool = False  # whether the user stopped the search
-    given: bool = False  # whether the plan is one that the user gave
+    from_user: bool = False  # whether the plan is one that the user gave
 
 
 def search(
@@ -214,7 +214,7 @@ class _Walk:
 
     def run(self, request: Request, shapes: Sequence[Shape], pricer: LayerPricer, progress: Progress | None) -> None:
         """Looks into nodes until none is left."""
-        glance = request.known.glance(pricer.profile)
+        glance = request.prices.glance(pricer.profile)
         for shape in shapes:
             bound = glance.bound(request.graph, shape)
             if request.wider is not None and self.worth(bound):

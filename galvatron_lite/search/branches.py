@@ -35,11 +35,11 @@ from galvatron_lite.plans.describe import device_range, plan_notes
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Stage
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search
+from galvatron_lite.search.plan_families import PlanTask, seconds_of
 from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.shapes import PriceCache, Request
 from galvatron_lite.search.space import microbatch_counts
 from galvatron_lite.search.tables import Memo
-from galvatron_lite.search.ways import PlanTask, seconds_of
 from galvatron_lite.units import format_seconds
 
 Strategies = tuple[Strategy, ...]
@@ -181,7 +181,7 @@ class BranchOptions:
         figures: PriceCache = self._memo.once(branch.layers, PriceCache)
 
         def searched() -> Strategies | None:
-            solved = search(replace(request, known=figures), pricer)
+            solved = search(replace(request, prices=figures), pricer)
             stages = () if solved is None else solved.partition.stages
             return tuple(strategy for stage in stages for strategy in stage.strategies) or None
 

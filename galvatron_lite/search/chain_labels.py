@@ -361,7 +361,7 @@ def net_paths(net: Net, cap: float = np.inf, beam: int | None = None, near: floa
     return ChainFront(tuple(sorted(best, key=lambda path: (path.time, path.choices))), work, dropped)
 
 
-def good_way(net: Net) -> tuple[Path | None, float]:
+def good_net_path(net: Net) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats, as ``good_path``."""
     if not net.skips:
         return good_path(net.chain)

@@ -24,8 +24,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import plan_notes
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import spread_note
+from galvatron_lite.search.plan_families import PlanTask, seconds_of
 from galvatron_lite.search.result import plan_of, provenance
-from galvatron_lite.search.ways import PlanTask, seconds_of
 
 MOST_STAGES = 32
 """Stages at most on one device, where devices do not say how many; with more, pricing takes seconds a plan."""

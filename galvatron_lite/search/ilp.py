@@ -50,7 +50,7 @@ class Certificate:
     """What the integer programme says."""
 
     verdict: SolverVerdict  # how sure the solver is
-    found: float  # seconds of a step by the search's plan, by the closed form of ``cost.schedule``
+    plan_seconds: float  # seconds of a step by the search's plan, by the closed form of ``cost.schedule``
     seconds: float  # the same of the programme's own solution; infinite without one
     bound: float  # seconds that no plan of the shape beats, as far as the solver knows
     solver: str  # which
@@ -60,7 +60,7 @@ class Certificate:
     @property
     def gap(self) -> float:
         """Share of the search's step time that, as far as the solver knows, may be saved."""
-        return max(1.0 - self.bound / self.found, 0.0)
+        return max(1.0 - self.bound / self.plan_seconds, 0.0)
 
     def __str__(self) -> str:
         """For people, in a line; without the time it took, so that it repeats."""
@@ -68,8 +68,8 @@ class Certificate:
         what = "" if self.boundaries else ", stage boundaries as found"
         sure = "" if self.verdict is SolverVerdict.PROVEN else f", bound {self.bound:.9g} s"
         return (
-            f"search {self.found:.9g} s, integer programme {optimum} ({self.verdict.value}{sure}), gap {self.gap:.2g}; "
-            f"{self.solver}{what}"
+            f"search {self.plan_seconds:.9g} s, integer programme {optimum} ({self.verdict.value}{sure}), "
+            f"gap {self.gap:.2g}; {self.solver}{what}"
         )
 
 
@@ -80,8 +80,9 @@ def certify(problem: Problem, partition: Partition, seconds: float = SECONDS) ->
         GalvatronError: the solver found a quicker plan than the search, or proved that there is none as quick.
     """
     certificate = solve_shape(problem, partition, seconds)
-    better = certificate.seconds < certificate.found * (1 - _TOLERANCE)
-    unmet = certificate.verdict is SolverVerdict.PROVEN and certificate.seconds > certificate.found * (1 + _TOLERANCE)
+    better = certificate.seconds < certificate.plan_seconds * (1 - _TOLERANCE)
+    worse = certificate.seconds > certificate.plan_seconds * (1 + _TOLERANCE)
+    unmet = certificate.verdict is SolverVerdict.PROVEN and worse
     if better or unmet or certificate.verdict is SolverVerdict.INFEASIBLE:
         raise GalvatronError(
             f"The search and the integer programme of the same shape of plan disagree: {certificate}. "

@@ -51,7 +51,7 @@ from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.alternatives import (
     alternatives_to,
     finalists,
-    given_plans,
+    priced_user_plans,
     quickest,
     ranges_of,
     slowest,
@@ -60,13 +60,13 @@ from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, QUICK, Progres
 from galvatron_lite.search.branches import branch_plans
 from galvatron_lite.search.delayed import delayed_plans, why_not_delayed
 from galvatron_lite.search.pins import check_pins, schedules_for
+from galvatron_lite.search.plan_families import PlanTask, seconds_of, with_alike, with_families, with_one_device
 from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, relief, skipping, unprofiled
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.simplify import SLACK, simplest, with_fewer_runs
 from galvatron_lite.search.space import Delay, Fixed, reasons
 from galvatron_lite.search.tables import TICKS
-from galvatron_lite.search.ways import PlanTask, seconds_of, with_alike, with_one_device, with_ways
 
 
 def find_plan(
@@ -112,7 +112,7 @@ def find_plan(
         effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
             gap says how far from the best the plan may be.
         mode: what the plan is for; of forward passes alone its step is one pass of the whole batch.
-        delay: which training rules of delayed gradients may be used besides (``search.ways``); None: none.
+        delay: which training rules of delayed gradients may be used besides (``search.plan_families``); None: none.
         tolerance: share of the step time that the plan may be from the best, so as to be the simplest (``simplify``).
         margin: share of the budget that predictions keep free.
 
@@ -137,11 +137,11 @@ def find_plan(
     task = PlanTask(kept, request, runner, delay, certify=certify, tolerance=0.0 if certify else tolerance)
     searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort)
     looked = partial(with_alike, searched, task, runners_up)
-    ways = (branch_plans, delayed_plans) if runner.beside else ()
-    plan = with_one_device(with_ways(looked, task, runners_up, ways), task)
+    families = (branch_plans, delayed_plans) if runner.beside else ()
+    plan = with_one_device(with_families(looked, task, runners_up, families), task)
     trainer = next((one for one in TrainedBy if one == runner.name), TrainedBy.GALVATRON)
     source = plan.provenance and replace(
-        plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).own), margin=margin,
+        plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).by_device), margin=margin,
         tolerance=task.tolerance,
     )  # fmt: skip
     return replace(plan, backend=trainer, left_out=(*plan.left_out, *why_not_delayed(task)), provenance=source)
@@ -158,7 +158,7 @@ def _ordinary(
     kept, request, profile = task.session, task.request, task.session.profile
     check_batch(request)
     pricer, tolerance = kept.pricer, task.tolerance
-    user_plans = given_plans(request, pricer, plans)
+    user_plans = priced_user_plans(request, pricer, plans)
     looked = partial(
         search, pricer=pricer, progress=progress, stoppable=stoppable, start=user_plans[0] if user_plans else None,
         slack=SLACK * tolerance, settled=tolerance,
@@ -187,7 +187,7 @@ def _ordinary(
     chosen = quickest(options, tolerance, least)
     # by what share of the closed form of the chosen plan's step some plan of the space may be below it
     fixed = pricer.profile.overhead.step * TICKS
-    gap = max(1.0 - (ticks + fixed) / (chosen.found.partition.time + fixed), 0.0)
+    gap = max(1.0 - (ticks + fixed) / (chosen.solved.partition.time + fixed), 0.0)
     return replace(
         chosen.plan,
         mode=kept.mode,
@@ -214,7 +214,7 @@ def _ordinary(
 
 def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
-    if result.given:
+    if result.from_user:
         return "not certified: the plan is one that was given"
     from galvatron_lite.search.ilp import certify
 

@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
-from galvatron_lite.search.chain_labels import Net, good_way, net_paths
+from galvatron_lite.search.chain_labels import Net, good_net_path, net_paths
 from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, remembered, ticks
 
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
@@ -385,7 +385,7 @@ class Problem:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
-        path, least = good_way(built.net)
+        path, least = good_net_path(built.net)
         plan = None if path is None else self._planned(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
 

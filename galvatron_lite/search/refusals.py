@@ -189,10 +189,10 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
         )
     share, budget = 1.0 - request.margin, as_budget(request.budget)
     before = budget.scaled(1.0 / share).plus(1) if request.margin else budget
-    shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
+    shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.by_device)
     smallest, about = ceil(least.most / share), "about " * bool(slack)
-    if budget.own:
-        needs = [(name, ceil(size / share)) for name, size in least.own]
+    if budget.by_device:
+        needs = [(name, ceil(size / share)) for name, size in least.by_device]
         parts = " and ".join(f"{format_budget(size, up=True)} ({name})" for name, size in needs)
         needed = f"the smallest budgets, in about the proportion of those given, are {about}{parts}"
     else:
@@ -215,11 +215,11 @@ def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> B
         slack: 0.0: no plan needs less; else the search ends where nothing is met below ``1 - slack`` of the memory.
     """
     asked = as_budget(request.budget)
-    unit = asked.scaled(1.0) if asked.own else Budget(1)
+    unit = asked.scaled(1.0) if asked.by_device else Budget(1)
     exact = _EFFORT // len(request.graph.layers)
 
     def fitting(budget: Budget, effort: int = exact) -> Budget | None:
-        wanted = replace(request, budget=budget if asked.own else budget.least)
+        wanted = replace(request, budget=budget if asked.by_device else budget.least)
         result = search(wanted, pricer, slack=1.0, effort=effort, below=ANY_TIME)
         if result is None:
             return None
@@ -227,7 +227,7 @@ def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> B
         factor = max(stage.memory.total / unit.of(stage.device) for stage in plan.stages)
         if not plan.schedule.simple:  # a search counts more than is priced
             factor = min(2.0 * factor, budget.most / unit.most)
-        return unit.scaled(factor).plus(bool(asked.own))
+        return unit.scaled(factor).plus(bool(asked.by_device))
 
     best, low = fitting(unit.scaled(_BOUNDLESS / unit.most)), 0
     if best is None:
@@ -263,7 +263,7 @@ def relief(request: Request, session: Session, backend: str) -> str:
     for profile in _larger(request, session):
         larger = Session(profile, session.mode)
         space, known = larger.space(backend_named(backend))
-        own = replace(request, devices=profile.cluster.devices, space=space, known=known)
+        own = replace(request, devices=profile.cluster.devices, space=space, prices=known)
         plan = _first_plan(own, larger.pricer)
         if plan:
             found.append(f"It fits on {own.devices} devices: {plan}.")
@@ -309,7 +309,7 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
         yield f"without --forbid {dimension}", replace(request, fixed=replace(fixed, forbidden=allowed))
     if backend != ANY.name:
         space, known = session.space(ANY)
-        yield f"with --backend {ANY.name}", replace(request, schedules=ANY.schedules, space=space, known=known)
+        yield f"with --backend {ANY.name}", replace(request, schedules=ANY.schedules, space=space, prices=known)
 
 
 def _reserved(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:

@@ -88,7 +88,7 @@ def provenance(profile: Profile, budget: int | Budget, gap: float, tolerance: fl
         cluster=profile.cluster.name,
         fingerprint=dict(profile.cluster.fingerprint),
         budget=bytes_on(budget, ""),
-        budgets=dict(as_budget(budget).own),
+        budgets=dict(as_budget(budget).by_device),
         proof=Proof.FEASIBLE if gap > tolerance * (1.0 + 1e-6) else Proof.PROVEN,
         gap=gap,
         parameters=profile.graph.parameters,

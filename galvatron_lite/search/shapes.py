@@ -60,7 +60,7 @@ class Request:
     fixed: Fixed  # what is not searched
     schedules: tuple[Schedule, ...]  # to choose from
     space: Space  # the strategies to choose from
-    known: PriceCache = field(
+    prices: PriceCache = field(
         default_factory=PriceCache, compare=False
     )  # figures, remembered for all searches with one space
     cluster: Cluster | None = None  # the devices; None: all alike
@@ -171,7 +171,7 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
         for group in range(shape.stages if request.cluster is not None else 1):
             priced = pricer.of_group(shape.stage_devices, group)
             budgets.append(bytes_on(request.budget, "" if priced is pricer else priced.profile.cluster.device.name))
-            tables.append(request.known.tables_of(priced, request.space, shape, fixed))
+            tables.append(request.prices.tables_of(priced, request.space, shape, fixed))
         alike = shape.stages // len(tables)
         return Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
 
@@ -261,15 +261,15 @@ class Session:
     profile: Profile  # what layers and communication cost
     mode: Mode = Mode.TRAINING  # what plans are for
     pricer: LayerPricer = field(init=False)  # of the profile in that mode
-    _known: dict[str, tuple[Space, PriceCache]] = field(default_factory=dict)
+    _spaces: dict[str, tuple[Space, PriceCache]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = LayerPricer(for_mode(self.profile, self.mode))
 
     def space(self, backend: Backend) -> tuple[Space, PriceCache]:
         """The strategies that a backend runs, and the figures known of them."""
-        if backend.name not in self._known:
+        if backend.name not in self._spaces:
             cluster, offered = self.profile.cluster, in_mode(backend, self.mode)
             space = Space(self.profile.graph, cluster.levels[0].size, offered, cluster.device.host_bandwidth > 0)
-            self._known[backend.name] = (space, PriceCache())
-        return self._known[backend.name]
+            self._spaces[backend.name] = (space, PriceCache())
+        return self._spaces[backend.name]

@@ -134,8 +134,8 @@ def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, lim
 
 def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
     """Simpler plans than a finalist's, the simplest first; of their times nothing is known."""
-    graph, cuts = request.graph, option.found.partition.cuts
-    strategies = [strategy for stage in option.found.partition.stages for strategy in stage.strategies]
+    graph, cuts = request.graph, option.solved.partition.cuts
+    strategies = [strategy for stage in option.solved.partition.stages for strategy in stage.strategies]
     tied = [place for group in tied_groups(graph) for place in group]  # layers that share parameters have one strategy
     before, changed = _simplicity(cuts, strategies), dict[tuple[Strategy, ...], tuple[int, int]]()
     for new in map(tuple, _changes(graph, cuts, strategies)):
@@ -144,9 +144,9 @@ def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
     for new in sorted(changed, key=changed.__getitem__):
         stages = tuple(
             replace(stage, strategies=new[a:b])
-            for stage, (a, b) in zip(option.found.partition.stages, pairwise(cuts), strict=True)
+            for stage, (a, b) in zip(option.solved.partition.stages, pairwise(cuts), strict=True)
         )
-        found = replace(option.found, partition=replace(option.found.partition, stages=stages))
+        found = replace(option.solved, partition=replace(option.solved.partition, stages=stages))
         if _offers(request, found):
             yield found
 

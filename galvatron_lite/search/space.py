@@ -132,7 +132,7 @@ class Space:
     backend: Backend = GALVATRON  # what is to run them
     offload: bool = False  # whether devices can reach host memory at a known speed
     tokens: int = LEAST_TOKENS  # the fewest tokens of a sample that are worth a device of its own
-    _known: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
+    _offered: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
     # by what is offered (with it, so that its place in memory is not another's) and pins, what is left of it; kinds of
     # layers that are left the same share one tuple
     _left: dict[tuple[int, Fixed], tuple[object, tuple[Strategy, ...]]] = field(default_factory=dict)
@@ -141,13 +141,13 @@ class Space:
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What a kind of layer (key into the graph's kinds) may do on a stage of so many devices."""
         key = (kind, devices, fixed)
-        if key not in self._known:
-            self._known[key] = self._sensible(kind, devices, fixed) or self._legal(kind, devices, fixed)
-        return self._known[key]
+        if key not in self._offered:
+            self._offered[key] = self._sensible(kind, devices, fixed) or self._legal(kind, devices, fixed)
+        return self._offered[key]
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        plain = self._known.get((kind, devices, UNPINNED), ())
+        plain = self._offered.get((kind, devices, UNPINNED), ())
         return bool(self._kept(plain, fixed) or self._sensible(kind, devices, fixed))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:

@@ -34,7 +34,7 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
         1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
         parameters=shard, gradients=0 if zero else shard, formed_gradients=shard if zero else 0, states=2 * shard,
         kept=kept, gathered=whole if zero == 2 else 0, gather=whole if zero == 3 else 0,
-        gathering=whole if zero else 0, whole_gradients=whole if zero else 0, reducing=whole if zero else 0,
+        gathering=whole if zero else 0, full_gradients=whole if zero else 0, reducing=whole if zero else 0,
         working=working, at_weights=draw.choice([kept, working]), forward_working=kept, updating=draw.randint(0, 400),
         passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
         new_gradient=0 if zero else draw.choice([0, 3 * whole]),
@@ -58,12 +58,12 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             held -= cost.kept + cost.gathered
             prefetched = costs[place - 1].gather if place else 0
             new = cost.cast_gradient if microbatches == 1 else cost.new_gradient if number else 0
-            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.whole_gradients
+            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.full_gradients
             formed[place] = cost.formed_gradients
             # autograd goes from the newest to the oldest: copies of the first micro-batch come last in all others
             passing += cost.passing_gradients + (cost.copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
-            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
+            peak = max(peak, alive + middle + pending, alive + cost.full_gradients + cost.reducing + cost.bucket)
             pending = cost.reducing + cost.bucket
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
@@ -102,10 +102,10 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
             held, gathered[place] = held - cost.kept, 0
             prefetched = costs[place - 1].gather if place else 0
             new = cost.new_gradient if left < microbatches - 1 else 0
-            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.whole_gradients
+            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.full_gradients
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
-            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
+            peak = max(peak, alive + middle + pending, alive + cost.full_gradients + cost.reducing + cost.bucket)
             pending = cost.reducing + cost.bucket
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 

@@ -179,7 +179,7 @@ class Graph(nn.Module):
 
 def test_rows_that_number_others_keep_the_batch_whole() -> None:
     model, batch = Graph(), {"nodes": torch.randn(8, 4), "edges": torch.tensor([[0, 7, 6], [7, 1, 5]])}
-    assert try_model(model, batch, discover_layers(model, batch)).whole
+    assert try_model(model, batch, discover_layers(model, batch)).undivided
 
 
 class Codebook(nn.Module):

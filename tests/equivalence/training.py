@@ -89,7 +89,7 @@ def make_case(family: str) -> Case:
     model, batch, layers = build_family(family, SAMPLES)
     plans = tensor_plans(model, [LayerAssignment(layer, Strategy(tensor=2)) for layer in layers], batch)
     first_names = {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names}
-    flow = preparation.known_flow(model, layers, batch, None)
+    flow = preparation.flow_or_none(model, layers, batch, None)
     blocks = [layer.name for layer in layers if layer.role is Role.BLOCK]
     return Case(family, layers, plans, first_names, flow, sample_arguments(model, blocks, batch))
 
@@ -148,7 +148,7 @@ def examined(case: Case) -> Iterator[None]:
     def arguments(_model: nn.Module, names: Sequence[str], _batch: Any) -> dict[str, dict[str, int]]:
         return {name: case.sampled[name] for name in names if name in case.sampled}
 
-    with patch.object(preparation, "known_flow", flow), patch.object(preparation, "sample_arguments", arguments):
+    with patch.object(preparation, "flow_or_none", flow), patch.object(preparation, "sample_arguments", arguments):
         yield
 
 

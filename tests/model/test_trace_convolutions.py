@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
-from galvatron_lite.model.sides import sides_told
+from galvatron_lite.model.sides import sides_from_figures
 from galvatron_lite.model.trace.operators import extents
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.backends import ANY
@@ -255,7 +255,7 @@ def test_windows_tell_the_extents_after_them(call: Callable[[Tensor], Tensor]) -
     """Of pictures of 4 x 8 x 12 (2 samples), or of volumes of as many items."""
     x = torch.zeros(2, 4, 8, 12)
     sizes, after = max(seen(lambda: call(x)), key=len), call(x).shape
-    sides = sides_told(sizes[3:] if sizes[:2] == (4, 6) else sizes[2:])
+    sides = sides_from_figures(sizes[3:] if sizes[:2] == (4, 6) else sizes[2:])
     assert tuple(side.extent for side in sides) == x.shape[4 - len(sides) :]
     assert tuple(side.output for side in sides) == after[4 - len(sides) :]
 
@@ -276,7 +276,9 @@ def test_what_interpolation_reads(times: int) -> None:
     """A pixel of the output depends on those of the input that the window says, and on no others."""
     x = torch.randn(1, 1, 1, 12, dtype=torch.float64, requires_grad=True)
     y = F.interpolate(x, scale_factor=(1, times), mode="bilinear")
-    side = sides_told(seen(lambda: F.interpolate(torch.zeros(1, 1, 12), scale_factor=times, mode="linear"))[-1][2:])[0]
+    side = sides_from_figures(
+        seen(lambda: F.interpolate(torch.zeros(1, 1, 12), scale_factor=times, mode="linear"))[-1][2:]
+    )[0]
     for place in range(side.output):
         (gradient,) = torch.autograd.grad(y[0, 0, 0, place], x, retain_graph=True)
         reached = [i for i in range(12) if 0 <= place + side.padding - i * side.stride < side.reach]
@@ -287,7 +289,7 @@ def test_what_interpolation_reads(times: int) -> None:
 
 def test_interpolation_that_copies_shares_nothing() -> None:
     sizes = seen(lambda: F.interpolate(torch.zeros(2, 4, 8, 12), scale_factor=2, mode="nearest"))[-1]
-    assert [(side.kernel, side.stride, side.transposed) for side in sides_told(sizes[2:])] == [(2, 2, True)] * 2
+    assert [(side.kernel, side.stride, side.transposed) for side in sides_from_figures(sizes[2:])] == [(2, 2, True)] * 2
 
 
 def seen(run: Callable[[], object]) -> list[tuple[int, ...]]:

@@ -163,8 +163,8 @@ def test_lengths_lie_on_a_parabola() -> None:
 def test_releases_scale_embeddings_differently() -> None:
     new, old = (read_model(FOLDER / "bert-large", [BERT], engine=engine) for engine in Engine)
     longest = 356.048828125
-    assert new.whole.activation[1] == pytest.approx(longest / 4)
-    assert old.whole.activation[1] == pytest.approx(longest * (2 / 3 + 1 / 3 / 4))
+    assert new.together.activation[1] == pytest.approx(longest / 4)
+    assert old.together.activation[1] == pytest.approx(longest * (2 / 3 + 1 / 3 / 4))
 
 
 def test_several_layer_types() -> None:

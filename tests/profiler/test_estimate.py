@@ -282,7 +282,7 @@ def test_full_recompute_stops_before_the_last_matmul_and_the_residual_behind_it(
     graph = build_graph(shape, kernels=Kernels(flash_attention=True))
     machine, kind = machine_of(device_named("A100-80GB"), "bf16"), graph.kinds["block"]
     tail = [operator_seconds(machine, one, 4).forward for one in kind.operators if one.name.startswith("mlp.")][-2:]
-    whole, stopped = (layer_times(machine, kind, StateLayout(), 4, early_stop=stop).whole for stop in (False, True))
+    whole, stopped = (layer_times(machine, kind, StateLayout(), 4, early_stop=stop).full for stop in (False, True))
     assert [one.name for one in kind.operators][-2:] == ["mlp.down", "mlp.residual"]
     assert stopped == pytest.approx(whole - sum(tail))
 

@@ -44,7 +44,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 def test_for_one_device_pictures_are_whole_and_few(profile: Profile) -> None:
     scope = Scope(profile.graph, "fp32", (1, 4), (1,), 1, profile.cluster, torch.device("cpu"), QUICK)
     assert any(setting.samples < 1 for setting in layer_settings(scope))
-    brief = replace(scope, whole=True)
+    brief = replace(scope, unsplit=True)
     assert {setting.samples for setting in layer_settings(brief)} == {1, 4}
     assert stem_settings(brief) == []
 

@@ -26,7 +26,7 @@ class Examined:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """All models that are split meanwhile are alike."""
-        sample_arguments, known_flow = preparation.sample_arguments, preparation.known_flow
+        sample_arguments, flow_or_none = preparation.sample_arguments, preparation.flow_or_none
         tensor_plans, channel_plans = preparation.tensor_plans, preparation.channel_plans
 
         def arguments(model: Any, names: Sequence[str], batch: Any) -> dict[str, dict[str, int]]:
@@ -35,7 +35,7 @@ class Examined:
             return {name: self._sampled[name] for name in names if name in self._sampled}
 
         def flow(*known: Any) -> Any:
-            self._flows.extend([] if self._flows else [known_flow(*known)])
+            self._flows.extend([] if self._flows else [flow_or_none(*known)])
             return self._flows[0]
 
         def plans(model: Any, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
@@ -53,7 +53,7 @@ class Examined:
             return self._shared[key]
 
         finders = {
-            "sample_arguments": arguments, "known_flow": flow, "tensor_plans": plans, "channel_plans": channels,
+            "sample_arguments": arguments, "flow_or_none": flow, "tensor_plans": plans, "channel_plans": channels,
         }  # fmt: skip
         with patch.multiple(preparation, **finders):
             yield

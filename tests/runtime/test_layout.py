@@ -56,7 +56,7 @@ def painted(piece: Box, shape: tuple[int, ...]) -> numpy.ndarray:
 def test_a_split_covers_every_item_equally_often(pair: Pair) -> None:
     split, _, shape = pair
     count = sum(painted(split.box(place, shape), shape) for place in range(split.devices))
-    assert (count == split.devices // numpy.prod([axis.ways for axis in split.axes])).all()
+    assert (count == split.devices // numpy.prod([axis.shares for axis in split.axes])).all()
 
 
 @given(pairs())
@@ -79,9 +79,9 @@ def test_nothing_travels_that_is_at_hand(pair: Pair) -> None:
 def test_layouts_of_strategies() -> None:
     assert Layout.of(Strategy(data=2, tensor=2)) == Layout(batch=2, copies=2)
     assert Layout.of(Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True)) == Layout(batch=2, sequence=2)
-    assert Layout.of(Strategy(tensor=2, sequence_parallel=True)).whole_tokens == Layout(copies=2)
+    assert Layout.of(Strategy(tensor=2, sequence_parallel=True)).full_tokens == Layout(copies=2)
     assert Layout.of(Strategy(data=2, height=2, width=3)) == Layout(batch=2, rows=2, columns=3)
-    assert Layout.of(Strategy(data=2, depth=2)).whole_tokens == Layout(batch=2, planes=2)
+    assert Layout.of(Strategy(data=2, depth=2)).full_tokens == Layout(batch=2, planes=2)
     assert Layout.of(Strategy(filters=2)) == Layout(copies=2)
     assert Layout.of(Strategy(channels=4)) == Layout(channels=4)
 

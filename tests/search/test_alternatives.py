@@ -65,7 +65,7 @@ def test_the_search_s_own_plan_comes_first_and_every_shape_once() -> None:
     options = some_finalists()
     assert len(options) > 3
     assert len({option.name for option in options}) == len(options)
-    assert options[0].found.partition.time == min(option.found.partition.time for option in options)
+    assert options[0].solved.partition.time == min(option.solved.partition.time for option in options)
 
 
 def test_runners_up_differ_materially() -> None:
@@ -146,7 +146,7 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     assert chosen.fits
     assert tight.fits(chosen.plan)
     exact = search(tight, pricer)
-    assert chosen.found.partition.time >= exact.partition.time
+    assert chosen.solved.partition.time >= exact.partition.time
 
 
 def test_others_are_told_quickest_first_and_those_that_do_not_fit_last() -> None:
@@ -188,7 +188,7 @@ def test_other_shapes_of_near_closed_form_are_simulated() -> None:
     assert best is not None
     first, *others = finalists(request, pricer, best, wanted=0, near=True)
     quicker = quickest([first, *others])
-    assert quicker.found.partition.time > first.found.partition.time
+    assert quicker.solved.partition.time > first.solved.partition.time
     assert quicker.seconds < 0.96 * first.seconds
 
 

@@ -23,11 +23,11 @@ from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.schema import HostOverhead, Profile
 from galvatron_lite.search.branches import branch_plans, may_branch
+from galvatron_lite.search.plan_families import PlanTask, seconds_of
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import runs_of
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed, Space
-from galvatron_lite.search.ways import PlanTask, seconds_of
 from tests.branchy import plain_profile, random_towers
 from tests.factories import make_cluster
 

@@ -17,11 +17,11 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, d
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.plan_families import PlanTask, with_families
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Delay, Fixed
-from galvatron_lite.search.ways import PlanTask, with_ways
 from tests.factories import random_profile
 
 ROOM = 2**40
@@ -151,5 +151,5 @@ def test_only_plans_of_delayed_gradients_where_no_others_are_wanted() -> None:
     request = request_of(session, 3, 12, ROOM, Fixed(), None, GALVATRON)
     for only in (False, True):
         asked = PlanTask(session, request, GALVATRON, Delay(only=only))
-        found = with_ways(lambda: quick, asked, 3, (lambda _: (quicker,), lambda _: (delayed,)))
+        found = with_families(lambda: quick, asked, 3, (lambda _: (quicker,), lambda _: (delayed,)))
         assert (found.cyclic is not None) == only

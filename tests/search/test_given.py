@@ -13,10 +13,10 @@ from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Alternative, BranchPlacement, Plan, Proof
 from galvatron_lite.search import planner
 from galvatron_lite.search.best_first import search
+from galvatron_lite.search.plan_families import PlanTask, with_families
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.ways import PlanTask, with_ways
 from tests.factories import random_profile
 
 ROOM = 10**9
@@ -128,7 +128,7 @@ def way_of(plan: Plan, name: str, factor: float, memory: int = 1) -> Plan:
 def test_the_quickest_plan_counts_and_the_ordinary_one_of_equal_ones(factor: float, taken: bool) -> None:
     asked, plan = question()
     other = way_of(plan, "other", factor)
-    found = with_ways(lambda: plan, asked, 3, [lambda _: [other]])
+    found = with_families(lambda: plan, asked, 3, [lambda _: [other]])
     assert found.branches == (other.branches if taken else ())
     assert any(("other on" in one.summary) is not taken for one in found.alternatives)
     assert len(found.alternatives) <= 3
@@ -143,7 +143,7 @@ def test_a_way_is_told_of_the_ordinary_plan_and_its_own_is_told_though_others_ar
         met.append(own.ordinary)
         return [way_of(plan, "slow", 5.0)]
 
-    found = with_ways(lambda: replace(plan, alternatives=crowd), asked, 3, [way])
+    found = with_families(lambda: replace(plan, alternatives=crowd), asked, 3, [way])
     assert met[0] is not None
     assert any("slow on device 0" in one.summary for one in found.alternatives)
     assert len(found.alternatives) == 3
@@ -151,7 +151,7 @@ def test_a_way_is_told_of_the_ordinary_plan_and_its_own_is_told_though_others_ar
 
 def test_no_way_no_change() -> None:
     asked, plan = question()
-    assert with_ways(lambda: plan, asked, 3, [lambda _: []]) is plan
+    assert with_families(lambda: plan, asked, 3, [lambda _: []]) is plan
 
 
 def test_where_nothing_ordinary_fits_another_way_may() -> None:
@@ -160,15 +160,15 @@ def test_where_nothing_ordinary_fits_another_way_may() -> None:
     def nothing() -> Plan:
         raise InfeasibleError("too small", 7)
 
-    found = with_ways(nothing, asked, 3, [lambda _: [way_of(plan, "small", 2.0)]])
+    found = with_families(nothing, asked, 3, [lambda _: [way_of(plan, "small", 2.0)]])
     assert found.branches[0].name == "small"
     too_large = way_of(plan, "large", 0.1, memory=2**50)
     with pytest.raises(InfeasibleError, match="too small"):
-        with_ways(nothing, asked, 3, [lambda _: [too_large]])
+        with_families(nothing, asked, 3, [lambda _: [too_large]])
 
 
 def test_a_quicker_plan_that_does_not_fit_is_told_only() -> None:
     asked, plan = question()
-    found = with_ways(lambda: plan, asked, 3, [lambda _: [way_of(plan, "large", 0.1, memory=2**50)]])
+    found = with_families(lambda: plan, asked, 3, [lambda _: [way_of(plan, "large", 0.1, memory=2**50)]])
     assert not found.branches
     assert [one.fits for one in found.alternatives if "large" in one.summary] == [False]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from galvatron_lite.cost.memory import MemoryTerms, worst_moment
 from galvatron_lite.search.chain import Chain, ChainLayer, Path
 from galvatron_lite.search.chain_labels import Net as GraphNet
-from galvatron_lite.search.chain_labels import good_way, net_paths, pareto_paths
+from galvatron_lite.search.chain_labels import good_net_path, net_paths, pareto_paths
 
 CHAIN = [(i, i + 1) for i in range(5)]
 GRAPHS = {
@@ -147,7 +147,7 @@ def test_longer_ones_equal_brute_force(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_left_out_is_bounded(seed: int) -> None:
     net = random_net(LONG["cells"](8), random.Random(seed), 8)
-    best, (quick, least) = net_paths(as_stage(net)).paths[0].time[0], good_way(as_stage(net))
+    best, (quick, least) = net_paths(as_stage(net)).paths[0].time[0], good_net_path(as_stage(net))
     assert quick.time[0] == time_of(net, quick.choices) >= best >= least
 
 

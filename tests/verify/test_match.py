@@ -263,7 +263,7 @@ def test_what_a_rank_announces_arrives_where_it_is_run_next() -> None:
     first = MessageLog()
     with dry_world(0, 2, first):
         dist.send(torch.tensor([7, 9]), 1)
-    second = MessageLog(hear=lambda source, purpose, place, number: first.said[purpose, place][number])
+    second = MessageLog(hear=lambda source, purpose, place, number: first.announced[purpose, place][number])
     with dry_world(1, 2, second):
         found = torch.zeros(2, dtype=torch.int64)
         dist.recv(found, 0)

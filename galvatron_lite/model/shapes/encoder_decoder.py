@@ -22,10 +22,10 @@ from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, chained
 from galvatron_lite.model.shapes.transformer import (
     NOT_SPLIT,
     block_kind,
+    divisible_degree,
     edge_kind,
     embed,
     head,
-    many_ways,
     mlp,
     pre_norm_block,
     ties_of,
@@ -73,7 +73,7 @@ def _patches(layer: LayerWriter[DecoderShape], shape: VitShape, tokens: int) -> 
     dims = SplitDims(
         sequence=tokens, hidden=shape.hidden, in_channels=channels, out_channels=shape.hidden, height=side, width=side
     )  # fmt: skip
-    return tape.kind("before", (x,), dims, recomputed=False, tensor_degrees=many_ways(), tensor_reason=NOT_SPLIT)
+    return tape.kind("before", (x,), dims, recomputed=False, tensor_degrees=divisible_degree(), tensor_reason=NOT_SPLIT)
 
 
 def _classifier(layer: LayerWriter[DecoderShape], tokens: int) -> LayerKind:
@@ -83,7 +83,9 @@ def _classifier(layer: LayerWriter[DecoderShape], tokens: int) -> LayerKind:
     logits = ops.linear(tape, "head", first, hidden, classes, Division.WHOLE, bias=True, keeps=x)
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     dims = SplitDims(sequence=tokens, hidden=hidden, vocab=classes)
-    return tape.kind("after", (loss,), dims, recomputed=False, tensor_degrees=many_ways(), tensor_reason=NOT_SPLIT)
+    return tape.kind(
+        "after", (loss,), dims, recomputed=False, tensor_degrees=divisible_degree(), tensor_reason=NOT_SPLIT
+    )
 
 
 Stacks = LayerWriter[EncoderDecoderShape]

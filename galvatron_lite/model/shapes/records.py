@@ -148,7 +148,7 @@ def excess(live: TensorSplit, kept: TensorSplit) -> TensorSplit:
     return TensorSplit(*left)
 
 
-def whole_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
+def full_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
     """The same where no tokens are shared, or no more than ``limit`` bytes of them are not."""
     changed = split.sequence if limit is None else min(split.sequence, limit)
     return TensorSplit(tensor=split.tensor, sequence=split.sequence - changed, whole=split.whole + changed)

@@ -41,12 +41,12 @@ from galvatron_lite.model.shapes.records import (
     compile_records,
     excess,
     forward_peak,
+    full_tokens,
     overwrites_anchors,
     runs_again,
     saved_by,
     selected,
     split_of,
-    whole_tokens,
 )
 from galvatron_lite.model.trainable import LayerTraining, layer_training
 
@@ -245,7 +245,7 @@ class Tape:
         output_bytes = sum(value.bytes for value in outputs)
         # bytes beyond those that suffice at the moment of the most bytes, and at that of the most that are not split
         most, widest = (
-            whole_tokens(excess(self._kept([*values, *self.lent]), saved), output_bytes)
+            full_tokens(excess(self._kept([*values, *self.lent]), saved), output_bytes)
             for values in forward_peak(calls, self.inputs, outputs)
         )
         apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
@@ -256,7 +256,7 @@ class Tape:
             operators = tuple(
                 replace(one, sharding=Sharding.NONE) if one.sharding is Sharding.SEQUENCE else one for one in operators
             )
-            kept = {choice: whole_tokens(split) for choice, split in kept.items()}
+            kept = {choice: full_tokens(split) for choice, split in kept.items()}
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
@@ -264,7 +264,7 @@ class Tape:
             frozen_experts=self.frozen_experts,
             operators=operators,
             kept=kept,
-            working=whole_tokens(excess(self._kept(backward), saved)),
+            working=full_tokens(excess(self._kept(backward), saved)),
             forward_working=forward_working,
             input_bytes=sum(value.bytes for value in self.inputs),
             output_bytes=output_bytes,

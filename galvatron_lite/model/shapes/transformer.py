@@ -32,7 +32,7 @@ _FIGURE_BYTES = 12
 """Of a token, that a device tells the others of a tensor group for a loss on shares (``parallelism.vocabulary``)."""
 
 
-def many_ways(rows: int = _MANY_WAYS << 6) -> int:
+def divisible_degree(rows: int = _MANY_WAYS << 6) -> int:
     """A number with many small divisors, none above ``rows``: the degrees offered where rows may be shared unevenly."""
     if rows < _MANY_WAYS:
         return 1 << (rows.bit_length() - 1)
@@ -111,7 +111,7 @@ def edge_kind(
         gathered=on_shares,
         # rows of an embedding are summed once, of a head the gradient of its input is
         regions=(int(split and gathered is not None), int(split and gathered is None)),
-        tensor_degrees=many_ways(shape.entries) if split else many_ways(),
+        tensor_degrees=divisible_degree(shape.entries) if split else divisible_degree(),
         tensor_reason="" if split else NOT_SPLIT,
         tensor_collectives=2 if split and not gathered else 0,
         sequence_parallel=split and parallel,

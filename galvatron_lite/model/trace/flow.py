@@ -88,7 +88,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         again = [tensor for tensor in tensors_of(output) if tensor.untyped_storage()._cdata in arguments]
         if again:
             bits = reduce(or_, (bit for name, bit in self.modules.items() if at(name, path)))
-            kept = {id(tensor) for tensor in again if not self.made_of([tensor]) & bits}
+            kept = {id(tensor) for tensor in again if not self.sources_of_tensors([tensor]) & bits}
             handed = map_tensors(output, lambda one: self._apart(one) if id(one) in kept else one)
         self._running.pop()
         return handed if type(handed) is type(output) else output
@@ -103,7 +103,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copied = True
         return copy
 
-    def made_of(self, tensors: Iterable[Tensor]) -> int:
+    def sources_of_tensors(self, tensors: Iterable[Tensor]) -> int:
         """What tensors are made of, all together."""
         bits = 0
         for tensor in tensors:
@@ -118,8 +118,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         attributes = (vars(module).items() for module in model.modules())
         registered = ("_parameters", "_buffers", "_modules")
         remembered = [value for items in attributes for name, value in items if name not in registered]
-        bits = self.made_of(outputs) | self._decided | self.made_of(tensors_of(remembered))
-        written = {bit: self.made_of([model.get_buffer(name)]) for name, bit in self.buffers.items()}
+        bits = self.sources_of_tensors(outputs) | self._decided | self.sources_of_tensors(tensors_of(remembered))
+        written = {bit: self.sources_of_tensors([model.get_buffer(name)]) for name, bit in self.buffers.items()}
         while True:
             more = bits
             for bit, sources in written.items():
@@ -156,7 +156,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
         module_bits, bits = self.modules[path], self._decided
         for tensor in taken:
-            tensor_bits = self.made_of([tensor])
+            tensor_bits = self.sources_of_tensors([tensor])
             bits = _union(bits, tensor_bits)
             if tensor_bits & self.batch and not tensor_bits & module_bits:
                 self.entries[path].add(tensor_bits)

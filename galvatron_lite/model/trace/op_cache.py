@@ -32,7 +32,7 @@ class OutputSpec:
 class CachedOutputs:
     """All that an operation returns, and the sequence that it comes in; None: one tensor, or none."""
 
-    made: tuple[OutputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
     sequence: type | None
 
 
@@ -59,7 +59,7 @@ class OpCache:
         if answer is not None:
             # private, as in torch's own fake tensors: what is made here is no operation of the model's
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                outputs = [self._make(spec, tensors) for spec in answer.made]
+                outputs = [self._make(spec, tensors) for spec in answer.outputs]
                 return answer.sequence(outputs) if answer.sequence else outputs[0] if outputs else None
         outputs = compute(*args, **kwargs)
         if full_key not in self._answers:

@@ -50,7 +50,7 @@ class BranchTraffic:
     """What enters and leaves a set of layers, bytes a sample."""
 
     read: int = 0  # tensors that layers outside make and it reads; what the model is given is not counted
-    given: int = 0  # tensors that it makes and layers outside read
+    written: int = 0  # tensors that it makes and layers outside read
     results: int = 0  # outputs that no layer reads
 
 
@@ -91,9 +91,9 @@ def moves(border: BranchTraffic, site: BranchSite, training: bool = True) -> tup
     found = [broadcast]
     if site.spread:
         found += [_exchange(border.read * samples * _lacking(site), site, moment) for moment in both]
-        found += [_exchange(border.given * samples * _leaving(site), site, moment) for moment in both]
+        found += [_exchange(border.written * samples * _leaving(site), site, moment) for moment in both]
     else:
-        ends = [(border.given, Moment.FORWARD), *([(border.read, Moment.BACKWARD)] * training)]
+        ends = [(border.written, Moment.FORWARD), *([(border.read, Moment.BACKWARD)] * training)]
         found += [
             Communication(Collective.BROADCAST, size * samples, site.everyone, moment, False, 1, NAME)
             for size, moment in ends
@@ -131,7 +131,7 @@ def _exchange(volume: float, site: BranchSite, moment: Moment) -> Communication:
 def buffer_bytes(border: BranchTraffic, site: BranchSite, member: bool, training: bool = True) -> int:
     """Bytes on a device of what goes in and out of a branch, and in training of their gradients."""
     entering = border.read / site.sharing if member else 0.0
-    leaving = border.given * (1 / site.world if site.spread else 1.0) + border.results
+    leaving = border.written * (1 / site.world if site.spread else 1.0) + border.results
     return round((entering + leaving) * site.microbatch * (2 if training else 1))
 
 

@@ -115,7 +115,7 @@ class ContextDimension(Dimension):
             return True
         shares = degree * (tensor if chosen["sequence_parallel"] else 1)
         if chosen["ulysses"]:
-            legal = all(_whole_heads(one, degree, tensor) for one in attention_of(kind))
+            legal = all(_complete_heads(one, degree, tensor) for one in attention_of(kind))
         else:
             shares *= 2 if any(operator.causal for operator in kind.operators) else 1
             legal = True
@@ -164,7 +164,7 @@ def splits_tokens(kind: LayerKind) -> bool:
     return kind.dims.sequence > 1 and not images and not kind.context_reason
 
 
-def _whole_heads(attention: Attention, degree: int, tensor: int) -> bool:
+def _complete_heads(attention: Attention, degree: int, tensor: int) -> bool:
     """Whether each device of a slice gets whole heads, and as many copies of each head of keys and values."""
     slice_of = max(attention.kv_heads // tensor, 1)
     even = slice_of % degree == 0 or degree % slice_of == 0

@@ -66,7 +66,7 @@ class Bucket:
     work: dist.Work | None = None  # the all-reduce under way
     sharing: GradientSharing | None = None  # how ranks share the gradients; None where each gets all
     # the sum of what this rank gave to the last reduction: not finite where an item of it is not
-    given: Tensor | None = None
+    local_sum: Tensor | None = None
 
     @property
     def flags(self) -> Tensor:
@@ -108,7 +108,7 @@ class GradientReducer:
     @property
     def gave_finite(self) -> bool:
         """Whether all that this rank gave to the last reduction was finite."""
-        return all(bucket.given is None or bool(bucket.given.isfinite()) for bucket in self._buckets)
+        return all(bucket.local_sum is None or bool(bucket.local_sum.isfinite()) for bucket in self._buckets)
 
     def follow(self) -> None:
         """What the user did to gradients of complete parameters holds for what ranks have of them."""
@@ -282,7 +282,7 @@ def _launch(bucket: Bucket) -> None:
         for view in itertools.compress(bucket.views, map(operator.not_, present)):
             view.zero_()
         bucket.flags.copy_(torch.tensor(present, dtype=bucket.buffer.dtype))
-    bucket.given = bucket.buffer.sum()
+    bucket.local_sum = bucket.buffer.sum()
     if bucket.sharing is not None:
         bucket.sharing.launch(bucket.views, bucket.flags)
     else:

@@ -71,9 +71,9 @@ class UnknownTensor(ShardedTensor):
         if name == "device":
             return one.home
         if name in _VALUES:
-            made_of = ", ".join(sorted(source.path for source in one.sources))
+            sources_of_tensors = ", ".join(sorted(source.path for source in one.sources))
             remedy = "Code between layers reads values of it to decide what runs: put all layers into one stage."
-            raise InputError("stages, output of", made_of, remedy)
+            raise InputError("stages, output of", sources_of_tensors, remedy)
         if name in _FACTORIES:
             shape = shape_of(one)
             return func(torch.empty((), dtype=shape.dtype, device=one.home).expand(shape.shape), *args[1:], **kwargs)

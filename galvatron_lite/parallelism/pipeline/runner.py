@@ -24,7 +24,7 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, Later
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
-from galvatron_lite.parallelism.pipeline.stage import StageModel, check_known
+from galvatron_lite.parallelism.pipeline.stage import StageModel, check_sources
 from galvatron_lite.parallelism.pipeline.table import Link, Pipeline, RankSchedule, rank_schedule, receiver, sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.sharded.tensor import locals_only
@@ -476,7 +476,7 @@ class PipelineRunner:
         elif torch.is_grad_enabled():
             self._loss += produced.detach()
         else:
-            check_known("the model's outputs", produced)
+            check_sources("the model's outputs", produced)
             self._outputs.append(produced)
 
     def _backward(self, action: Action, following: Action | None) -> None:

@@ -110,7 +110,7 @@ class StageModel:
         for path in () if self.first else self._units:
 
             def check(_module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                check_known(path, (args, kwargs))
+                check_sources(path, (args, kwargs))
 
             self.model.get_submodule(path).register_forward_pre_hook(check, prepend=True, with_kwargs=True)
         if self._enters_at_block:
@@ -145,7 +145,7 @@ class StageModel:
             if not self.last:
                 return self._produced if self._crossing is None else self._crossing.produced
             if isinstance(output, Tensor):
-                check_known(self.layers[-1].name, output)
+                check_sources(self.layers[-1].name, output)
             return output
         finally:
             self._begin(None)
@@ -293,7 +293,7 @@ def _version(tensor: Tensor) -> int:
         return tensor._version
 
 
-def check_known(layer: str, value: Any) -> None:
+def check_sources(layer: str, value: Any) -> None:
     """Refuse what a layer of this stage is given, or the loss, where it is made of what the stage has not.
 
     Raises:

@@ -58,7 +58,7 @@ class _Group:
     weights: deque[tuple[int, int]] = field(default_factory=deque)
     actions: list[Action] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    whole: list[int] = field(init=False)
+    saved: list[int] = field(init=False)
     pending: list[int] = field(init=False)
     free: float = 0.0
     begin: float = -1.0
@@ -66,14 +66,14 @@ class _Group:
     def __post_init__(self) -> None:
         self.forwards = [deque() for _ in range(self.virtual)]
         self.backwards = [deque() for _ in range(self.virtual)]
-        self.whole, self.pending = [0] * self.virtual, [0] * self.virtual
+        self.saved, self.pending = [0] * self.virtual, [0] * self.virtual
 
     def choose(self, now: float, room: float, share: float, least: float) -> tuple[Pass, int] | None:
         """The pass to start now: of equal ones that of the later chunk; a last place is kept for later chunks."""
         for chunk in reversed(range(self.virtual)):
             if self.backwards[chunk] and self.backwards[chunk][0][0] <= now:
                 return Pass.BACKWARD, chunk
-        used = sum(self.whole) + share * sum(self.pending)
+        used = sum(self.saved) + share * sum(self.pending)
         for chunk in reversed(range(self.virtual)):
             kept_free = self.virtual - 1 - chunk
             if self.forwards[chunk] and self.forwards[chunk][0][0] <= now and used + 1 + kept_free <= room:
@@ -107,7 +107,7 @@ class _Group:
         index = queue.popleft()[1]
         self.actions.append(Action(what, index, chunk))
         self.free = now + seconds + (1.0 - hidden) * send
-        self.whole[chunk] += 1 if forward else -1
+        self.saved[chunk] += 1 if forward else -1
         if not forward:
             self.pending[chunk] += 1
             self.weights.append((chunk, index))

@@ -145,10 +145,10 @@ class TensorDimension(Dimension):
             tensor=degree,
             sequence_parallel=shared,
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
-            edge_bytes=work.edge_bytes + _whole_logits(kind.kept[Recompute.NONE], kind, strategy, samples),
+            edge_bytes=work.edge_bytes + _full_logits(kind.kept[Recompute.NONE], kind, strategy, samples),
             edge_working=(
-                _whole_logits(working, kind, strategy, samples, kind.spared_bytes) + gathered,
-                _whole_logits(forward, kind, strategy, samples) + gathered,
+                _full_logits(working, kind, strategy, samples, kind.spared_bytes) + gathered,
+                _full_logits(forward, kind, strategy, samples) + gathered,
             ),
         )
 
@@ -214,7 +214,7 @@ def _at_loss(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup)
         yield Communication(collective, size, group, Moment.FORWARD, False, count, NAME)
 
 
-def _whole_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples: Real, spared: int = 0) -> Whole:
+def _full_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples: Real, spared: int = 0) -> Whole:
     """Bytes of whole logits beyond those of shares, where tokens are shared and logits are gathered.
 
     ``bytes_``: of a sample; ``spared``: by how much less of them a loss on shares takes, all shares together.

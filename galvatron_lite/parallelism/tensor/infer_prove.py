@@ -378,12 +378,12 @@ def _gather_places(reference: ReferenceRun, region: Region) -> Iterator[TokenGat
 
 def taking_in(reference: ReferenceRun, region: Region) -> list[str]:
     """Feeders of a region, and its columns that take in what no feeder makes."""
-    made_of = (_sources([_input_of(reference, column.path)])[0] for column in region.columns)
+    sources_of_tensors = (_sources([_input_of(reference, column.path)])[0] for column in region.columns)
     return [
         *region.feeders,
         *(
             column.path
-            for column, feeders in zip(region.columns, made_of, strict=True)
+            for column, feeders in zip(region.columns, sources_of_tensors, strict=True)
             if not (feeders and feeders <= set(region.feeders))
         ),
     ]

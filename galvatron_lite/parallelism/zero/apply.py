@@ -37,7 +37,7 @@ from galvatron_lite.parallelism.zero.cost import cut_dim
 class RowShare:
     """This rank's rows of a parameter."""
 
-    whole: nn.Parameter  # what the model computes with
+    full: nn.Parameter  # what the model computes with
     part: nn.Parameter  # the rows, as the optimizer takes them; its storage is the whole parameter's, or of masters
     dim: int  # along which rows lie; all before it have an extent of 1
     first: int  # first, stop: which rows
@@ -49,12 +49,12 @@ class RowShare:
     @property
     def has_masters(self) -> bool:
         """Whether the rows are masters of a parameter that is in the precision of compute."""
-        return self.part.dtype != self.whole.dtype
+        return self.part.dtype != self.full.dtype
 
     @property
     def items_of_row(self) -> int:
         """Items of one row."""
-        return self.whole.numel() // self.whole.shape[self.dim]
+        return self.full.numel() // self.full.shape[self.dim]
 
     def of(self, tensor: Tensor) -> Tensor:
         """These rows of a tensor like the parameter: a view, consecutive in memory where that is."""
@@ -120,7 +120,7 @@ class AbsentGradient(Tensor):
 class PendingReduce:
     """A reduce-scatter under way."""
 
-    own: Tensor  # what this rank receives
+    received: Tensor  # what this rank receives
     sent: Tensor  # kept until it has arrived
     scattering: dist.Work  # of the first
     work: dist.Work | None  # of the last message; None where the sum over replicas has yet to start
@@ -182,19 +182,19 @@ class GradientSharing:
         flight.scattering.wait()
         replicas = self.shares[0].replicas
         if flight.work is None and replicas is not None:
-            dist.all_reduce(flight.own, group=replicas)
+            dist.all_reduce(flight.received, group=replicas)
         elif flight.work is not None:
             flight.work.wait()
-        used = list(present) if all(present) else (flight.own[self.offsets[-1] :] > 0).tolist()
+        used = list(present) if all(present) else (flight.received[self.offsets[-1] :] > 0).tolist()
         for share, start, view, there in zip(self.shares, self.offsets, views, used, strict=False):
-            share.whole.grad = None
+            share.full.grad = None
             if there:
-                nothing = share.whole.new_zeros(()).expand(share.whole.shape)
+                nothing = share.full.new_zeros(()).expand(share.full.shape)
                 if type(nothing) is Tensor:  # tensors of dry runs take no other class
-                    share.whole.grad = nothing.as_subclass(AbsentGradient)
+                    share.full.grad = nothing.as_subclass(AbsentGradient)
                     self.absent.append(share)
                 rows = share.of(view)
-                rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
+                rows.copy_(flight.received[start : start + rows.numel()].view_as(rows))
                 before = share.part.grad
                 if isinstance(before, DTensor):
                     before.to_local().add_(rows)
@@ -205,7 +205,7 @@ class GradientSharing:
         """Move gradients of an earlier backward pass out of the buffer, before the next one fills it."""
         self.follow()
         for share in self.absent:
-            share.whole.grad = None
+            share.full.grad = None
         self.absent.clear()
         for share in self.shares:
             if isinstance(share.part.grad, DTensor):
@@ -214,7 +214,7 @@ class GradientSharing:
     def follow(self) -> None:
         """Gradients that were zeroed in the model (``model.zero_grad()``) are gone here, too."""
         for share in self.absent:
-            if share.whole.grad is None:
+            if share.full.grad is None:
                 share.part.grad = None
 
     def abandon(self) -> None:
@@ -225,12 +225,12 @@ class GradientSharing:
                 work.wait()
         self.absent.clear()
         for share in self.shares:
-            share.whole.grad = None
+            share.full.grad = None
 
     @torch.no_grad()
     def start_gather(self) -> Callable[[], None]:
         """Start bringing the rows that other ranks updated; call the result to wait, and to write them."""
-        ranks, full = self.shares[0].ranks, self.shares[0].whole
+        ranks, full = self.shares[0].ranks, self.shares[0].full
         local = full.new_zeros(self.offsets[-1])
         for share, start in zip(self.shares, self.offsets, strict=False):
             part = share.part.detach()
@@ -244,7 +244,7 @@ class GradientSharing:
         def finish(_sent: Tensor = local) -> None:
             work.wait()
             for share, place in zip(self.shares, self._places(everyone), strict=True):
-                parameter = share.whole.detach()
+                parameter = share.full.detach()
                 consecutive = parameter.is_contiguous()
                 flat = parameter.view(-1) if consecutive else parameter.new_empty(parameter.numel())
                 for there, staged in _pairs(flat, place):

@@ -68,7 +68,7 @@ class HetuModel:
     name: str  # for people
     types: tuple[LayerType, ...]  # its layer types, in the order the model runs
     # whole, first, last: memory of embedding and head, in one stage, or in the first and last of several
-    whole: EdgeMemory
+    together: EdgeMemory
     first: EdgeMemory
     last: EdgeMemory
     edges: LinearTime  # forward milliseconds of embedding and head together, by samples on the device

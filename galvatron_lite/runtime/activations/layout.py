@@ -33,7 +33,7 @@ IDS, HIDDEN = 2, 3
 class Axis:
     """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``."""
 
-    ways: int = 1  # shares
+    shares: int = 1  # shares
     stride: int = 1  # ranks from one share to the next
     inner: int = 1  # ways that neighbours share each share again, evenly
     # whether a share is an early and a late piece (``shares.mirrored``): tokens of context parallelism
@@ -41,11 +41,11 @@ class Axis:
 
     def pieces(self, place: int, extent: int) -> tuple[Range, ...]:
         """What the rank at ``place`` of the stage holds of a dim, in order."""
-        number = place // self.stride % self.ways
+        number = place // self.stride % self.shares
         if not self.mirrored:
-            start, length = share(extent, self.ways, number)
+            start, length = share(extent, self.shares, number)
             return ((start, start + length),)
-        pieces = mirrored(extent, self.ways, number)
+        pieces = mirrored(extent, self.shares, number)
         if self.inner == 1:
             return pieces
         each = sum(stop - start for start, stop in pieces) // self.inner
@@ -147,7 +147,7 @@ class ActivationLayout(Layout):
         return cls(*layout_of(strategy))
 
     @property
-    def whole_tokens(self) -> Self:
+    def full_tokens(self) -> Self:
         """The same samples and pixels with all tokens and channels."""
         return self.replicated("sequence", "channels")
 

@@ -128,7 +128,7 @@ class _Contents:
 
     stored: dict[str, StoredTensor]
     training: dict[str, Any]
-    own: dict[str, Any]
+    local: dict[str, Any]
     random: dict[str, Any]
 
 
@@ -354,7 +354,8 @@ class Checkpointer:
 
     def _put(self, manifest: Manifest, state: ExtraState, contents: _Contents, exact: bool) -> None:
         """Set all but tensors."""
-        parallel, training, process_state, optimizer = self._parallel, contents.training, contents.own, state.optimizer
+        parallel, optimizer = self._parallel, state.optimizer
+        training, process_state = contents.training, contents.local
         if optimizer is not None:
             saved = training["optimizer"]
             put_options(parallel, optimizer, saved, blank_states(parallel, manifest, saved["values"]))

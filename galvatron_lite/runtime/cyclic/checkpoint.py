@@ -87,7 +87,7 @@ class CyclicManifest:
     digest: str = ""  # checksum of all this
 
 
-def check_whole(folder: Path) -> CyclicManifest:
+def check_complete(folder: Path) -> CyclicManifest:
     """The manifest of a checkpoint all of whose files are as they were written; raises FileFormatError if not."""
     return check_all(folder, read_sealed(CyclicManifest, folder, FORMAT))
 
@@ -99,7 +99,7 @@ def latest(folder: Path | str) -> Path | None:
     """
     for place, _ in survey(CyclicManifest, Path(folder), FORMAT)[0]:
         try:
-            check_whole(place)
+            check_complete(place)
         except FileFormatError:
             continue
         return place
@@ -116,7 +116,7 @@ def flushed_state(folder: Path | str) -> dict[str, Tensor]:
         FileFormatError: the checkpoint is damaged.
     """
     place = Path(folder)
-    manifest = check_whole(place)
+    manifest = check_complete(place)
     processes = [read_plain(place / _process_file(process)) for process in range(manifest.processes)]
     state: dict[str, Tensor] = dict(processes[0]["rest"])
     for stage in range(len(manifest.stages)):

@@ -24,7 +24,7 @@ from galvatron_lite.runtime.parameters.full_state import gather_named
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import Entries, LocalShard, complete_shard, entries_of
 from galvatron_lite.runtime.peers import everyone
-from galvatron_lite.runtime.preparation import known_flow
+from galvatron_lite.runtime.preparation import flow_or_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def set_up(
     names = [[one.layer.name for one in stage] for stage in placed]
     programme = programme_of(plan, options.early_release)
     check_untied(model, layers, names)
-    flow = known_flow(model, layers, batch, options.loss_fn) if len(names) > 1 else None
+    flow = flow_or_none(model, layers, batch, options.loss_fn) if len(names) > 1 else None
     materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)
     cut: Sequence[StagePart] = ()
     needed = list(layers)

@@ -59,25 +59,25 @@ class _Masks:
     """The attention mask of a call: of all samples for the loss, of this rank's for everything else."""
 
     group: dist.ProcessGroup | None
-    whole: Tensor | None = None
-    own: Tensor | None = None
+    full: Tensor | None = None
+    local: Tensor | None = None
 
     def widen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook of the module that makes the loss."""
         named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        self.own = self.whole = named.get(_MASK)
-        if self.own is not None and self.group is not None:
-            sent = self.own.byte() if self.own.dtype is torch.bool else self.own
-            self.whole = named[_MASK] = ProcessTensorGroup(self.group).all_gather(sent, 0).to(self.own.dtype)
+        self.local = self.full = named.get(_MASK)
+        if self.local is not None and self.group is not None:
+            sent = self.local.byte() if self.local.dtype is torch.bool else self.local
+            self.full = named[_MASK] = ProcessTensorGroup(self.group).all_gather(sent, 0).to(self.local.dtype)
         return (), named
 
     def narrow(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook of the modules inside it."""
-        if self.own is None:
+        if self.local is None:
             return None
 
         def narrowed(value: Any) -> Any:
-            return self.own if value is self.whole else value
+            return self.local if value is self.full else value
 
         return tuple(map(narrowed, args)), {name: narrowed(one) for name, one in kwargs.items()}
 
@@ -139,7 +139,7 @@ class _Hook:
                 f"and return too many: train without compile=, or set config.output_{LOGITS}=False."
             )
             raise InputError(f"output_{LOGITS}", f"{len(logits)} {LOGITS}", remedy)
-        mask = None if self.masks is None else self.masks.whole
+        mask = None if self.masks is None else self.masks.full
         every = (_of_all_tokens(one, shares, mask) for one, shares in zip(logits, self.shares, strict=True))
         output[LOGITS] = tuple(every)
         return output

@@ -115,11 +115,11 @@ class Materializer:
             reset = module._reset_parameters
         if callable(reset):
             reset()
-        rule = self._init_fn or self._own_rule(path)
+        rule = self._init_fn or self._init_rule(path)
         if rule is not None:
             rule(module)
 
-    def _own_rule(self, path: str) -> InitFn | None:
+    def _init_rule(self, path: str) -> InitFn | None:
         """The nearest ``_init_weights`` at or above a module.
 
         The name is private to the model, but by wide convention (transformers, timm, nanoGPT) it is a method that takes

@@ -61,7 +61,9 @@ class Ledger:
     samples: list[Sample] = field(default_factory=list)  # since ``watch``
     _entries: dict[int, LiveStorage] = field(default_factory=dict)
     # made since a layer's forward, or a backward pass, began
-    _made: dict[During, list[LiveStorage]] = field(default_factory=lambda: {During.FORWARD: [], During.BACKWARD: []})
+    _allocated: dict[During, list[LiveStorage]] = field(
+        default_factory=lambda: {During.FORWARD: [], During.BACKWARD: []}
+    )
     _high: int = 0
     _at_high: tuple[int, ...] = (0,) * len(Use)
     _stride: int = 1
@@ -80,8 +82,8 @@ class Ledger:
         entry.weak = weakref.ref(storage, partial(self._gone, key))
         self._entries[key] = entry
         self.operations += 1
-        if place.phase in self._made:
-            self._made[place.phase].append(entry)
+        if place.phase in self._allocated:
+            self._allocated[place.phase].append(entry)
         self._add(Use.TEMPORARY, entry.size)
 
     def _gone(self, key: int, _weak: Any) -> None:
@@ -147,12 +149,12 @@ class Ledger:
             use: that it counts as from now on.
             following: the layer that begins, with which what was made behind the last one counts.
         """
-        for entry in self._made[phase]:
+        for entry in self._allocated[phase]:
             if entry.layer == _NEXT:
                 entry.layer = following
             if entry.size and entry.use is Use.TEMPORARY:
                 self._move(entry, use)
-        self._made[phase].clear()
+        self._allocated[phase].clear()
 
     def kept(self, microbatch: int) -> dict[str, int]:
         """Bytes by layer that the forward passes of a micro-batch made, and that are still there."""

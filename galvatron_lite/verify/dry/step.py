@@ -134,7 +134,7 @@ def dry_run(
         InputError: the plan does not fit the model.
     """
     begun, place = process_time(), RankPlace()
-    log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
+    log, ledger = MessageLog(place, announced={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger, subject.operations)
     with (
         dry_world(rank, plan.devices, log),
@@ -156,7 +156,7 @@ def dry_run(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
         peak=breakdown(ledger.at_peak), kept=kept, splits=splits, seconds=process_time() - begun,
         host=ledger.peak_host, notes=_notes(plan, run),
-    ), log.said  # fmt: skip
+    ), log.announced  # fmt: skip
 
 
 @contextmanager

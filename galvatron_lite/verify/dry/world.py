@@ -53,7 +53,7 @@ class MessageLog:
 
     place: RankPlace = field(default_factory=RankPlace)  # where the rank is
     messages: list[Message] = field(default_factory=list)  # so far
-    said: Announced = field(default_factory=dict)  # what it announced
+    announced: Announced = field(default_factory=dict)  # what it announced
     hear: Hear | None = None  # what other ranks announced to this one
     heard: dict[tuple[int, str], int] = field(default_factory=dict)  # how much of it was listened to
 
@@ -228,7 +228,7 @@ class _DryGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> _DoneWork:
         """What has a value is kept for whoever runs the other rank."""
         if has_value(tensors[0]):
-            self._log.said.setdefault((self._purpose, target), []).append(tensors[0].clone())
+            self._log.announced.setdefault((self._purpose, target), []).append(tensors[0].clone())
         return self._note(MessageType.SEND, tensors, peer=self._ranks[target], tag=tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _DoneWork:

@@ -278,7 +278,7 @@ class Replay:
         for rank, (message, missing) in waiting.items():
             if gone := [one for one in missing if self.actors[one].ended]:
                 ends = f"{rank_list(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
-                last = [_last_given(self.actors[one].role, message) for one in gone[:MOST]]
+                last = [_last_announced(self.actors[one].role, message) for one in gone[:MOST]]
                 return f"Rank {rank} waits for ever: {ends}.", [_described(message.role, message.number), *last]
         circle = _circle(waiting)
         lines = [
@@ -373,7 +373,7 @@ def _described(role: RankRole, number: int) -> str:
     return f"rank {role.rank} ({where(role.script.run.stage, message)}): {message.kind}{of}{ends}{parts}"
 
 
-def _last_given(role: RankRole, message: StartedMessage) -> str:
+def _last_announced(role: RankRole, message: StartedMessage) -> str:
     """The last message of a rank in the group of a message that it does not come to."""
     stream = message.role.stream(message.number)
     numbers = [number for number, line in enumerate(role.script.lines) if role.streams[line] == stream]

@@ -203,7 +203,7 @@ class Recipe:
     """How a small model and its plan are made; plain data, so that other processes make the same."""
 
     plan: Plan  # of the small model
-    ways: int  # degree by which everything in it that is split divides; 0: it is as wide as the large one
+    divisor: int  # degree by which everything in it that is split divides; 0: it is as wide as the large one
     left_out: tuple[str, ...]  # paths of blocks that it does without
     changes: tuple[str, ...]  # what was made smaller, and what could not be, a line each
     lost: tuple[str, ...]  # what the large plan uses and the small one does not
@@ -328,8 +328,8 @@ def _strategies(graph: ModelGraph, kept: Sequence[Spot], names: Sequence[str], s
 def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
     """The small model with values, always the same ones; its batches differ from one another."""
     torch.manual_seed(0)
-    model, batch, loss_fn = source.on_meta() if recipe.ways else source.make()
-    narrow = narrowed(model, recipe.ways, source.configured) if recipe.ways else None
+    model, batch, loss_fn = source.on_meta() if recipe.divisor else source.make()
+    narrow = narrowed(model, recipe.divisor, source.configured) if recipe.divisor else None
     small = model if narrow is None else narrow[0]
     each = recipe.plan.global_batch
     if any(tensor.is_meta for tensor in tensors_of(batch)):

@@ -76,7 +76,7 @@ def try_model(
         again = run_pass(noting, double.batch, seed=1)
     except (SkippedError, InputError) as error:
         # rows of one tensor may number those of another, as edges do nodes: no share of such a batch runs
-        return Findings(skipped=str(error), whole=runs_on(double, batch))
+        return Findings(skipped=str(error), undivided=runs_on(double, batch))
     outside = tuple(observer.seen.outside)
     if again.loss != full_pass.loss:
         return Findings(
@@ -92,7 +92,7 @@ def try_model(
         trials = list(_trials(double, counts, full_pass))
         buffers = _buffers(model, double, trials[0])
     except SkippedError as error:  # in a share of the batch
-        return Findings(skipped=str(error), whole=True)
+        return Findings(skipped=str(error), undivided=True)
     held = [path for layer in layers for path in layer.modules]
     taken = model_inputs(double.model, double.batch)
     findings = Findings(
@@ -107,7 +107,7 @@ def try_model(
     )
     written = full_pass.written.items()
     if any(not _close(one, share.written.get(name, 0.0)) for share in trials[0].shares for name, one in written):
-        return replace(findings, whole=True)  # each rank would change them by its own samples
+        return replace(findings, undivided=True)  # each rank would change them by its own samples
     return _with_weight(findings, double, trials, weight, reduction, counts, terms)
 
 
@@ -160,7 +160,7 @@ def _with_weight(
     if kinds <= {MEAN, SUM}:
         value = None if weight is None else "that was given"
         return replace(findings, unsaid=InputError("loss_weight", value, WEIGHT))
-    return replace(findings, whole=True)
+    return replace(findings, undivided=True)
 
 
 WEIGHT = (
@@ -185,7 +185,7 @@ class Trial:
     """A batch, at once and in shares."""
 
     batch: Any
-    whole: PassResult
+    full: PassResult
     parts: tuple[Any, ...]  # of the batch
     shares: tuple[PassResult, ...]  # of each part
 
@@ -201,7 +201,7 @@ def _trials(double: Double, counts: Sequence[TargetCount], result: PassResult) -
             trial = _tried(double, batch, run_pass(double, batch))
         except SkippedError:
             continue
-        if trial.whole.is_finite:
+        if trial.full.is_finite:
             yield trial
 
 
@@ -244,7 +244,7 @@ def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: s
             shares = [run_pass(double, part, terms=scale) for part, scale in zip(trial.parts, scales, strict=True)]
         except SkippedError:
             return False
-        return _relative_error(trial.whole, shares, _EVEN) <= TOLERANCE
+        return _relative_error(trial.full, shares, _EVEN) <= TOLERANCE
     try:
         factors = share_factors(weight, reduction, trial.batch, SHARES)
     except InputError:
@@ -252,7 +252,7 @@ def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: s
             return False
         raise
     parts = _EVEN if factors is None else [float(factor) / SHARES for factor in factors]
-    if _relative_error(trial.whole, trial.shares, parts) > TOLERANCE:
+    if _relative_error(trial.full, trial.shares, parts) > TOLERANCE:
         return False
     if 0.0 in parts:  # nothing counts: its loss may be 0/0, but not the gradients that are summed with others
         empty = trial.parts[parts.index(0.0)]
@@ -278,25 +278,25 @@ def _kind(trial: Trial, *, sums: bool) -> str:
     """What the batch's loss is of its shares' losses: their mean (empty), a weighted mean, a sum, or neither."""
     if not all(share.is_finite for share in trial.shares):
         return ""
-    if _relative_error(trial.whole, trial.shares, _EVEN) <= TOLERANCE:
+    if _relative_error(trial.full, trial.shares, _EVEN) <= TOLERANCE:
         return ""
-    if sums and _relative_error(trial.whole, trial.shares, [1.0] * SHARES) <= TOLERANCE:
+    if sums and _relative_error(trial.full, trial.shares, [1.0] * SHARES) <= TOLERANCE:
         return SUM
     parts = _fitted(trial)
     fits = min(parts) > -TOLERANCE and abs(sum(parts) - 1) <= TOLERANCE
-    return MEAN if fits and _relative_error(trial.whole, trial.shares, parts) <= 2 * TOLERANCE else WHOLE
+    return MEAN if fits and _relative_error(trial.full, trial.shares, parts) <= 2 * TOLERANCE else WHOLE
 
 
 def _fitted(trial: Trial) -> list[float]:
     """The weights by which shares' gradients come nearest to the batch's (least squares)."""
-    names = list(trial.whole.gradients)
+    names = list(trial.full.gradients)
 
     def dot(one: PassResult, other: PassResult) -> float:
         pairs = ((one.gradients.get(name), other.gradients.get(name)) for name in names)
         return sum(float((a.double() * b.double()).sum()) for a, b in pairs if a is not None and b is not None)
 
     products = torch.tensor([[dot(a, b) for b in trial.shares] for a in trial.shares], dtype=torch.float64)
-    wanted = torch.tensor([dot(a, trial.whole) for a in trial.shares], dtype=torch.float64)
+    wanted = torch.tensor([dot(a, trial.full) for a in trial.shares], dtype=torch.float64)
     fitted: list[float] = (torch.linalg.pinv(products, rtol=1e-9) @ wanted).tolist()
     return fitted
 
@@ -304,7 +304,7 @@ def _fitted(trial: Trial) -> list[float]:
 def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str, str], ...]:
     """Buffers of the user's model that a forward pass updates, and how shares' updates make that of the batch."""
     initial = dict(double.model.named_buffers())
-    passes = trial.whole, *trial.shares
+    passes = trial.full, *trial.shares
     changed = [
         name for name, one in initial.items() if any(not torch.equal(made.buffers[name], one) for made in passes)
     ]
@@ -317,7 +317,7 @@ def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str,
     rules: dict[tuple[type, str], str] = {}
     for name in changed:
         fitting = {"mean": 1 / SHARES, "sum": 1.0}
-        for full, shares in ((trial.whole, trial.shares), (twice, trial.shares[:1] * SHARES)):
+        for full, shares in ((trial.full, trial.shares), (twice, trial.shares[:1] * SHARES)):
             change, *parts = (one.buffers[name].double() - initial[name].double() for one in (full, *shares))
             fitting = {rule: scale for rule, scale in fitting.items() if _close(change, scale * sum(parts))}
         path, _, local_name = name.rpartition(".")

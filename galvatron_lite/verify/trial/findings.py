@@ -72,7 +72,7 @@ class Findings:
     """What of a model depends on how a batch is shared."""
 
     weight: LossWeight | None = None  # a loss weight that was found; None: shares weigh the same, or the user gave one
-    whole: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
+    undivided: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
     # parameters that code outside of their layers reads; such a plan has whole parameters
     outside: tuple[str, ...] = ()
     # modules whose values reach the loss otherwise than by what they return: by a list that they append to, or an
@@ -94,7 +94,7 @@ class Findings:
 
     def restrictions(self) -> Iterator[Restriction]:
         """What rules plans out, in the order in which they are checked."""
-        if self.whole:
+        if self.undivided:
             yield Restriction(
                 shares_batch, "loss", "of the batch as a whole",
                 "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "

@@ -157,7 +157,7 @@ def told(sent: tuple[Communication, ...]) -> list[tuple[Collective, float, Momen
 
 def test_nothing_moves_in_where_the_input_is_the_models() -> None:
     graph = plain_profile([1.0, 2.0]).graph
-    assert border_of(graph, {"t0.0"}) == BranchTraffic(read=0, given=10)
+    assert border_of(graph, {"t0.0"}) == BranchTraffic(read=0, written=10)
     assert told(moves(border_of(graph, {"t0.0"}), BranchSite(2, 1, 1, True, 4), training=False)) == [
         (Collective.ALL_TO_ALL, 4 * 10 * 0.5 * 2, FORWARD)
     ]
@@ -168,7 +168,7 @@ def test_on_shares_of_samples_a_group_gets_what_it_lacks_and_everyone_its_share(
     devices get a quarter of its output each, which two devices send: a quarter goes over each link."""
     site = BranchSite(4, 2, 2, True, 8)
     half = Collective.ALL_TO_ALL
-    assert told(moves(BranchTraffic(read=100, given=40), site)) == [
+    assert told(moves(BranchTraffic(read=100, written=40), site)) == [
         (half, pytest.approx(800 * 0.25 * 4 / 3), FORWARD),
         (half, pytest.approx(800 * 0.25 * 4 / 3), BACKWARD),
         (half, pytest.approx(320 * 0.25 * 4 / 3), FORWARD),
@@ -178,15 +178,16 @@ def test_on_shares_of_samples_a_group_gets_what_it_lacks_and_everyone_its_share(
 
 def test_one_device_that_feeds_all_others_is_as_slow_as_what_it_sends() -> None:
     """Of eight devices seven get an eighth each, all of it from one."""
-    (sent,) = moves(BranchTraffic(given=80), BranchSite(8, 1, 1, True, 8), training=False)
+    (sent,) = moves(BranchTraffic(written=80), BranchSite(8, 1, 1, True, 8), training=False)
     assert sent.size * 7 / 8 == pytest.approx(640 * 7 / 8)
 
 
 def test_where_every_device_has_all_samples_outputs_and_gradients_of_inputs_are_broadcast() -> None:
-    sent = moves(BranchTraffic(read=100, given=40), BranchSite(3, 1, 1, False, 2))
+    sent = moves(BranchTraffic(read=100, written=40), BranchSite(3, 1, 1, False, 2))
     assert told(sent) == [(Collective.BROADCAST, 80, FORWARD), (Collective.BROADCAST, 200, BACKWARD)]
     assert (
-        told(moves(BranchTraffic(read=100, given=40), BranchSite(3, 1, 1, False, 2), training=False)) == told(sent)[:1]
+        told(moves(BranchTraffic(read=100, written=40), BranchSite(3, 1, 1, False, 2), training=False))
+        == told(sent)[:1]
     )
 
 
@@ -195,7 +196,7 @@ def test_nothing_moves_on_one_device() -> None:
 
 
 def test_buffers_of_its_own_devices_and_of_those_that_wait() -> None:
-    border, site = BranchTraffic(read=100, given=40), BranchSite(4, 2, 2, True, 8)
+    border, site = BranchTraffic(read=100, written=40), BranchSite(4, 2, 2, True, 8)
     assert buffer_bytes(border, site, member=True) == 2 * (100 * 8 / 2 + 40 * 8 / 4)
     assert buffer_bytes(border, site, member=False) == 2 * 40 * 8 / 4
     assert buffer_bytes(border, replace(site, spread=False), member=False, training=False) == 40 * 8

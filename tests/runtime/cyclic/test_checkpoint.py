@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from galvatron_lite import folders
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.runtime.checkpoint.manifest import META
-from galvatron_lite.runtime.cyclic.checkpoint import check_whole, flushed_state, latest
+from galvatron_lite.runtime.cyclic.checkpoint import check_complete, flushed_state, latest
 from tests.cyclic_reference import train_reference
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, mixed_case, split
 from tests.runtime.cyclic.saving import ADAM, Training, check_same
@@ -131,7 +131,7 @@ def test_flushed_state_is_the_model_with_all_its_updates(tmp_path: Path, setting
 def test_every_process_writes_one_stage(tmp_path: Path) -> None:
     """Under ``data`` nobody writes the whole model; older parameters are there where they are still used."""
     blocks("data").run(saves={SAVED: tmp_path / "one"}, end=SAVED + 1)
-    manifest = check_whole(tmp_path / "one")
+    manifest = check_complete(tmp_path / "one")
     assert sorted(manifest.files) == [f"{what}-{place}.pt" for what in ("process", "stage") for place in range(3)]
     assert (manifest.step, manifest.base, manifest.workers) == (SAVED, SAVED - 1, 3)
     older = [torch.load(tmp_path / "one" / f"stage-{stage}.pt", weights_only=True)["older"] for stage in range(3)]
@@ -190,7 +190,7 @@ def test_any_changed_byte_is_found(
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     file.write_bytes(content)
     with pytest.raises(FileFormatError, match=file.name):
-        check_whole(place)
+        check_complete(place)
 
 
 def _cut(file: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_machine_lost_while_moving_leaves_a_whole_one(
             folders.put_in_place(new, tmp_path / "last")
     found = latest(tmp_path)
     assert found is not None
-    assert check_whole(found).step == 2
+    assert check_complete(found).step == 2
     check_same(run.run(start=found), whole)
     run.run(saves={3: tmp_path / "last"})
     assert list(tmp_path.iterdir()) == [tmp_path / "last"], "the next one clears away what was left"

@@ -292,4 +292,4 @@ def test_a_delay_that_tied_parameters_rule_out_is_told_plainly(monkeypatch: pyte
     tie = SimpleNamespace(first="before", second="after", parameters=1)
     profile: Any = SimpleNamespace(graph=SimpleNamespace(ties=(tie,)))
     with pytest.raises(InputError, match=r"^delay: 'cdp-v2'.* before and after share parameters.* Untie them"):
-        auto._found_plan(profile, {}, "cdp-v2")
+        auto._searched_plan(profile, {}, "cdp-v2")

@@ -26,7 +26,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PlanTask:
-    """What a way is asked for."""
+    """What a family of plans is asked for."""
 
     session: Session  # of the profile and the mode
     request: Request  # what is planned
@@ -37,21 +37,23 @@ class PlanTask:
     tolerance: float = 0.0  # see ``find_plan``
 
 
-Way = Callable[[PlanTask], Sequence[Plan]]
-"""Plans of one way with their prediction and provenance, whether they fit or not; none where it offers none."""
+PlanFamily = Callable[[PlanTask], Sequence[Plan]]
+"""Plans of one family with their prediction and provenance, whether they fit or not; none where it offers none."""
 
 
-def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, ways: Sequence[Way]) -> Plan:
+def with_families(
+    ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, families: Sequence[PlanFamily]
+) -> Plan:
     """The quickest plan that fits, the ordinary one of equal ones; the other is among its alternatives.
 
     Args:
         ordinary: finds the best plan of stages in the model's order.
         task: what is planned.
         runners_up: how many other plans to report.
-        ways: to ask besides.
+        families: to ask besides.
 
     Raises:
-        InfeasibleError: that of the ordinary search with what other ways need, where they have no plan that fits
+        InfeasibleError: that of the ordinary search with what other families need, where they have no plan that fits
             either.
         InputError: the same where the ordinary search cannot share out the batch.
     """
@@ -62,7 +64,7 @@ def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, way
     except (InfeasibleError, InputError) as error:
         refused = error  # type: ignore[assignment]
     task = replace(task, ordinary=first)
-    candidates = sorted((plan for family in ways for plan in family(task)), key=seconds_of)
+    candidates = sorted((plan for family in families for plan in family(task)), key=seconds_of)
     fitting = [plan for plan in candidates if plan.fits and (plan.cyclic is not None or not only)]
     if not fitting and (first is None or (only and candidates)):
         raise _needing(candidates, refused) if isinstance(refused, InfeasibleError) else refused
@@ -74,7 +76,7 @@ def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, way
 
 
 def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:
-    """The error with the plan of other ways that needs least memory."""
+    """The error with the plan of other families that needs least memory."""
     if not plans:
         return error
     least = min(plans, key=_peak)
@@ -173,7 +175,7 @@ def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: i
         replace(every, layers=(*every.layers, *block_pins), even=every.even or task.backend.even)
         for pins in _ways(request, fields, kinds)
         for every in _staged(task, _pinned(request, kinds, pins), pins)
-        for block_pins in _block_ways(task, pins)
+        for block_pins in _pinned_families(task, pins)
     ]
     candidates, errors = list[Plan](), list[InfeasibleError]()
     for fixed in ways if len(ways) <= _PROMISING else _most_promising(task, ways):
@@ -244,7 +246,7 @@ def _staged(task: PlanTask, fixed: Fixed, pins: Pins) -> Iterator[Fixed]:
         yield replace(fixed, piped=True)
 
 
-def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, object], ...]]:
+def _pinned_families(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, object], ...]]:
     """Pins of blocks beside those of all layers: one value of each field that all blocks share.
 
     Kinds of blocks that do not have a field's value (dense blocks of a mixture) are left without it.
