@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy, degree
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import ANY_TIME, QUICK, finished, search
-from galvatron_lite.search.plan_families import seconds_of
+from galvatron_lite.search.families.family import seconds_of
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.result import runs_of, summary
 from galvatron_lite.search.shapes import Request, Session

@@ -23,8 +23,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, OriginKind, Profile
 from galvatron_lite.search.best_first import MOST_WORK
+from galvatron_lite.search.families.family import seconds_of
 from galvatron_lite.search.pins import Pins
-from galvatron_lite.search.plan_families import seconds_of
 from galvatron_lite.search.result import summary
 from galvatron_lite.units import format_budget
 

@@ -42,7 +42,7 @@ class Backend:
     modes: tuple[Mode, ...] = tuple(Mode)  # what it runs plans for
     pictures: bool = True  # whether it trains networks whose blocks work on pictures
     # fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each value in
-    # turn (``search.plan_families``)
+    # turn (``search.families.family``)
     uniform: tuple[str, ...] = ()
     block_uniform: tuple[str, ...] = ()  # fields that have one value in all blocks besides
     block_rule: Callable[[Strategy], bool] | None = None  # what it asks of blocks alone; None: nothing

@@ -215,7 +215,7 @@ class Provenance(Strict):
     budget: BudgetBytes  # bytes a device; the least of them where ``budgets`` are unlike
     proof: Proof  # whether the search proved that no plan of its space is better by more than ``tolerance``
     gap: Share = 0.0  # by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one
-    # what an integer programme of the same shape said (``search.ilp``); empty where none was asked
+    # what an integer programme of the same shape said (``search.certify.ilp``); empty where none was asked
     certificate: str = ""
     # bytes on each type of device by its name, where they are unlike
     budgets: dict[Name, BudgetBytes] = field(default_factory=dict)

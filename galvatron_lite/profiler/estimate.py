@@ -225,7 +225,7 @@ class _Choice(NamedTuple):
     samples: float
     expert: int = 1
     by: str = ""  # the field of ``Strategy`` that splits channels
-    slices: int = 1  # its degree
+    shares: int = 1  # its degree
 
 
 __all__ = [
@@ -399,7 +399,7 @@ def _points(
     times: dict[_Choice, LayerTimes] = {}
     kinds: dict[tuple[str, str, int], LayerKind] = {}
     for choice in choices:
-        name, by, ways = key = choice.kind, choice.by, choice.slices
+        name, by, ways = key = choice.kind, choice.by, choice.shares
         if key not in kinds:
             whole = graph.kinds[name]
             kinds[key] = sliced_kind(whole, by, ways, stack.pictures.gathers_each) if by else whole
@@ -430,6 +430,6 @@ def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
         working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
         expert=choice.expert,
-        filters=choice.slices if choice.by == "filters" else 1,
-        channels=choice.slices if choice.by == "channels" else 1,
+        filters=choice.shares if choice.by == "filters" else 1,
+        channels=choice.shares if choice.by == "channels" else 1,
     )

@@ -235,13 +235,13 @@ def sliced_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[La
     """Points of kinds of layers with slices of their weights."""
     for samples, (name, kind) in product(scope.samples[::2], kinds.items()):
         for by, ways in measured_slices(kind, scope.degrees):
-            yield LayerSetting(name, samples, by=by, slices=ways)
+            yield LayerSetting(name, samples, by=by, shares=ways)
 
 
 def layer_key(setting: LayerSetting) -> str:
     """Key of the task that measures a block under some choices."""
     shared = "+sp" if setting.sequence_parallel else ""
-    sliced = f"/{setting.by} {setting.slices}" if setting.by else ""
+    sliced = f"/{setting.by} {setting.shares}" if setting.by else ""
     ways = f"tensor {setting.tensor}{shared}{sliced}"
     return f"{setting.kind}/samples {setting.samples}/{ways}/recompute {setting.recompute}"
 
@@ -263,7 +263,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
     for setting in stem_settings(scope):
         add(f"{EDGES}/pixels {setting.samples}", bench.measure_stem, setting)
     for setting in sliced_settings(scope, _kinds(scope, Role.BEFORE, Role.AFTER)):
-        key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.slices}"
+        key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.shares}"
         add(key, bench.measure_sliced_edge, setting)
     add("optimizer", measure_optimizer, device, rule)
     add("overlap", measure_overlap, device, rule)

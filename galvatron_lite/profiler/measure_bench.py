@@ -262,7 +262,7 @@ class LayerBench:
         layer = next(layer for layer in self.graph.layers if layer.kind == setting.kind)
         for path, call in block_calls(self.model, layer.modules, self.batch).items():
             module = model.get_submodule(path)
-            plan = infer_channels(module, call.args, call.kwargs, setting.by, setting.slices)
+            plan = infer_channels(module, call.args, call.kwargs, setting.by, setting.shares)
             shard_channels(module, plan, ShapeOnlyAxisGroup(plan.degree))
         calls, batch = self._calls_at(ceil(setting.samples)), self._batch_at(ceil(setting.samples))
         edges = EdgeInput(skeleton.twin(model), calls, batch, self.loss_fn, self.graph.precision)

@@ -149,7 +149,7 @@ class LayerSetting:
     recompute: Recompute = Recompute.NONE
     grid: Grid = WHOLE  # devices that share the pixels of one sample, of which the first has ``samples``
     by: str = ""  # ``filters`` or ``channels`` where devices share channels of convolutions
-    slices: int = 1  # how many do
+    shares: int = 1  # how many do
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def measure_block(
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    cut = infer_channels(block, call.args, call.kwargs, setting.by, setting.slices) if setting.slices > 1 else None
+    cut = infer_channels(block, call.args, call.kwargs, setting.by, setting.shares) if setting.shares > 1 else None
     share = share.with_arguments(partial(first_channels, plan=cut))
     with holding_copies(compute_dtype(precision), device):
         shard = make_shard(block, setting, chosen, device, precision, cut)
@@ -208,8 +208,8 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
         working=memory.working,
         forward_working=memory.forward_working,
         spread=timing.spread,
-        filters=setting.slices if setting.by == "filters" else 1,
-        channels=setting.slices if setting.by == "channels" else 1,
+        filters=setting.shares if setting.by == "filters" else 1,
+        channels=setting.shares if setting.by == "channels" else 1,
     )
 
 

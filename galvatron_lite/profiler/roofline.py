@@ -87,15 +87,15 @@ def matmul(
     groups = max(1.0, operator.count / expert) if operator.count > 1 else 1
     rows *= operator.count / groups * (load if operator.count > 1 else 1)
     forward = both = 0.0
-    ways = _ways(operator, rows, inner, columns, shared)
-    for m, k, n in ways:
+    shapes = _matmul_shapes(operator, rows, inner, columns, shared)
+    for m, k, n in shapes:
         slow = _alignment(k, n, rates)
         forward += slow * matmul_at(rates, m, k, n, groups)
         both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
     calls = operator.flops / (2 * prod(operator.shape) * operator.count)
     # a frozen matmul, or one whose input needs no gradient, does less in backward
     share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
-    forward, backward = calls * forward / len(ways), calls * both / len(ways) * share
+    forward, backward = calls * forward / len(shapes), calls * both / len(shapes) * share
     # beyond its two matmuls backward moves the bias's gradient, and adds input gradients of siblings up
     extra = (operator.backward_moved - 2 * operator.moved) * (samples / shared)
     if extra > 0 and operator.backward_flops:
@@ -103,7 +103,7 @@ def matmul(
     return Seconds(forward, backward)
 
 
-def _ways(
+def _matmul_shapes(
     operator: Operator, rows: float, inner: float, columns: float, shared: int
 ) -> tuple[tuple[float, float, float], ...]:
     """How a split matmul may run: columns or inner extent divided; the mean of both where the name does not tell."""

@@ -189,8 +189,8 @@ def check_optimizer(
             if dims == 0 or key in seen or (one is None and everywhere):
                 continue
             seen.add(key)
-            ways = [build] if build is not None else [_copied(optimizer), _built_again(optimizer)]
-            reach = _reach(ways, options, dims, parameter.device, pieces=one is not None)
+            builds = [build] if build is not None else [_copied(optimizer), _built_again(optimizer)]
+            reach = _reach(builds, options, dims, parameter.device, pieces=one is not None)
             if reach is not None:
                 name = type(optimizer).__name__
                 return InputError("optimizer", name, _remedy(reach, one.names[0] if one else None))
@@ -212,9 +212,11 @@ def _remedy(reach: str, cut: str | None) -> str:
     )
 
 
-def _reach(ways: Sequence[Build], options: dict[str, Any], dims: int, device: torch.device, pieces: bool) -> str | None:
+def _reach(
+    builds: Sequence[Build], options: dict[str, Any], dims: int, device: torch.device, pieces: bool
+) -> str | None:
     """On what an element's update depends: ``tensor``, ``model``, or why it cannot be told; None: on itself."""
-    for attempt in ways:
+    for attempt in builds:
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
                 return _depends(attempt, options, dims, device, pieces)

@@ -57,14 +57,14 @@ from galvatron_lite.search.alternatives import (
     slowest,
 )
 from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, QUICK, Progress, SolvedPlan, search
-from galvatron_lite.search.branches import branch_plans
-from galvatron_lite.search.delayed import delayed_plans, why_not_delayed
+from galvatron_lite.search.families.branches import branch_plans
+from galvatron_lite.search.families.delayed import delayed_plans, why_not_delayed
+from galvatron_lite.search.families.family import PlanTask, seconds_of, with_alike, with_families, with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
-from galvatron_lite.search.plan_families import PlanTask, seconds_of, with_alike, with_families, with_one_device
 from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, relief, skipping, unprofiled
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.shapes import Request, Session
-from galvatron_lite.search.simplify import SLACK, simplest, with_fewer_runs
+from galvatron_lite.search.simplify import CLOSE, SLACK, simplest, with_fewer_runs
 from galvatron_lite.search.space import Delay, Fixed, reasons
 from galvatron_lite.search.tables import TICKS
 
@@ -112,7 +112,7 @@ def find_plan(
         effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
             gap says how far from the best the plan may be.
         mode: what the plan is for; of forward passes alone its step is one pass of the whole batch.
-        delay: which training rules of delayed gradients may be used besides (``search.plan_families``); None: none.
+        delay: which training rules of delayed gradients may be used besides (``search.families.family``); None: none.
         tolerance: share of the step time that the plan may be from the best, so as to be the simplest (``simplify``).
         margin: share of the budget that predictions keep free.
 
@@ -161,7 +161,7 @@ def _ordinary(
     user_plans = priced_user_plans(request, pricer, plans)
     looked = partial(
         search, pricer=pricer, progress=progress, stoppable=stoppable, start=user_plans[0] if user_plans else None,
-        slack=SLACK * tolerance, settled=tolerance,
+        slack=SLACK * min(tolerance, CLOSE), settled=min(tolerance, CLOSE),
     )  # fmt: skip
     few = tuple(schedule for schedule in request.schedules if schedule.simple) if effort == 0 else ()
     quick = replace(request, schedules=few or request.schedules)
@@ -216,7 +216,7 @@ def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
     if result.from_user:
         return "not certified: the plan is one that was given"
-    from galvatron_lite.search.ilp import certify
+    from galvatron_lite.search.certify.ilp import certify
 
     certificate = certify(result.problem, result.partition)
     if progress is not None:

@@ -25,8 +25,8 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
-from galvatron_lite.search.chain_labels import Net, good_net_path, net_paths
+from galvatron_lite.search.chain.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.chain.labels import Net, good_net_path, net_paths
 from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, remembered, ticks
 
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128

@@ -23,8 +23,10 @@ from galvatron_lite.search.best_first import SolvedPlan, plain, search
 from galvatron_lite.search.problem import part_of, parts_of
 from galvatron_lite.search.shapes import Request
 
+CLOSE = 0.01
+"""How near to the best a search comes, under a larger tolerance too: the rest of it is for simpler plans."""
 SLACK = 0.5
-"""Share of the tolerance that the search over everything may leave open."""
+"""Share of that which the search over everything may leave open."""
 _MOST_RUNS = 3
 _NEAR, _WORK = 0.5, 4_000_000
 """The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that

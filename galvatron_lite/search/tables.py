@@ -20,7 +20,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
-from galvatron_lite.search.chain import MEMORY
+from galvatron_lite.search.chain.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
 )
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of, stage_at
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.chain import worst_moment
+from galvatron_lite.search.chain.chain import worst_moment
 from galvatron_lite.search.problem import Partition, Problem, StagePlan, parts_of
 from galvatron_lite.search.tables import (
     REST,

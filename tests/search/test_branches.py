@@ -22,8 +22,8 @@ from galvatron_lite.parallelism.strategy import Offload, Recompute, Strategy
 from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.schema import HostOverhead, Profile
-from galvatron_lite.search.branches import branch_plans, may_branch
-from galvatron_lite.search.plan_families import PlanTask, seconds_of
+from galvatron_lite.search.families.branches import branch_plans, may_branch
+from galvatron_lite.search.families.family import PlanTask, seconds_of
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import runs_of
 from galvatron_lite.search.shapes import Session

@@ -19,8 +19,8 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts, strategies_of_parts
-from galvatron_lite.search.chain_labels import good_path, pareto_paths
+from galvatron_lite.search.chain.chain import Chain, ChainFront, ChainLayer, best_of_parts, strategies_of_parts
+from galvatron_lite.search.chain.labels import good_path, pareto_paths
 from galvatron_lite.search.refusals import unprofiled
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import UNPINNED, Fixed, Space

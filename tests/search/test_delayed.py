@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, d
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.plan_families import PlanTask, with_families
+from galvatron_lite.search.families.family import PlanTask, with_families
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import Session

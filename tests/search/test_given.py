@@ -13,7 +13,7 @@ from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Alternative, BranchPlacement, Plan, Proof
 from galvatron_lite.search import planner
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.plan_families import PlanTask, with_families
+from galvatron_lite.search.families.family import PlanTask, with_families
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed

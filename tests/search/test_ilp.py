@@ -20,8 +20,15 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import SolvedPlan, finished, search
-from galvatron_lite.search.ilp import CBC, HIGHS, SolverVerdict, certify, solve
-from galvatron_lite.search.ilp_model import SCALE, IntegerProgramme, ShapeModel, UniformModel, choosable, first_blocks
+from galvatron_lite.search.certify.ilp import CBC, HIGHS, SolverVerdict, certify, solve
+from galvatron_lite.search.certify.model import (
+    SCALE,
+    IntegerProgramme,
+    ShapeModel,
+    UniformModel,
+    choosable,
+    first_blocks,
+)
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request, open_problem
 from galvatron_lite.search.space import Fixed

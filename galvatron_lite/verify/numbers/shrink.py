@@ -236,9 +236,9 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     no_room = {*unkept(strategies, size.devices), STAGES}
     recipes: list[Recipe] = []
     reason = ""
-    for ways in (FEW, MANY, 0):
+    for divisor in (FEW, MANY, 0):
         try:
-            recipes.append(_recipe(source, named, spots, size, ways))
+            recipes.append(_recipe(source, named, spots, size, divisor))
         except TooLargeError as error:
             reason = str(error)
             continue
@@ -249,9 +249,9 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     return min(recipes, key=lambda recipe: len(recipe.lost))
 
 
-def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, ways: int) -> Recipe:
+def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, divisor: int) -> Recipe:
     try:
-        model, batch, loss_fn, changes = _narrow(source, ways)
+        model, batch, loss_fn, changes = _narrow(source, divisor)
         wanted = {spot.name for spot in kept_spots(spots, size)}
         left_out = [spot.name for spot in spots if spot.name not in wanted and can_drop(model, spot.name)]
         kept = [spot for spot in spots if spot.name not in left_out]
@@ -286,17 +286,17 @@ def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, 
     ]
     lost = {name for spot in kept for name in features(spot.strategy) - features(chosen[spot.name])}
     lost |= {STAGES} if len(small.stages) < len(plan.stages) else set()
-    return Recipe(small, ways, tuple(left_out), tuple(changes), tuple(sorted(lost)))
+    return Recipe(small, divisor, tuple(left_out), tuple(changes), tuple(sorted(lost)))
 
 
-def _narrow(source: ModelSource, ways: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
-    """The model without storages, with its example batch; narrower, and what changed, where ``ways`` is not 0."""
+def _narrow(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
+    """The model without storages, with its example batch; narrower, and what changed, where ``divisor`` is not 0."""
     parts = source.on_meta()
     model, batch, loss_fn = parts
-    if ways == 0:
+    if divisor == 0:
         return model, example_of(parts), loss_fn, ["sizes: as they are"]
     with torch.device("meta"):
-        narrow = narrowed(model, ways, source.configured)
+        narrow = narrowed(model, divisor, source.configured)
     if narrow is None:
         raise TooLargeError("The model is not made of a configuration with sizes that could be smaller.")
     small, changes = narrow

@@ -20,30 +20,30 @@ HEAD = 8  # items of an attention head of a narrow model
 PATCH = 8
 
 
-def _targets(ways: int) -> dict[str, int]:
-    """What sizes become where they are larger, so that each can be split so many ways."""
-    hidden = 2 * ways * HEAD
+def _targets(divisor: int) -> dict[str, int]:
+    """What sizes become where they are larger, so that each can be split by ``divisor``."""
+    hidden = 2 * divisor * HEAD
     return {
-        **dict.fromkeys(("vocab", "vocab_size", "n_vocab"), 16 * ways),
+        **dict.fromkeys(("vocab", "vocab_size", "n_vocab"), 16 * divisor),
         **dict.fromkeys(("hidden", "hidden_size", "n_embd", "d_model", "dim", "embedding_size"), hidden),
-        **dict.fromkeys(("heads", "num_attention_heads", "n_head", "n_heads", "num_heads"), 2 * ways),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2 * ways),
-        **dict.fromkeys(("kv_heads", "num_key_value_heads", "num_kv_heads"), ways),
+        **dict.fromkeys(("heads", "num_attention_heads", "n_head", "n_heads", "num_heads"), 2 * divisor),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2 * divisor),
+        **dict.fromkeys(("kv_heads", "num_key_value_heads", "num_kv_heads"), divisor),
         **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_channels"), HEAD),
         **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "hidden_dim", "ffn_hidden"), 2 * hidden),
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size"), 2 * hidden),
         **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), hidden),
-        **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sequence"), 8 * ways),
-        **dict.fromkeys(("experts", "num_experts", "num_local_experts", "n_routed_experts"), 2 * ways),
+        **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sequence"), 8 * divisor),
+        **dict.fromkeys(("experts", "num_experts", "num_local_experts", "n_routed_experts"), 2 * divisor),
     }
 
 
-def narrowed(model: nn.Module, ways: int, configured: bool = False) -> tuple[nn.Module, list[str]] | None:
+def narrowed(model: nn.Module, divisor: int, configured: bool = False) -> tuple[nn.Module, list[str]] | None:
     """The model built anew from a configuration of smaller sizes, on the current default device, and what changed."""
     config = getattr(model, "config", None)
     if config is None or not (configured or _made_of(model, config)):
         return None
-    smaller, changes = _smaller(config, ways)
+    smaller, changes = _smaller(config, divisor)
     try:
         rebuilt: nn.Module = type(model)(smaller)
     except (GalvatronError, ValueError, RuntimeError, TypeError, AttributeError, IndexError, ZeroDivisionError):
@@ -62,8 +62,8 @@ def _made_of(model: nn.Module, config: Any) -> bool:
     return shapes == other and [n for n, _ in model.named_modules()] == [n for n, _ in again.named_modules()]
 
 
-def _smaller(config: Any, ways: int) -> tuple[Any, list[str]]:
-    changed = _pictures(config, ways) | _fields(config, ways)
+def _smaller(config: Any, divisor: int) -> tuple[Any, list[str]]:
+    changed = _pictures(config, divisor) | _fields(config, divisor)
     lines = [f"{name} {getattr(config, name)} -> {value}" for name, value in changed.items()]
     if is_dataclass(config) and not isinstance(config, type):
         return replace(config, **changed), lines
@@ -73,7 +73,7 @@ def _smaller(config: Any, ways: int) -> tuple[Any, list[str]]:
     for name in getattr(smaller, "sub_configs", {}):  # a text and a vision tower
         part = getattr(smaller, name, None)
         if part is not None:
-            inner, more = _smaller(part, ways)
+            inner, more = _smaller(part, divisor)
             setattr(smaller, name, inner)
             lines += [f"{name}.{line}" for line in more]
     return smaller, lines
@@ -85,8 +85,8 @@ def _items(config: Any) -> Mapping[str, Any]:
     return dict(vars(config))
 
 
-def _fields(config: Any, ways: int) -> dict[str, Any]:
-    items, wanted = _items(config), _targets(ways)
+def _fields(config: Any, divisor: int) -> dict[str, Any]:
+    items, wanted = _items(config), _targets(divisor)
     changed: dict[str, Any] = {}
     for name in {*items, *getattr(config, "attribute_map", {}).values()}:
         value = getattr(config, name, None)
@@ -105,11 +105,11 @@ def _is_chance(name: str, value: Any) -> bool:
     return isinstance(value, float) and value > 0 and any(word in name for word in CHANCES)
 
 
-def _pictures(config: Any, ways: int) -> dict[str, Any]:
+def _pictures(config: Any, divisor: int) -> dict[str, Any]:
     """Sizes of networks for pictures: channels by one factor for all, sides, patches."""
     items = _items(config)
     changed: dict[str, Any] = {}
-    least = 2 * ways
+    least = 2 * divisor
     widths = items.get("widths")
     if isinstance(widths, (tuple, list)) and widths and min(widths) > least:
         group = items.get("group", 1)
@@ -126,8 +126,8 @@ def _pictures(config: Any, ways: int) -> dict[str, Any]:
     if "pooled" in items:
         changed["hidden"] = min(items["hidden"], 4 * least)
     for name in ("side", "height", "width") if "side" in items or "height" in items else ():
-        if name in items and name not in changed and isinstance(items[name], int) and items[name] > 16 * ways:
-            changed[name] = 16 * ways
+        if name in items and name not in changed and isinstance(items[name], int) and items[name] > 16 * divisor:
+            changed[name] = 16 * divisor
     if isinstance(items.get("image_size"), int) and isinstance(items.get("patch_size"), int):
         changed["patch_size"] = min(items["patch_size"], PATCH)
         changed["image_size"] = min(items["image_size"], 4 * PATCH)

@@ -15,7 +15,7 @@ from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.runtime.branches.engine import branch_seconds
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.search.plan_families import seconds_of
+from galvatron_lite.search.families.family import seconds_of
 from galvatron_lite.search.planner import find_plan
 from tests.branchy import plain_profile
 from tests.patience import patiently

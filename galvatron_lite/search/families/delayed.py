@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import plan_notes
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import spread_note
-from galvatron_lite.search.plan_families import PlanTask, seconds_of
+from galvatron_lite.search.families.family import PlanTask, seconds_of
 from galvatron_lite.search.result import plan_of, provenance
 
 MOST_STAGES = 32

@@ -1,4 +1,4 @@
-"""Plans whose branches have devices of their own (``ways``).
+"""Plans whose branches have devices of their own (``family``).
 
 Every branch is searched by itself, exactly, on each number of devices that a group may have: one stage of its layers,
 within the memory that the trunk leaves. The branches of a region are then assigned to groups
@@ -35,7 +35,7 @@ from galvatron_lite.plans.describe import device_range, plan_notes
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Stage
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.plan_families import PlanTask, seconds_of
+from galvatron_lite.search.families.family import PlanTask, seconds_of
 from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.shapes import PriceCache, Request
 from galvatron_lite.search.space import microbatch_counts

@@ -100,8 +100,8 @@ def led(plans: Sequence[Plan], wanted: int) -> Plan:
     for other in (alternative for plan in plans for alternative in plan.alternatives):
         listed.setdefault(other.summary, other)
     del listed[summary(best)]
-    ways, rest = [listed.pop(summary(plan)) for plan in plans[1:] if summary(plan) in listed], list(listed.values())
-    kept = [*ways, *rest][: max(wanted, 0)]
+    searched = [listed.pop(summary(plan)) for plan in plans[1:] if summary(plan) in listed]
+    kept = [*searched, *listed.values()][: max(wanted, 0)]
     kept.sort(key=lambda other: (not other.fits, other.step_seconds))
     return replace(best, alternatives=tuple(kept))
 
@@ -147,12 +147,12 @@ _PROMISING, _REACH, _WORK = 4, 0.02, 400_000
 
 
 def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: int) -> Plan:
-    """The quickest plan of all ways in which the backend may treat all layers alike (``Backend.uniform``), or must
+    """The quickest plan of all in which the backend may treat all layers alike (``Backend.uniform``), or must
     because all layers have the same samples (``ModelGraph.folded``).
 
-    With the fields of one way pinned, the search is exact over all that is left (recomputation by layer,
-    micro-batches); so the quickest of all ways' plans is the quickest there is. Where there are many ways, only those
-    whose best plans take least by the closed form are planned in full. A layer without parameters is left as it is: it
+    With the backend's fields pinned, the search is exact over all that is left (recomputation by layer,
+    micro-batches); so the quickest plan of all pins is the quickest there is. Of many pins, only those whose best
+    plans take least by the closed form are planned in full. A layer without parameters is left as it is: it
     has nothing to shard.
 
     Args:
@@ -161,8 +161,8 @@ def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: i
         runners_up: how many other plans to report.
 
     Raises:
-        InfeasibleError: no way fits; with the smallest budget of all.
-        InputError: pins leave no way, or the batch cannot be shared out.
+        InfeasibleError: nothing fits; with the smallest budget of all.
+        InputError: pins leave nothing, or the batch cannot be shared out.
     """
     graph, request = task.request.graph, task.request
     samples = ("batch_degree",) if graph.folded and task.backend.uniform == () else ()
@@ -171,14 +171,14 @@ def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: i
         return looked(task)
     names = dict.fromkeys(layer.kind for layer in graph.layers)
     kinds = {name for name in names if graph.folded or graph.kinds[name].parameters.total > 0}
-    ways = [
+    choices = [
         replace(every, layers=(*every.layers, *block_pins), even=every.even or task.backend.even)
-        for pins in _ways(request, fields, kinds)
+        for pins in _uniform_pins(request, fields, kinds)
         for every in _staged(task, _pinned(request, kinds, pins), pins)
         for block_pins in _pinned_families(task, pins)
     ]
     candidates, errors = list[Plan](), list[InfeasibleError]()
-    for fixed in ways if len(ways) <= _PROMISING else _most_promising(task, ways):
+    for fixed in choices if len(choices) <= _PROMISING else _most_promising(task, choices):
         try:
             candidates.append(looked(replace(task, request=replace(request, fixed=fixed))))
         except InfeasibleError as error:
@@ -198,7 +198,7 @@ def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: i
 
 
 def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
-    """With a gap that counts what other ways' searches, where they ended early, may have left out."""
+    """With a gap that counts what the other searches, where they ended early, may have left out."""
     if best.provenance is None:
         return best
     sources = [(seconds_of(plan), plan.provenance) for plan in plans if plan.provenance is not None]
@@ -209,7 +209,7 @@ def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
     return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
 
 
-def _ways(request: Request, fields: Sequence[str], kinds: Collection[str]) -> Iterator[Pins]:
+def _uniform_pins(request: Request, fields: Sequence[str], kinds: Collection[str]) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every one of these kinds has a strategy."""
     layers = [layer for layer in request.graph.layers if layer.kind in kinds]
     unlike = {(layer.kind, request.fixed.pins_of(layer.name)): layer for layer in layers}
@@ -286,15 +286,15 @@ def _globs(graph: ModelGraph, kind: str) -> list[str]:
     return [glob] if matching == names and len(names) > 1 else names
 
 
-def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
+def _most_promising(task: PlanTask, candidates: Sequence[Fixed]) -> list[Fixed]:
     """Those whose best plans take least by the closed form, quickest first."""
     promising, limit = list[tuple[int, Fixed]](), float("inf")
     search(task.request, task.session.pricer, effort=_WORK, slack=_REACH)  # for bounds that hold whatever the way
-    for fixed in ways:
+    for fixed in candidates:
         request = replace(task.request, fixed=fixed, wider=task.request)
         best = search(request, task.session.pricer, below=limit, effort=_WORK)
         if best is not None:
             limit = int(best.partition.time * (1.0 + _REACH))
             promising.append((best.partition.time, fixed))
     promising.sort(key=itemgetter(0))
-    return [fixed for _, fixed in promising[:_PROMISING]] or list(ways[-_PROMISING:])
+    return [fixed for _, fixed in promising[:_PROMISING]] or list(candidates[-_PROMISING:])

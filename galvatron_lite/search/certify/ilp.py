@@ -1,6 +1,6 @@
 """The certificate: the winning shape of plan as an integer programme, solved by another method.
 
-``ilp_model`` builds the programme: stage boundaries, layouts at them, and the strategy of every layer are all chosen
+``model`` builds the programme: stage boundaries, layouts at them, and the strategy of every layer are all chosen
 anew; nothing of the search's plan is looked at but its shape. PuLP 3.3 or 4 has HiGHS solve it if that is there, else
 CBC. The solution is priced by the evaluator (``cost.step.bound_seconds``), and so is the search's, so
 that the two figures compare.
@@ -20,7 +20,7 @@ from galvatron_lite.cost.step import bound_seconds, price_stages, straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.ilp_model import (
+from galvatron_lite.search.certify.model import (
     SCALE,
     IntegerProgramme,
     ShapeModel,

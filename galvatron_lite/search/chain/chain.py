@@ -11,8 +11,8 @@ The problem. Layers l = 1..L, choices s_l in S_l; all figures are whole numbers 
                        sum_l u_l <= M                                                                          (3)
                        weights . (1) <= cap                                                                    (4)
 
-Bounds and good paths are found by shortest paths at a price of memory (``chain_bounds``), exact fronts by labels
-(``chain_labels``), chains with one strategy a part by looking at every combination, where there are few.
+Bounds and good paths are found by shortest paths at a price of memory (``bounds``), exact fronts by labels
+(``labels``), chains with one strategy a part by looking at every combination, where there are few.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChainLayer:
         return replace(self, **figures, strategy=None if self.strategy is None else self.strategy[rows])
 
     def figures(self, weights: IntArray) -> IntArray:
-        """(rows, S), rows as ``chain_bounds`` names them, from ``TIME`` on."""
+        """(rows, S), rows as ``bounds`` names them, from ``TIME`` on."""
         names = np.zeros_like(self.group) if self.strategy is None else self.strategy
         memory = [getattr(self, name) for name in MEMORY if name != "prefix"]
         several = self.time.T if len(weights) > 1 else ()

@@ -1,4 +1,4 @@
-"""The Pareto-best paths of a chain: exact labels, where the bounds of ``chain_bounds`` leave a gap that matters.
+"""The Pareto-best paths of a chain: exact labels, where the bounds of ``bounds`` leave a gap that matters.
 
 Labels (time, A, B, R, U, d) of suffixes s_l..s_L, from the last layer to the first (``_Labels``): what is worst in
 memory is mostly in the last layers, so it is settled first, and what is left is a sum. With a choice before it,
@@ -38,8 +38,7 @@ from itertools import count, pairwise
 import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.search.chain import Chain, ChainFront, Path, best_of_parts, strategies_of_parts
-from galvatron_lite.search.chain_bounds import (
+from galvatron_lite.search.chain.bounds import (
     BOTH,
     GATHERED,
     GROUP,
@@ -54,6 +53,7 @@ from galvatron_lite.search.chain_bounds import (
     UPDATED,
     ChainBounds,
 )
+from galvatron_lite.search.chain.chain import Chain, ChainFront, Path, best_of_parts, strategies_of_parts
 from galvatron_lite.search.tables import pareto_rows, pareto_within
 
 TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, LAYOUT, NAME, RUNS, CRITERIA = range(10)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
-from galvatron_lite.search.chain import Chain, Path
+from galvatron_lite.search.chain.chain import Chain, Path
 
 TIME, BOTH, REST, PEAK, MIDDLE, GATHERED, PENDING, UPDATED, GROUP, STRATEGY, PARTS = range(11)
 """Rows of a layer's figures: weighted time; rest + prefix; rest ... updated; layout; strategy; then time in each

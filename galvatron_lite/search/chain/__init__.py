@@ -1,0 +1,1 @@
+"""One strategy a layer along a chain of layers, exactly: bounds first, labels where they leave a gap."""
