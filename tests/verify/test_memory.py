@@ -130,6 +130,19 @@ def test_states_in_host_memory_are_not_on_the_device() -> None:
     assert run.host == pytest.approx(4 * 4 * items, rel=WITHIN)  # a copy, its gradient, two moments
 
 
+def test_activations_in_host_memory_are_not_on_the_device() -> None:
+    runs = []
+    for offload in (Offload.NONE, Offload.ACTIVATIONS):
+        plan = plan_of(Strategy(offload=offload), 1)
+        with torch.device("meta"):
+            model = GPT(CONFIG)
+        runs.append(dry_run(subject_of(model, plan, batch()), plan, 0)[0])
+    (on_device, _), (left, waiting) = ((sum(run.kept.values()), run.host) for run in runs)
+    # layers hand their outputs on, which the device holds until the next one has run
+    assert waiting == pytest.approx(on_device, rel=0.1)
+    assert left < on_device / 5
+
+
 def pipeline_of(schedule: Schedule) -> Plan:
     strategies = dict.fromkeys(NAMES, Strategy())
     plan = write_plan([NAMES[:3], NAMES[3:]], strategies, devices=2, batch=SAMPLES, microbatches=4)

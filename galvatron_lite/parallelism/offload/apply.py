@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 # Optimizer states in host memory: the optimizer updates a copy of what the device holds, on the host.
@@ -207,7 +208,8 @@ class HostTraveller:
 
     def _pack(self, kept: Kept, tensor: Tensor) -> Tensor | OffloadedTensor:
         storage = tensor.untyped_storage()
-        strided = type(tensor) is Tensor and tensor.layout is torch.strided
+        # a tensor of a dry run has no data, and travels all the same
+        strided = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided
         # an activation of some size is worth it
         if not strided or storage.nbytes() < SMALLEST or id(storage) in kept.weights or _is_weight(tensor):
             return tensor
@@ -303,4 +305,6 @@ def _is_weight(tensor: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
+    if isinstance(tensor, FakeTensor):  # its storage cannot be given to another tensor
+        return tensor.new_empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
