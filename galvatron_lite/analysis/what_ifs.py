@@ -235,12 +235,12 @@ def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: 
     size = price.added_bytes
     try:
         clock.begin(f"{format_budget(size)} less on every device")
-        lean = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
+        smaller = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
     except OutOfTimeError:
         return price
     except InfeasibleError:
         return replace(price, less_bytes=size)
-    return replace(price, less_bytes=size, less_step_seconds=max(seconds_of(lean), price.step_seconds))
+    return replace(price, less_bytes=size, less_step_seconds=max(seconds_of(smaller), price.step_seconds))
 
 
 def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
@@ -250,12 +250,12 @@ def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan
     while alike and steps and len(steps) <= MOST_STAIRS and steps[0].budget_bytes - 1 > budget.least:
         try:
             clock.begin("where it gets quicker")
-            lean = _plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(steps[0].budget_bytes - 1))
+            smaller = _plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(steps[0].budget_bytes - 1))
         except (OutOfTimeError, InfeasibleError):
             break
-        if seconds_of(lean) >= price.step_seconds:
+        if seconds_of(smaller) >= price.step_seconds:
             break
-        steps = [_memory_step(lean, budget), *steps]
+        steps = [_memory_step(smaller, budget), *steps]
     return replace(price, steps=tuple(steps))
 
 

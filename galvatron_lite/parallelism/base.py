@@ -156,7 +156,7 @@ def shared(chosen: Chosen) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AvailableDevices:
     """Where a strategy is to run, and how far sense goes beyond legality."""
 
     devices: int  # of the stage
@@ -259,7 +259,7 @@ class Dimension:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
         raise NotImplementedError
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
         """Whether one of ``choices`` may stand beside what the dimensions before it (``registry.CHOSEN``) chose: it is
         legal and, where ``room`` knows the nodes, in the declared space."""
         return True

@@ -5,24 +5,24 @@ from __future__ import annotations
 from torch import nn
 
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
+from galvatron_lite.parallelism.offload.apply import ActivationOffloader, offload_activations
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.sharded.tensor import Rules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.strategy import Strategy
 
 
-def wrap_forward(module: nn.Module, strategy: Strategy, traveller: HostTraveller | None = None) -> None:
+def wrap_forward(module: nn.Module, strategy: Strategy, offloader: ActivationOffloader | None = None) -> None:
     """Make a module recompute, and keep on the host what it saves for backward, in place. Its hooks stay outside.
 
     Args:
         module: of a layer.
         strategy: of the layer.
-        traveller: carries to host memory; None: nothing is kept there.
+        offloader: carries to host memory; None: nothing is kept there.
     """
     apply_recompute(module, strategy.recompute)
-    if strategy.offloads_activations and traveller is not None:
-        offload_activations(module, traveller)
+    if strategy.offloads_activations and offloader is not None:
+        offload_activations(module, offloader)
 
 
 def rules_under(strategy: Strategy) -> Rules:

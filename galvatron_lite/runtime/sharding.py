@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.lines import lines_of
-from galvatron_lite.parallelism.offload.apply import HostTraveller
+from galvatron_lite.parallelism.offload.apply import ActivationOffloader
 from galvatron_lite.parallelism.rng.modules import draw_inside, draw_nothing, pass_keys
 from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
@@ -56,7 +56,7 @@ class StageSplitter:
     examined: Examined  # how layers are split
     options: SetupOptions
     done: Sharded = field(default_factory=Sharded)
-    traveller: HostTraveller = field(default_factory=HostTraveller)  # carries activations to host memory
+    offloader: ActivationOffloader = field(default_factory=ActivationOffloader)  # carries activations to host memory
 
     def split(self, place: Callable[[Layer], None], roots: Sequence[nn.Module]) -> Sharded:
         """Split the stage: tensor, channel, context and spatial parallelism, recomputation, offload, ZeRO.
@@ -119,7 +119,7 @@ class StageSplitter:
                 draw_inside(module)
             if border.lines:
                 split_pixels(module, border.lines, rules_under(strategy))
-            wrap_forward(module, strategy, self.traveller)
+            wrap_forward(module, strategy, self.offloader)
             if drawn is not None:
                 pass_keys(module, path, drawn, lot_of(placed, self.meshes))
             self.done.borders[path] = at

@@ -236,10 +236,10 @@ def shaped(request: Request, shape: Shape) -> Request:
 def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: bool) -> Iterator[Shape]:
     """Shapes of pipelines whose best plan a simulation may put first: those of near bounds, if they are asked for, and
     those of fewer stages a group, of which the closed form knows less where they are uneven."""
-    own, glance = best.problem.shape, request.prices.glance(pricer.profile)
+    own, compute_bounds = best.problem.shape, request.prices.compute_bounds(pricer.profile)
     for shape in shapes_of(request) if near and best.gap == 0.0 else ():
         below = int(best.partition.time * (1.0 + _reach(shape)))
-        if shape.stages == 1 or shape == own or glance.bound(request.graph, shape) >= below:
+        if shape.stages == 1 or shape == own or compute_bounds.bound(request.graph, shape) >= below:
             continue
         if open_problem(request, pricer, shape).answers.averaged < below:
             yield shape

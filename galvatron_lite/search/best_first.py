@@ -214,9 +214,9 @@ class _Walk:
 
     def run(self, request: Request, shapes: Sequence[Shape], pricer: LayerPricer, progress: Progress | None) -> None:
         """Looks into nodes until none is left."""
-        glance = request.prices.glance(pricer.profile)
+        compute_bounds = request.prices.compute_bounds(pricer.profile)
         for shape in shapes:
-            bound = glance.bound(request.graph, shape)
+            bound = compute_bounds.bound(request.graph, shape)
             if request.wider is not None and self.worth(bound):
                 answers = open_problem(request.wider, pricer, shape).answers
                 bound = max(bound, answers.averaged, answers.relaxed)

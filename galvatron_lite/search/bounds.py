@@ -2,7 +2,7 @@
 
 Three kinds, each for few of what the one before leaves:
 
-- ``Glance``: compute alone, for every shape, before anything is priced.
+- ``ComputeBounds``: compute alone, for every shape, before anything is priced.
 - ``averaged``: the slowest stage has its share of the layers, with whatever strategies are quickest.
 - ``relaxed``: for stage s of layers i..j-1 and any price of memory lambda >= 0,
 
@@ -316,7 +316,7 @@ def averaged_uniform(problems: Sequence[Problem]) -> FloatArray:
 
 
 @dataclass(slots=True)
-class Glance:
+class ComputeBounds:
     """First bounds of shapes, from compute alone.
 
     Of every kind of layer the least seconds of compute that the profile holds for any tensor degree and choice of

@@ -61,7 +61,7 @@ from galvatron_lite.search.families.branches import branch_plans
 from galvatron_lite.search.families.delayed import delayed_plans, why_not_delayed
 from galvatron_lite.search.families.family import PlanTask, seconds_of, with_alike, with_families, with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
-from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, relief, skipping, unprofiled
+from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, skipping, suggestions, unprofiled
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.simplify import CLOSE, SLACK, simplest, with_fewer_runs
@@ -170,7 +170,7 @@ def _ordinary(
     quick_plan = quick_plan or looked(request, effort=effort)
     if quick_plan is None:
         error = infeasible(request, pricer)
-        more = relief(request, kept, task.backend.name) if runners_up else ""
+        more = suggestions(request, kept, task.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error}\n{more}".strip(), error.smallest_budget)
     ticks = quick_plan.partition.time * (1.0 - quick_plan.gap)
     least = (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)

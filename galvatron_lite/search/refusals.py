@@ -245,7 +245,7 @@ def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> B
     return best
 
 
-def relief(request: Request, session: Session, backend: str) -> str:
+def suggestions(request: Request, session: Session, backend: str) -> str:
     """Sentences on what alone makes a plan fit, each with such a plan; empty where nothing of it does.
 
     Args:

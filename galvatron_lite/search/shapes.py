@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
+from galvatron_lite.search.bounds import ComputeBounds, StageBounds, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, even_cuts, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Memo, Store, StrategyTable, Tables, glue_of
@@ -39,9 +39,9 @@ class PriceCache:
 
     _memo: Memo = field(default_factory=Memo)
 
-    def glance(self, profile: Profile) -> Glance:
+    def compute_bounds(self, profile: Profile) -> ComputeBounds:
         """First bounds on shapes by a profile."""
-        return self._memo.once(("glance", id(profile)), lambda: Glance(profile))
+        return self._memo.once(("compute_bounds", id(profile)), lambda: ComputeBounds(profile))
 
     def tables_of(self, pricer: LayerPricer, space: Space, shape: Shape, fixed: Fixed) -> Tables:
         """Figures by a pricer, under a shape and pins."""

@@ -35,7 +35,7 @@ from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
-from galvatron_lite.parallelism.base import Dimension, Room
+from galvatron_lite.parallelism.base import AvailableDevices, Dimension
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
@@ -296,7 +296,7 @@ def strategies_for(
         tokens: the fewest tokens of a sample that are worth a device of its own.
         narrowed: what fields may be.
     """
-    room = Room(devices, node_devices, tokens)
+    room = AvailableDevices(devices, node_devices, tokens)
     partial: list[tuple[dict[str, Any], int]] = [({**_PLAIN, **dict.fromkeys(ADDED, 1)}, devices)]
     for dimension in choosing():
         options = [option for option in dimension.choices(kind, devices) if narrowed.keeps(option)]
@@ -317,7 +317,7 @@ def _widened(
     options: Sequence[Option],
     dimension: Dimension,
     kind: LayerKind,
-    room: Room,
+    room: AvailableDevices,
 ) -> list[tuple[dict[str, Any], int]]:
     """What is chosen so far, and the devices it leaves, with every option that may stand beside it."""
     by_degree: dict[int, list[Option]] = {}

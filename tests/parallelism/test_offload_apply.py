@@ -21,7 +21,7 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.gpt import GPTBlock, GPTConfig
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.offload import apply as offload
-from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
+from galvatron_lite.parallelism.offload.apply import ActivationOffloader, offload_activations
 from galvatron_lite.parallelism.offload.cost import REACHED, HostItem, host_traffic
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -39,11 +39,11 @@ def blocks(dropout: float = 0.0) -> nn.Sequential:
 
 
 def trained(offloads: bool, recompute: Recompute, compute: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
-    model, traveller = blocks(dropout=0.2), HostTraveller()
+    model, offloader = blocks(dropout=0.2), ActivationOffloader()
     for block in model:
         apply_recompute(block, recompute)
         if offloads:
-            offload_activations(block, traveller)
+            offload_activations(block, offloader)
     torch.manual_seed(4)
     hidden = torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True)
     with torch.autocast("cpu", compute, enabled=compute is not None):
@@ -52,7 +52,7 @@ def trained(offloads: bool, recompute: Recompute, compute: torch.dtype | None) -
         loss.backward()
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     assert hidden.grad is not None
-    return found | {"hidden": hidden.grad}, traveller.bytes_down
+    return found | {"hidden": hidden.grad}, offloader.bytes_down
 
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
@@ -70,11 +70,11 @@ def test_what_travels_is_what_is_priced() -> None:
     model = build("gpt-tiny", vocab=64, layers=2, hidden=HIDDEN, heads=2, sequence=TOKENS)
     graph = trace(model, model.example_batch(2))
     kind = graph.kinds[next(layer.kind for layer in graph.layers if layer.role.value == "block")]
-    traveller, block = HostTraveller(), blocks()[0]
-    offload_activations(block, traveller)
+    offloader, block = ActivationOffloader(), blocks()[0]
+    offload_activations(block, offloader)
     block(torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True))
     priced = kind.kept[Recompute.NONE]
-    assert traveller.bytes_down == pytest.approx(ROWS * priced.total, rel=0.02)
+    assert offloader.bytes_down == pytest.approx(ROWS * priced.total, rel=0.02)
 
 
 def test_weights_stay_and_views_travel_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +90,11 @@ def test_weights_stay_and_views_travel_once(monkeypatch: pytest.MonkeyPatch) -> 
             left, right = (hidden @ self.weight).split(4, dim=1)
             return (left * right).sum() + (hidden.bfloat16() @ cast).sum()
 
-    module, traveller = Twice(), HostTraveller()
-    offload_activations(module, traveller)
+    module, offloader = Twice(), ActivationOffloader()
+    offload_activations(module, offloader)
     module(torch.ones(2, 8, requires_grad=True)).backward()
     # the input in both precisions, and the product once for both of its halves
-    assert traveller.bytes_down == 2 * 8 * (4 + 2 + 4)
+    assert offloader.bytes_down == 2 * 8 * (4 + 2 + 4)
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
@@ -102,7 +102,7 @@ def test_pieces_of_a_storage_that_are_written_one_by_one(kind: type[nn.Module]) 
     torch.manual_seed(0)
     cells, inputs = kind(16, 16, batch_first=True), torch.randn(16, 4, 16)
     gradients = []
-    for forward in (cells.forward, HostTraveller().carrying(cells)):
+    for forward in (cells.forward, ActivationOffloader().carrying(cells)):
         cells.zero_grad()
         forward(inputs)[0].square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in cells.parameters()])
@@ -111,17 +111,17 @@ def test_pieces_of_a_storage_that_are_written_one_by_one(kind: type[nn.Module]) 
 
 
 def test_passes_that_are_never_differentiated_leave_nothing() -> None:
-    block, traveller = blocks()[0], HostTraveller()
+    block, offloader = blocks()[0], ActivationOffloader()
     hosts: list[weakref.ref[Any]] = []
-    down = traveller._down
+    down = offloader._down
 
     def watched(data: Tensor) -> Any:
         item = down(data)
         hosts.append(weakref.ref(item))
         return item
 
-    traveller._down = watched  # type: ignore[method-assign]
-    offload_activations(block, traveller)
+    offloader._down = watched  # type: ignore[method-assign]
+    offload_activations(block, offloader)
     hidden = torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True)
     block(hidden)
     with torch.no_grad():
@@ -132,16 +132,16 @@ def test_passes_that_are_never_differentiated_leave_nothing() -> None:
 
 
 def test_the_layer_before_comes_up_beside_a_layer() -> None:
-    model, traveller = blocks(), HostTraveller()
+    model, offloader = blocks(), ActivationOffloader()
     order: list[str] = []
-    up = traveller._up
+    up = offloader._up
     names = {}
 
     def watched(item: Any) -> None:
         order.append(names[id(item)])
         up(item)
 
-    down = traveller._down
+    down = offloader._down
 
     def named(data: Tensor) -> Any:
         item = down(data)
@@ -149,9 +149,9 @@ def test_the_layer_before_comes_up_beside_a_layer() -> None:
         return item
 
     running: list[int] = []
-    traveller._up, traveller._down = watched, named  # type: ignore[method-assign]
+    offloader._up, offloader._down = watched, named  # type: ignore[method-assign]
     for block in model:
-        offload_activations(block, traveller)
+        offload_activations(block, offloader)
         block.register_forward_pre_hook(lambda *_: running.append(1))
     seen: list[int] = []
     hidden = torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True)

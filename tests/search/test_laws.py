@@ -14,7 +14,7 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.bounds import Glance, averaged_uniform
+from galvatron_lite.search.bounds import ComputeBounds, averaged_uniform
 from galvatron_lite.search.problem import cuts_of
 from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, shapes_of, with_edges, with_ties
 from galvatron_lite.search.space import Fixed
@@ -36,7 +36,7 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
             continue
         best = found.partition.time * (1 + 1e-9)
         problem = open_problem(request, pricer, shape)
-        assert Glance(asked.profile).bound(request.graph, shape) <= best
+        assert ComputeBounds(asked.profile).bound(request.graph, shape) <= best
         assert average_of(problem) <= best
         if shape.virtual > 1:
             ways = cuts_of(asked.profile.graph, shape.stages * shape.virtual)

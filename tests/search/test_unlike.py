@@ -26,7 +26,7 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
-from galvatron_lite.search.bounds import Glance
+from galvatron_lite.search.bounds import ComputeBounds
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
@@ -221,8 +221,8 @@ def test_bounds_hold_where_each_type_is_the_quicker_one_at_some_layers(seed: int
     ]
     profile = unlike(one, replace(one, layers=tuple(swapped)))
     asked = replace(request_of(profile, seed, Schedule.ONE_F_ONE_B, 10**9), fixed=Fixed(pipeline=2))
-    pricer, glance = LayerPricer(profile), Glance(profile)
+    pricer, compute_bounds = LayerPricer(profile), ComputeBounds(profile)
     found = search(asked, pricer)
     seconds = [s for s, held in every_plan(profile, asked) if len(held) == 2]
     assert bound_of(profile, finished(asked, pricer, found)) == pytest.approx(min(seconds), rel=1e-9)
-    assert glance.bound(profile.graph, found.problem.shape) <= found.partition.time
+    assert compute_bounds.bound(profile.graph, found.problem.shape) <= found.partition.time

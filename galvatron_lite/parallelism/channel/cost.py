@@ -31,13 +31,13 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     degree_in,
 )
@@ -118,7 +118,7 @@ class ChannelDimension(Dimension):
             return "it ends in a loss, whose channels nobody reads" if ends else "it does not work on pictures"
         return undivided(kind, self.degree, degree)
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
         """One or the other, beside data parallelism, ZeRO and recomputation only; sensible within a node, as its
         collectives block every convolution."""
         degree = chosen["filters"] * chosen["channels"]

@@ -27,13 +27,13 @@ from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     SWITCH,
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     degree_in,
 )
@@ -101,12 +101,12 @@ class ContextDimension(Dimension):
         ]
         return [off, *on]
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
         """Shares of the tokens are even, also beside sequence parallelism; twice as fine for the ring under a causal
         mask, where each device takes an early and a late piece. Ulysses spreads whole heads.
 
-        Sensible: a share has so many tokens that a device's matmuls and attention are not all edges (``Room.tokens``),
-        and of a ring ``RING`` times as many, so that attention on a block may hide the hop of the next. Tensor
+        Sensible: a share has so many tokens (``AvailableDevices.tokens``) that a device's matmuls and attention are
+        not all edges, and of a ring ``RING`` times as many, so that attention on a block may hide the hop of the next. Tensor
         groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
         within a node, for its all-to-alls block every layer eight times.
         """

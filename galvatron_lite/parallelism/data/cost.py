@@ -13,13 +13,13 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     shared,
     sliced,
@@ -64,7 +64,7 @@ class DataDimension(Dimension):
         """Every divisor of ``devices``; any kind of layer can be replicated."""
         return [{"data": degree} for degree in divisors(devices)]
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
         """What is left for shards decides, see ``zero``; here only what cannot lead anywhere is cut."""
         if room.node is None or chosen["data"] == 1:
             return True

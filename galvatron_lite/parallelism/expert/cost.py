@@ -25,13 +25,13 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Routing
 from galvatron_lite.parallelism.axes import ParameterSpread, Purpose, RankAxis, RankLine
 from galvatron_lite.parallelism.base import (
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     degree_in,
 )
@@ -111,7 +111,7 @@ class ExpertDimension(Dimension):
         on: list[dict[str, object]] = [{"expert": d, "expert_tensor": slices} for d in degrees for slices in (0, 1)]
         return [off, *on]
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
         """Sliced experts go over the ranks above the tensor group, whole ones over all ranks.
 
         Sensible: only with sequence parallelism where there is a tensor group, as its ranks would send the same tokens

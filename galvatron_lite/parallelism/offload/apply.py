@@ -133,7 +133,7 @@ class Lowering:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Room for a tensor in host memory, page-locked beside an accelerator."""
+    """AvailableDevices for a tensor in host memory, page-locked beside an accelerator."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
@@ -178,7 +178,7 @@ class OffloadedTensor:
     offset: int
 
 
-class HostTraveller:
+class ActivationOffloader:
     """Carries what a model's layers keep; one for all layers of a rank.
 
     Attributes:
@@ -276,9 +276,9 @@ class HostTraveller:
         return self._streams[device]
 
 
-def offload_activations(module: nn.Module, traveller: HostTraveller) -> None:
+def offload_activations(module: nn.Module, offloader: ActivationOffloader) -> None:
     """Keep on the host what a module saves for backward, in place. Its hooks stay outside."""
-    module.forward = traveller.carrying(module)
+    module.forward = offloader.carrying(module)
 
 
 def _places(module: nn.Module) -> frozenset[int]:

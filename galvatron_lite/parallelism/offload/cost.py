@@ -23,11 +23,11 @@ from galvatron_lite.arrays import Flag, Real, is_option, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
+    AvailableDevices,
     Chosen,
     Dimension,
     DimensionContext,
     LayerWork,
-    Room,
     StrategyField,
     shared,
     sliced,
@@ -79,7 +79,7 @@ class OffloadDimension(Dimension):
         wanted = {Offload.NONE: True, Offload.STATES: states, Offload.ACTIVATIONS: kept, Offload.ALL: states and kept}
         return [{"offload": choice} for choice, there in wanted.items() if there]
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
         """Sensible: only what no other device of the stage holds a copy of, for sharing copies out (ZeRO over all
         ranks, sequence parallelism) saves as much over quicker links. Not beside spatial or channel parallelism, which
         a layer takes to share out what would go to the host."""

@@ -32,13 +32,13 @@ from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     sent,
     sliced,
@@ -105,7 +105,7 @@ class SpatialDimension(Dimension):
         """Why a layer cannot be split so many ways; empty where it can."""
         return refusal(kind, SIDES.index(self.degree), degree)
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
         """Beside data parallelism, ZeRO and recomputation only.
 
         Sensible: within a node, as it blocks every convolution; and of the grids of as many devices the one with the

@@ -25,13 +25,13 @@ from galvatron_lite.model.graph import LayerKind, Recompute, TensorBoundary, Ten
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     SWITCH,
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     degree_in,
     sent,
@@ -109,7 +109,7 @@ class TensorDimension(Dimension):
         ]
         return [*plain, *shared]
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
         """Within a node: its collectives block every layer twice a pass."""
         return room.near(chosen["tensor"])
 

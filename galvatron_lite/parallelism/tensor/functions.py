@@ -35,11 +35,11 @@ def reduce_from_group(tensor: Tensor, group: TensorGroup) -> Tensor:
     return _apply(_Reduce, tensor, group)
 
 
-Keeper = Callable[[Any, Tensor], None]
+SaveTensor = Callable[[Any, Tensor], None]
 """Is given the autograd node of a gather, which saves the shard, and the gathered tensor."""
 
 
-def gather_tokens(tensor: Tensor, group: TensorGroup, dim: int = TOKENS, keeper: Keeper | None = None) -> Tensor:
+def gather_tokens(tensor: Tensor, group: TensorGroup, dim: int = TOKENS, keeper: SaveTensor | None = None) -> Tensor:
     """Token shards [batch, tokens / size, hidden] become all tokens: all-gather in forward, reduce-scatter in backward.
 
     ``keeper`` is passed where autograd is to save the shard with the gather's node (``GatheredInput``).
@@ -100,7 +100,7 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, keeper: Keeper | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, keeper: SaveTensor | None) -> Tensor:
         ctx.group, ctx.dim = group, dim
         gathered = group.all_gather(tensor, dim)
         if keeper is not None:
@@ -157,7 +157,7 @@ class GatheredInput:
         self._again: Tensor | None = None
 
     def note(self, node: Any, gathered: Tensor) -> None:
-        """See ``Keeper``."""
+        """See ``SaveTensor``."""
         self._node, self._storage = node, _storage_of(gathered)
 
     def call(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

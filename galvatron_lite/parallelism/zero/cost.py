@@ -25,13 +25,13 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
+    AvailableDevices,
     Chosen,
     Communication,
     Dimension,
     DimensionContext,
     LayerWork,
     Moment,
-    Room,
     StrategyField,
     shared,
     sliced,
@@ -96,7 +96,7 @@ class ZeroDimension(Dimension):
         shards: list[dict[str, object]] = [{"zero": d, "zero_stage": stage} for d in degrees for stage in (1, 2, 3)]
         return [{"zero": 1, "zero_stage": 0}, *shards]
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
         """A stage needs ranks to shard over: its own or those of context or pixels.
 
         Sensible: over all ranks that see other tokens, or hybrid (Zhang et al. 2022, MiCS, arXiv:2205.00119): shards
