@@ -106,8 +106,8 @@ class ContextDimension(Dimension):
         mask, where each device takes an early and a late piece. Ulysses spreads whole heads.
 
         Sensible: a share has so many tokens (``AvailableDevices.tokens``) that a device's matmuls and attention are
-        not all edges, and of a ring ``RING`` times as many, so that attention on a block may hide the hop of the next. Tensor
-        groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
+        not all edges, and of a ring ``RING`` times as many, so that attention on a block may hide the hop of the next.
+        Tensor groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
         within a node, for its all-to-alls block every layer eight times.
         """
         degree, tensor = chosen["context"], chosen["tensor"]
