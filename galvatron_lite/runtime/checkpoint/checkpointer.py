@@ -315,8 +315,8 @@ class Checkpointer:
             self._agreed(folder, lambda: read_tensors(held, contents.stored))
         if exact:
             for buffer in held_buffers(parallel):
-                if buffer.name in contents.own["buffers"]:
-                    buffer.tensor.copy_(contents.own["buffers"][buffer.name])
+                if buffer.name in contents.local["buffers"]:
+                    buffer.tensor.copy_(contents.local["buffers"][buffer.name])
         for runtime in parallel.runtimes:
             runtime.updates.take()
             runtime.updates.drop_gradients()  # they are of what was there before
@@ -324,7 +324,7 @@ class Checkpointer:
         parallel.resume_at(manifest.step)
         if parallel.steering is not None:
             parallel.steering.step = contents.training["steered"]
-        return Resumed(folder, manifest.step, contents.own["data"], contents.training["extra"], exact)
+        return Resumed(folder, manifest.step, contents.local["data"], contents.training["extra"], exact)
 
     def _read(self, folder: Path, manifest: Manifest, state: ExtraState, exact: bool) -> _Contents:
         """Read and check what this rank needs; nothing is changed."""

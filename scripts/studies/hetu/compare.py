@@ -171,7 +171,7 @@ def profile_of(search: RecordedSearch, model: HetuModel, hardware: HetuHardware,
     """
     if single:
         first, last = model.first, model.last
-        model = replace(model, first=_share(model.whole, first, last), last=_share(model.whole, last, first))
+        model = replace(model, first=_share(model.together, first, last), last=_share(model.together, last, first))
     profile = to_profile(model, hardware, search.rules.engine)
     return replace(profile, accumulates=search.async_reduce, unbuffered=True)
 
