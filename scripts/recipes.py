@@ -176,8 +176,8 @@ def doing(priced: PricedStages, what: TimeClass, spent: TimeAccount) -> str:
         kept = Counter(priced.strategies[place].recompute for place in blocks)
         return ", ".join(f"{count} blocks recompute {choice.value}" for choice, count in kept.most_common())
     if what is TimeClass.WAITING:
-        stages = f"{plan.pipeline} groups of {plan.virtual_stages} stages" if len(plan.stages) > 1 else "no pipeline"
-        return f"{stages}, {plan.schedule}, {plan.microbatches} micro-batches"
+        each = f" of {plan.virtual_stages} stages each" * (plan.virtual_stages > 1)
+        return f"pipeline {plan.pipeline}{each}, {plan.schedule}, {plan.microbatches} micro-batches"
     used = Counter((graph.layers[place].kind, priced.strategies[place]) for place in blocks)
     kind, strategy = used.most_common(1)[0][0]
     load = rank_load(graph.kinds[kind], strategy.expert)
