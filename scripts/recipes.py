@@ -148,24 +148,15 @@ def why_quicker(theirs: PricedStages, ours: PricedStages) -> str:
     spent = account(theirs), account(ours)
     classes = {what: tuple(one.seconds_of(what) for one in spent) for what in TimeClass}
     what = max(classes, key=lambda name: classes[name][0] - classes[name][1])
-    parts = {name: [seconds_in(one, what, name) for one in spent] for name in names_in(spent, what)}
-    largest = sorted(parts, key=lambda name: -abs(parts[name][0] - parts[name][1]))[:2]
-    words = ", ".join(f"{name} {parts[name][0]:.3g} to {parts[name][1]:.3g} s" for name in largest)
+    before, after = ({part.name: part.seconds for part in one.parts if part.what is what} for one in spent)
+    changed = {name: (before.get(name, 0.0), after.get(name, 0.0)) for name in before | after}
+    largest = sorted(changed.items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:2]
+    words = ", ".join(f"{name} {old:.3g} to {new:.3g} s" for name, (old, new) in largest)
     saved, all_saved = classes[what][0] - classes[what][1], spent[0].step_seconds - spent[1].step_seconds
     return (
         f"ours takes {all_saved:.3g} s less a step, and {saved:.3g} s less in {what.value} ({words}). "
         f"Recipe: {doing(theirs, what, spent[0])}. Ours: {doing(ours, what, spent[1])}."
     )
-
-
-def names_in(spent: tuple[TimeAccount, ...], what: TimeClass) -> list[str]:
-    """What the time of a class goes into in either step."""
-    return list(dict.fromkeys(part.name for one in spent for part in one.parts if part.what is what))
-
-
-def seconds_in(spent: TimeAccount, what: TimeClass, name: str) -> float:
-    """Seconds of a part of a step."""
-    return sum(part.seconds for part in spent.parts if (part.what, part.name) == (what, name))
 
 
 def doing(priced: PricedStages, what: TimeClass, spent: TimeAccount) -> str:
