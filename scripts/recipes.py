@@ -175,8 +175,13 @@ def doing(priced: PricedStages, what: TimeClass, spent: TimeAccount) -> str:
     loaded = f" (its fullest rank of experts has {load:.3g} times the mean)" if load > 1.05 else ""
     samples = plan.microbatch // strategy.batch_degree
     words = f"{strategy}{loaded}, micro-batches of {samples} sample{'s' * (samples > 1)} a replica"
-    hidden = sum(part.hidden_seconds for part in spent.parts if part.what is what)
-    return words + f", {hidden:.3g} s more hidden behind compute" * (what is TimeClass.COMMUNICATION)
+    if what is TimeClass.COMMUNICATION:
+        hidden = sum(part.hidden_seconds for part in spent.parts if part.what is what)
+        return f"{words}, {hidden:.3g} s more hidden behind compute"
+    stages = priced.stages_of(spent.group)
+    layers = [pair for stage in stages for pair in zip(priced.ranges[stage], priced.stages[stage].layers, strict=True)]
+    ends = plan.microbatches * sum(cost.forward + cost.backward for place, cost in layers if place not in blocks)
+    return f"{words}, {ends:.3g} s of the busiest devices' compute in embedding and head"
 
 
 def seconds_of(plan: Plan) -> float:
