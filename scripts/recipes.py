@@ -83,10 +83,11 @@ class Row:
 
 
 def graph_of(recipe: Recipe, models: Mapping[str, Recipe], stack: Stack | None = None) -> ModelGraph:
-    """The model of a recipe, with the kernels of a stack."""
+    """The model of a recipe, with the kernels of a stack, which also says whether embedding and head are split."""
     kernels = None if stack is None else stack.kernels
     changes = {name: recipe[name] for name in SHAPE if name in recipe}
     changes |= {"seq_len": recipe["seq"]} if "seq" in recipe else {}
+    changes |= {} if stack is None else {"split_vocabulary": stack.parallel_vocabulary}
     own = models.get(recipe["model"])
     if own is None:
         return build_graph(load_shape(recipe["model"], overrides=changes), precision="bf16", kernels=kernels)
