@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from galvatron_lite.errors import InputError, LaunchError
-from galvatron_lite.files import from_data, parse_line, read_data, to_data
+from galvatron_lite.files import from_data, parse_line, to_data
 from galvatron_lite.launch.commands import (
     NEW_STORE,
     PLAN_VARIABLE,
@@ -32,8 +32,7 @@ from galvatron_lite.launch.commands import (
 )
 from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words
 from galvatron_lite.limits import DEVICES, Name, Size, check_range
-from galvatron_lite.plans.io import read_plan
-from galvatron_lite.plans.phases import is_phased, read_phased_plan
+from galvatron_lite.plans.phases import PhasedPlan, read_training_plan
 from galvatron_lite.units import format_bytes
 
 _LOOK = 0.2
@@ -264,8 +263,8 @@ def _size(plan: Path | None, gpus: int | None) -> tuple[int, int]:
         if gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")
         return check_range("--gpus", gpus, DEVICES), 0
-    phased = is_phased(read_data(plan))
-    plans = [phase.plan for phase in read_phased_plan(plan).phases] if phased else [read_plan(plan)]
+    read = read_training_plan(plan)
+    plans = [phase.plan for phase in read.phases] if isinstance(read, PhasedPlan) else [read]
     devices = plans[0].devices
     if gpus not in (None, devices):
         raise InputError("--gpus", gpus, f"The plan is for {devices}: leave it out, or make another plan.")

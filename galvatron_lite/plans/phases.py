@@ -12,7 +12,7 @@ from annotated_types import Interval
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import Strict, from_data, kind_of, read_data, write_value
 from galvatron_lite.limits import SAMPLES, Name, Samples, Seconds, Size, Steps
-from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.io import check_plan, plan_in
 from galvatron_lite.plans.schema import Plan
 
 PHASES_VERSION = 1
@@ -170,9 +170,10 @@ def is_phased(data: object) -> bool:
     return isinstance(data, dict) and "phases" in data
 
 
-def read_phased_plan(path: Path) -> PhasedPlan:
-    """A plan in phases from a YAML or JSON file, checked."""
-    return phased_plan_in(read_data(path), path)
+def read_training_plan(path: Path) -> Plan | PhasedPlan:
+    """A plan, or one in phases, from a YAML or JSON file, checked."""
+    data = read_data(path)
+    return phased_plan_in(data, path) if is_phased(data) else plan_in(data, path)
 
 
 def phased_plan_in(data: Any, path: Path) -> PhasedPlan:

@@ -8,18 +8,17 @@ dimension states with its reason (``Dimension.allows``):
 - A share of a sample's tokens has at least ``LEAST_TOKENS`` tokens, a ring's four times as many; beside context
   parallelism tensor groups share tokens too.
 - ZeRO (stages 1 to 3, over shards times context ranks) goes over all ranks that see other tokens, or hybrid: shards
-  and slices fill exactly one node (or, placed far apart, their replicas do).
+  and slices fill exactly one node.
 - Experts are spread over any divisor, whole or sliced, beside a tensor group with sequence parallelism only.
 - Spatial and channel groups of convolutions lie within a node; a layer has one of the two, and neither tensor nor
   context nor expert parallelism nor offload beside it. Every device has a pixel of every picture and all that its
   neighbours' windows need of it; of the grids of as many devices the one with the shortest edges and the one that cuts
   one side only. Channels are shared evenly.
-- Shards or a ring's ranks are placed far apart only on stages of more than one node.
 - Optimizer states go to the host where no copy of them is left on the stage, activations where no tensor group holds
-  them twice; both in the usual order of ranks. Host memory is not bounded.
+  them twice. Host memory is not bounded.
 
-A pinned strategy that the rules leave out, for all layers or for one, is taken as it is, in the usual order of ranks
-and on the device unless these are pinned too.
+A pinned strategy that the rules leave out, for all layers or for one, is taken as it is, on the device unless offload
+is pinned too.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cluster.precisions import best_precision, check_precision, known_precisions
 from galvatron_lite.errors import FileFormatError, InputError
 
-SHIPPED = ("a100-40gb", "a100-80gb", "b200", "gb200", "h100", "h200", "rtx-titan", "rtx3090", "t4", "v100")
+SHIPPED = ("a100-40gb", "a100-80gb", "b200", "gb200", "h100", "h200", "h800", "rtx-titan", "rtx3090", "t4", "v100")
 
 
 def user_file(folder: Path, **changes: object) -> Path:
@@ -183,7 +183,7 @@ def test_a_most_that_is_none(tmp_path: Path, size: str) -> None:
 
 OF_CLUSTERS = {
     "a100-40gb": "bf16", "a100-80gb": "bf16", "b200": "bf16", "gb200": "bf16", "h100": "bf16", "h200": "bf16",
-    "rtx-titan": "fp16", "rtx3090": "bf16", "t4": "fp16", "v100": "fp16",
+    "h800": "bf16", "rtx-titan": "fp16", "rtx3090": "bf16", "t4": "fp16", "v100": "fp16",
 }  # fmt: skip
 """bf16 came with Ampere (NVIDIA A100 whitepaper, 2020); Volta and Turing have fp16 tensor cores."""
 

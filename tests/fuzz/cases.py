@@ -23,7 +23,7 @@ from galvatron_lite.launch.jobs import MARK, NodeReport, read_reports
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.oracle.request import Network
 from galvatron_lite.plans.io import read_plan
-from galvatron_lite.plans.phases import PHASES_VERSION, read_phased_plan, read_phases
+from galvatron_lite.plans.phases import PHASES_VERSION, read_phases, read_training_plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.runtime.checkpoint.manifest import (
@@ -229,7 +229,7 @@ def _read_cluster(path: Path) -> object:
 
 READERS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Path], object]]] = {
     "plan": (lambda draw: draw.choice(plans()[:-1]), read_plan),
-    "phased": (lambda _: _phased(), read_phased_plan),
+    "phased": (lambda _: _phased(), read_training_plan),
     "profile": (KINDS["profile"][0], read_profile),
     "cluster": (KINDS["cluster"][0], _read_cluster),
     "model": (_model, lambda path: load_model(str(path))),

@@ -22,8 +22,8 @@ from galvatron_lite.plans.phases import (
     Phase,
     PhasedPlan,
     is_phased,
-    read_phased_plan,
     read_phases,
+    read_training_plan,
     same_split,
     write_phased_plan,
 )
@@ -222,12 +222,12 @@ def test_phases_of_a_random_model(tmp_path: Path) -> None:
     assert found.at(3).name == found.at(10**9).name == "long"
     assert found.seconds <= (found.single_seconds or inf) + 1e-9
     write_phased_plan(found, tmp_path / "plan.yaml")
-    assert read_phased_plan(tmp_path / "plan.yaml") == found
+    assert read_training_plan(tmp_path / "plan.yaml") == found
     assert is_phased(to_data(found))
     broken = replace(found, phases=(found.phases[0], replace(found.phases[1], first=7)))
     write_phased_plan(broken, tmp_path / "broken.yaml")
     with pytest.raises(InputError, match=r"phases\.1\.first"):
-        read_phased_plan(tmp_path / "broken.yaml")
+        read_training_plan(tmp_path / "broken.yaml")
 
 
 def test_a_measured_profile_is_not_taken_for_another_sequence() -> None:
@@ -249,7 +249,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         main()
     assert not ended.value.code
     data = json.loads(capsys.readouterr().out)
-    found = read_phased_plan(tmp_path / "plan.yaml")
+    found = read_training_plan(tmp_path / "plan.yaml")
     assert isinstance(found, PhasedPlan)
     assert data["seconds"] == pytest.approx(found.seconds)
     assert [phase.sequence for phase in found.phases] == [128, 1024]
