@@ -42,6 +42,7 @@ from galvatron_lite.model.balancing import undivided_reason
 from galvatron_lite.model.batch import (
     LossFn,
     batch_size,
+    call_model,
     check_entries,
     loss_of,
     map_tensors,
@@ -145,8 +146,21 @@ def trace(
         whole=one_stage_reason(twin, layers, seen[0], ends[0], watched.flow),
         dead=dead,
         undivided=undivided_reason(model, batch),
+        least_samples=_least_samples(twin, _example(batch, 1, precision)),
         folded=folded_argument(calls[0], calls[1], SAMPLES),
     )
+
+
+def _least_samples(twin: nn.Module, sample: Any) -> int:
+    """Two where the model refuses one sample: a batch norm of rows has no statistics of it."""
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in twin.modules()):
+        return 1
+    try:
+        with torch.no_grad():
+            call_model(twin, sample)
+    except ValueError:
+        return 2
+    return 1
 
 
 def _example(batch: Any, samples: int, precision: str | None) -> Any:

@@ -225,7 +225,9 @@ class LayerPricer:
         figures = figures_at(points, samples).times(self.compute)
         without = replace(strategy, recompute=Recompute.NONE)
         plain = None if without == strategy else self._points_of(kind, without)
-        again = 0.0 if plain is None else figures.again(figures_at(plain, samples).backward * self.compute)
+        seconds = 0.0 if plain is None else figures_at(plain, samples).backward * self.compute
+        figures = figures.no_quicker_than(seconds)
+        again = 0.0 if plain is None else figures.again(seconds)
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
     def price_many(
@@ -258,8 +260,9 @@ class LayerPricer:
         figures, valid = curves.at(code_of(many), samples)
         plain, has_plain = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
         valid = valid & self._runs(shape, many)
-        figures = figures.times(self.compute)
-        again = np.where(has_plain, figures.again(plain * self.compute), 0.0)
+        seconds = np.where(has_plain, plain * self.compute, 0.0)
+        figures = figures.times(self.compute).no_quicker_than(seconds)
+        again = np.where(has_plain, figures.again(seconds), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
     def covers(self, kind: str, strategy: Strategy) -> bool:

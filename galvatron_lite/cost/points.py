@@ -81,6 +81,11 @@ class LayerFigures:
         """Seconds of backward that are computing again, from those of a backward that does not."""
         return least(largest(self.backward - plain, 0.0), self.backward)
 
+    def no_quicker_than(self, plain: Real) -> LayerFigures:
+        """The same with a backward that takes no less than one that computes nothing again: noise may measure less."""
+        backward = largest(self.backward, plain)
+        return LayerFigures(self.forward, backward, self.kept, self.working, self.forward_working)
+
 
 def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPoint, ...]]:
     """Points by what was run, ascending in samples; of equal ones the last counts."""

@@ -63,7 +63,7 @@ def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
     """The strategy of every layer of the model, in order.
 
     Raises:
-        InputError: the plan's layers are not the model's.
+        InputError: the plan's layers are not the model's, or a replica gets fewer samples than the model runs on.
     """
     names = [layer.name for layer in profile.graph.layers]
     strategies: list[Strategy] = []
@@ -73,6 +73,10 @@ def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
             follows = f"goes on with {covered[0]} .. {covered[-1]}" if covered else f"has only {len(names)} layers"
             raise InputError("stages.runs", f"{run.first} .. {run.last}", f"The model {profile.graph.name} {follows}.")
         strategies.extend([run.strategy] * run.count)
+        least, samples = profile.graph.least_samples, plan.microbatch // run.strategy.batch_degree
+        if 0 < samples < least:
+            remedy = f"A replica gets {samples} a micro-batch, and the model trains on {least} or more (batch norm)."
+            raise InputError("microbatches", plan.microbatches, remedy)
     if len(strategies) != len(names):
         raise InputError("stages.runs", len(strategies), f"The model has {len(names)} layers; plan them all.")
     return strategies

@@ -317,6 +317,7 @@ class ModelGraph(Strict):
         undivided: why several micro-batches train something else than one; empty where they do not.
         trains: of a closed form, which parameters train: what ``--trainable`` says, then the patterns of ``--freeze``;
             empty where all do.
+        least_samples: the fewest samples that the model runs on in training (batch norm over rows needs two).
         folded: what a block takes or returns with samples times something else along dim 0, or samples along another
             dim, so that all layers must have the same samples; empty where there is nothing.
     """
@@ -333,6 +334,7 @@ class ModelGraph(Strict):
     whole: str = ""
     dead: tuple[DeadParameters, ...] = ()
     undivided: str = ""
+    least_samples: int = 1
     folded: str = ""
     trains: tuple[str, ...] = ()
 

@@ -150,6 +150,7 @@ def measure_profile(
         graph = trace(built, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
     machine = agree(cluster or probe(_world(), place.type))
     counts = sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES))
+    counts = tuple(count for count in counts if count >= graph.least_samples) or (graph.least_samples,)
     rule = BRIEF_RULE if brief and rule is DEFAULT_RULE else rule
     scope = Scope(
         graph=graph,

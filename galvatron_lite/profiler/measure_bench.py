@@ -281,7 +281,7 @@ class LayerBench:
         """
         kind, overhead = self._frequent_kind(), HostOverhead()
         if kind is not None:
-            calls = {samples: self._calls_at(samples)[kind] for samples in (most, 1)}
+            calls = {samples: self._calls_at(samples)[kind] for samples in (most, self.graph.least_samples)}
             overhead = measure_overhead(
                 self._blocks[kind], calls, self.graph.kinds[kind], self.batch, self.device, self.rule
             )
@@ -294,7 +294,7 @@ class LayerBench:
         kind = self._frequent_kind()
         if kind is None:
             return Line()
-        calls = [self._calls_at(samples)[kind] for samples in (1, most)]
+        calls = [self._calls_at(samples)[kind] for samples in (self.graph.least_samples, most)]
         block = self._blocks[kind]
         plan = infer_block(block, calls[0].args, calls[0].kwargs)
         return measure_waiting(block, plan, calls, self.device, self.rule)

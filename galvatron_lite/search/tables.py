@@ -342,7 +342,8 @@ class Store:
         if key(shape.microbatch) not in self._priced:
             rows: dict[int, IntArray] = {}
             for size in (shape.microbatch, *(divisor for divisor in divisors(batch) if divisor != shape.microbatch)):
-                some = np.flatnonzero(size % options.batch == 0)
+                enough = size // options.batch >= self.pricer.profile.graph.least_samples
+                some = np.flatnonzero((size % options.batch == 0) & enough)
                 few = sum(map(len, rows.values())) + len(some) <= _ROWS
                 if not rows or (few and key(size) not in self._priced):
                     rows[size] = some

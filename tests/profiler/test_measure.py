@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
@@ -38,6 +40,8 @@ from galvatron_lite.profiler.schema import BRANCH_HOST, CollectivePoint, OriginK
 from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.store import journal_path, last_profile, profile_hash, read_profile
 from galvatron_lite.profiler.timing import TimingRule
+from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.space import Fixed
 from tests.factories import make_kind
 from tests.pool import WorkerPool
 from tests.profiler.models import LAYERS, small_gpt, token_batch
@@ -47,6 +51,29 @@ QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.02)
 
 def measure(folder: Path, **options: object) -> Profile:
     return measure_profile(small_gpt(), token_batch(4), folder=folder, name="tiny", rule=QUICK, device="cpu", **options)
+
+
+class Rows(nn.Module):
+    """A batch norm over rows has no statistics of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.body = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.norm(x)).pow(2).mean()
+
+
+def test_a_model_that_does_not_run_on_one_sample(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(8, 8)}
+    profile = measure_profile(Rows(), batch, folder=tmp_path, name="rows", rule=QUICK, device="cpu")
+    assert {point.samples for point in profile.layers} == {2, 4, 8}
+    assert find_plan(profile, devices=1, global_batch=8, budget=2**30).microbatches < 8
+    with pytest.raises(InfeasibleError):
+        find_plan(profile, devices=1, global_batch=8, budget=2**30, fixed=Fixed(microbatches=8))
+    pictures = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+    assert trace(pictures, torch.randn(2, 1, 8, 8), loss_fn=lambda output, _: output.mean()).least_samples == 1
 
 
 def test_a_profile_alone(tmp_path: Path) -> None:

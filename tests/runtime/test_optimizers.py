@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -267,7 +267,7 @@ def test_an_optimizer_of_parameters_that_are_not_updated_is_refused(pool: Worker
 def averaged(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     parallel = make_parallel(case)
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-    average = AveragedModel(parallel)
+    average = AveragedModel(parallel, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     losses = []
     for _ in range(STEPS):
         losses.append(float(parallel.train_step(make_batch(), optimizer)))
@@ -283,7 +283,8 @@ averaged_runs = together(averaged, PLANS)
 @pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor", "mixed", "pipeline", "offload", "mixture"])
 def test_averages_of_parameters(averaged_runs: Together, name: str) -> None:
     model = make_model(PLANS[name].model)
-    optimizer, average, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), AveragedModel(model), []
+    average, losses = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     for step in range(STEPS + 1):
         losses += losses_alone(model, optimizer, [make_batch()])
         if step < STEPS:

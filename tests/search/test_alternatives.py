@@ -165,7 +165,9 @@ def test_a_plan_chosen_for_its_simulation_is_not_called_proven(monkeypatch: pyte
     asked = {"devices": 4, "global_batch": 8, "budget": 10**9}
     usual = planner.find_plan(profile, **asked)
     assert usual.provenance.proof is Proof.PROVEN
-    monkeypatch.setattr(planner, "quickest", lambda options, *_: max(options, key=lambda one: one.solved.partition.time))
+    monkeypatch.setattr(
+        planner, "quickest", lambda options, *_: max(options, key=lambda one: one.solved.partition.time)
+    )
     other = planner.find_plan(profile, **asked)
     assert other.provenance.proof is Proof.FEASIBLE
     assert 0.0 < other.provenance.gap < 1.0

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.parallelism.offload.apply import local_of_rank
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.stages import StageRuntime
 
@@ -159,6 +161,15 @@ def _has_hook(tensor: Tensor, kind: str) -> bool:
     return any(home.partition(".")[0] != _PACKAGE for home in homes)
 
 
+class LocalCopy(Tensor):
+    """What this rank holds of a parameter, copied. Functions take it beside DTensors, whose local part they see."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_tensors((args, kwargs or {}), local_of_rank)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
 class ParameterCopies(nn.Module):
     """A ``copy.deepcopy`` of a split model: copies of its ``parameters()`` and ``buffers()``, in their order.
 
@@ -174,7 +185,8 @@ class ParameterCopies(nn.Module):
     def _copy(self) -> None:
         (parallel,) = self._parallel
         for number, parameter in enumerate(parallel.parameters()):
-            copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            local = local_of_rank(parameter.detach()).clone().as_subclass(LocalCopy)
+            copied = nn.Parameter(local, parameter.requires_grad)
             self.register_parameter(f"parameter{number}", copied)
         for number, buffer in enumerate(parallel.buffers()):
             self.register_buffer(f"buffer{number}", buffer.detach().clone())
@@ -227,7 +239,7 @@ class ParameterCopies(nn.Module):
     def _set(self, held: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         (parallel,) = self._parallel
         for one, value in zip(held, values, strict=True):
-            one.copy_(value)
+            local_of_rank(one).copy_(local_of_rank(value))
         for runtime in parallel.runtimes:
             runtime.updates.due = runtime.updates.is_needed
         parallel.publish()

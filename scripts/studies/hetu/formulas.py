@@ -148,7 +148,7 @@ def _hidden(traffic: float, compute: float, slow: float) -> float:
 
 def _edge_memory(model: HetuModel, plan: HetuPlan, stage: int, rules: Rules) -> EdgeMemory:
     if plan.pipeline == 1:
-        return model.whole
+        return model.together
     if rules.engine is Engine.V240:  # it reads the first stage's for both, under Ulysses the last one's
         return model.last if plan.edges.ulysses > 1 else model.first
     return model.first if stage == 0 else model.last
@@ -198,7 +198,7 @@ def edges_mb(model: HetuModel, plan: HetuPlan, stage: int, rules: Rules) -> floa
     """MB of embedding, head and context in a stage."""
     if stage not in (0, plan.pipeline - 1):
         return CONTEXT_MB
-    memory = model.whole if plan.pipeline == 1 else model.first if stage == 0 else model.last
+    memory = model.together if plan.pipeline == 1 else model.first if stage == 0 else model.last
     edge = plan.edges
     held = samples(plan, edge, rules.engine) * in_flight(plan, stage)
     ratio = states_ratio(model, plan, edge, rules.engine, rules.async_reduce, edges=True)
