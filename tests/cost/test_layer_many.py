@@ -46,10 +46,12 @@ def test_figures_are_those_recorded_one_strategy_at_a_time() -> None:
                 lasting = own[names.index("gradients")] if case.strategies[place].zero_stage > 1 else 0
                 own[names.index("gradients")] -= lasting
                 own[names.index("formed_gradients")] += lasting
-                # the recorded backward of a layer that computes again may take less than one that does not
+                # a backward that computes again was recorded as quicker than one that does not, and hides less
                 keeping = replace(case.strategies[place], recompute=Recompute.NONE)
                 plain = LayerPricer(case.profile).price(case.kind, keeping, case.microbatch, case.stages, case.sharing)
-                row[names.index("backward")] = max(row[names.index("backward")], plain.backward if plain else 0.0)
+                if plain is not None and row[names.index("backward")] < plain.backward:
+                    assert costs.backward[place] == plain.backward
+                    continue
                 assert own == pytest.approx(row, rel=1e-12, abs=1e-15)
 
 
