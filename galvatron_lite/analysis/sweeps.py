@@ -120,7 +120,7 @@ def _batch_points(setting: PlanSetting, wanted: tuple[int, ...], progress: Progr
     devices, best = setting.profile.cluster.devices, 0.0
     for batch in with_progress(wanted[::-1], "batch {}", progress):
         if ceiling(setting, batch) <= best:
-            reason = "cannot beat the best: its compute alone takes longer"
+            reason = "slower than the best: its compute alone takes longer"
             point = Point(devices, batch, bytes_on(setting.budget, ""), reason=reason)
         else:
             point = look(setting, devices, batch)

@@ -20,6 +20,9 @@ from galvatron_lite.folders import config_folder
 from galvatron_lite.limits import DEVICES, check_range
 from galvatron_lite.units import parse_bytes
 
+_LEAST_MEMORY, _LEAST_RATE = 2**20, 1e6
+"""Bytes, and bytes a second, below which a cluster file has most likely left out a unit."""
+
 
 def check_sizes(types: Sequence[Sequence[Level]], field: str) -> None:
     """Refuse types of devices whose nodes are not of one size: ranks are laid out in equal levels.
@@ -308,3 +311,12 @@ def _check(cluster: Cluster, field: str) -> None:
             name, value = ("memory", device.memory) if device.peak else ("peak", device.peak)
             remedy = "Give bytes above 0, and FLOP/s for one precision at least."
             raise FileFormatError(f"{field}, device {device.name}.{name}", value, remedy)
+        if device.memory < _LEAST_MEMORY:
+            remedy = f"That is {device.memory} bytes: write a unit, as in {device.memory}GB."
+            raise FileFormatError(f"{field}, device {device.name}.memory", device.memory, remedy)
+        rates = {f"device {device.name}.memory_bandwidth": device.memory_bandwidth}
+        rates |= {f"levels.{level.name}.bandwidth": level.bandwidth for level in group.levels or cluster.levels}
+        for name, rate in rates.items():
+            if rate < _LEAST_RATE:
+                remedy = f"That is {rate:g} bytes a second: write {rate:g}e+9 for {rate:g} GB/s."
+                raise FileFormatError(f"{field}, {name}", rate, remedy)

@@ -16,6 +16,9 @@ _SIDE = 224
 """Pixels along each side of pictures where a configuration does not say: a network of convolutions takes any."""
 
 
+_EXAMPLE = "Return (model, batch) from the function, or pass an example batch to auto_parallelize."
+
+
 def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None = None) -> Any:
     """A batch of random inputs for a model of the zoo or of Hugging Face transformers.
 
@@ -49,7 +52,7 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
         ids = torch.randint(0, config.vocab_size, (samples, length), generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
     name = type(model).__name__
-    raise InputError("batch", None, f"{name} does not say what it takes. Give an example batch as the second argument.")
+    raise InputError("batch", None, f"{name} does not say what it takes. {_EXAMPLE}")
 
 
 def _sound(model: Any, main: str, samples: int, sequence: int | None) -> dict[str, Any]:

@@ -30,10 +30,8 @@ def any_plan(data: object, path: Path, profile: Profile, batch: int | None = Non
         name = data.get("model") if isinstance(data, Mapping) else None
         if name in (None, profile.graph.name):
             raise
-        other = (
-            f"The plan is of {name}, and is to be priced for {profile.graph.name}, of which profile {profile.name} is."
-        )
-        other = f"{other} Give --profile or --model of the plan's own."
+        other = f"The plan is of {name}, profile {profile.name} of {profile.graph.name}."
+        other = f"{other} Give --profile or --model of the plan's own model."
         raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
 
 

@@ -87,7 +87,7 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
     elif profile.graph.precision == "fp64":
         reason = "Prices are of parameters and gradients in fp32; this model is in fp64."
     elif any(tensor.borrowed for tensor in profile.graph.tensors):
-        reason = "What layers read of an encoder, and biases that go along with it, are sent otherwise than priced."
+        reason = "What layers read of others besides their input (an encoder's output, biases) is sent unlike priced."
     else:
         return volume(runs, plan, profile)
     return Check(VOLUME, Verdict.SKIPPED, reason)

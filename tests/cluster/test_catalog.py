@@ -148,6 +148,8 @@ def test_a_file_of_fixed_size_is_cut_but_never_stretched(tmp_path: Path) -> None
         ({"levels": [level(size=0)]}, "size"),
         ({"levels": [level(size="any"), level()]}, "outermost"),
         ({"levels": [level(bandwidth=0)]}, "bandwidth"),
+        ({"levels": [level(bandwidth=100)]}, r"100 bytes a second: write 100e\+9"),
+        ({"device": {"name": "o", "memory": 46, "memory_bandwidth": 1e12, "peak": {"fp32": 1e13}}}, "write a unit"),
         ({"levels": [level(contention=0.5)]}, "contention"),
         ({"levels": [level(speed=1)]}, "speed"),
     ],

@@ -164,7 +164,7 @@ def test_where_only_they_fit() -> None:
     found = find_plan(profile, devices=2, global_batch=2, budget=24 * 10**6, fixed=pins)
     assert {one.first for one in found.branches} == {0, 1}
     assert found.fits
-    assert "without, no plan fits" in found.provenance.notes[0]
+    assert "no plan without them fits" in found.provenance.notes[0]
     with pytest.raises(InfeasibleError):
         find_plan(profile, devices=2, global_batch=2, budget=10 * 10**6, fixed=pins)
 

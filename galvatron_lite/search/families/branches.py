@@ -293,7 +293,7 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
 
 def _described(task: PlanTask, plan: Plan) -> Plan:
     """With a line on all branches, and what they gain over the ordinary plan."""
-    source, ordinary, gain = plan.provenance, task.ordinary, "without, no plan fits the budget"
+    source, ordinary, gain = plan.provenance, task.ordinary, "no plan without them fits the budget and the pins"
     apart = ", ".join(
         f"{branch.name} on {device_range(branch)} ({format_seconds(branch.seconds)})" for branch in plan.branches
     )

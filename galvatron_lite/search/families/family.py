@@ -22,6 +22,8 @@ from galvatron_lite.search.space import Delay, Fixed
 from galvatron_lite.units import format_budget, format_seconds
 
 _ROUNDING = 1e-9
+_WORTH = 0.01
+"""Share of a step by which one device must be quicker than the plan for that to be said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
             continue
         alone = replace(alone, provenance=plan.provenance)
         quickest = min(quickest, alone, key=seconds_of) if alone.fits else quickest
-    if quickest is plan:
+    if seconds_of(quickest) > (1.0 - _WORTH) * seconds_of(plan):
         return plan
     seconds = f"{format_seconds(seconds_of(quickest))} instead of {format_seconds(seconds_of(plan))}"
     measured = task.session.profile.origin.kind.value == "measured"  # for so many devices and no other number
