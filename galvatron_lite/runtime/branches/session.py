@@ -173,13 +173,14 @@ class DeferredCall:
         self._has_value = False
         inputs = self._args, self._kwargs
         self.template: Template = branch.foreseen[stand_in.path](*inputs, run.rows, self._like, stand_in.training)
+        self._tokens: list[Tensor] = []  # also of what calls were given whose outputs this reads: they may not leave
         for node in nodes_of(inputs):
             if isinstance(node, DeferredCall):
                 node.consumed = True
+                self._tokens += node._tokens
         self._moved: list[BranchInput] = []
         self._replicated: list[tuple[Tensor, Tensor]] = []  # tensors of the batch, which every rank has in full
         self._sort_inputs()
-        self._tokens: list[Tensor] = []
         self._entry: BranchTransfer | None = None
         if self._moved:
             self._enter()
@@ -253,7 +254,7 @@ class DeferredCall:
             after, differentiable = part.boxes(target, piece.shape, world), grad and piece.tensor.requires_grad
             moves.append(TensorMove.of(piece.tensor.dtype, before, after, differentiable, setting.channel.rank))
         self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", moves)
-        self._tokens = [self.run.depart(self._entry, [one.piece.tensor for one in self._moved])]
+        self._tokens.append(self.run.depart(self._entry, [one.piece.tensor for one in self._moved]))
         if self.branch.runtime is not None:
             self._entry.there.expect()
 
