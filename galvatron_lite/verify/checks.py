@@ -40,7 +40,8 @@ def check_dry(
         progress: called with (done, total, label).
         profile: that communication is priced with; the one that the plan was made from if not given, where it is found.
     """
-    if reason := not_run(plan):
+    reason = "Branches on devices of their own are run with data alone." if plan.branches else not_run(plan)
+    if reason:
         return [Check(NAME, Verdict.SKIPPED, reason)], []
     parts = source.on_meta()
     model, batch, loss_fn = parts[0], example_of(parts), parts[2]

@@ -183,8 +183,6 @@ def not_run(plan: Plan) -> str:
     """Why no rank of a plan is run here; empty where they are."""
     if plan.cyclic is not None:
         return "Gradients are delayed under the plan: it is not meant to train like one process."
-    if plan.branches:
-        return "Branches on devices of their own are not run here."
     if plan.backend is not TrainedBy.GALVATRON:
         return f"{plan.backend.value} trains under the plan, and is not run here."
     return "" if plan.mode is Mode.TRAINING else "The plan is for inference: there is no training step."

@@ -24,6 +24,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, check_runs
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.written import parse_strategy
+from galvatron_lite.runtime.branches.transfer import BranchTransfer
 from galvatron_lite.search.space import Narrowed, strategies_for
 from galvatron_lite.verify.launched import Verifier, without_world
 from galvatron_lite.verify.numbers.check import check_numbers, training_fork
@@ -42,6 +43,7 @@ from galvatron_lite.verify.source import ModelSource, factory_source, named_sour
 from tests.equivalence.families import PlainModel
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
+from tests.runtime.branches.jobs import Case, make_batch, make_model, make_plan
 from tests.schedules import ZERO_BUBBLE
 
 GRAPH = load_model("mixtral-8x7b")
@@ -222,6 +224,22 @@ def test_a_gradient_that_is_not_averaged_is_found() -> None:
     assert check.verdict is Verdict.FAILED, check
     assert "gradients of step 1" in check.said
     assert "ranks 0, 1" in check.said
+
+
+def test_a_gradient_that_a_branch_does_not_return_is_found() -> None:
+    alone, data = Strategy(), Strategy(data=2)
+    roots = {"one": (("up.0", "down.0"), 0, 1, alone), "two": (("up.1", "down.1"), 1, 1, alone)}
+    case = Case("Chains", roots, data, 2, samples=16)
+    source = ModelSource("chains", lambda: (make_model(case), make_batch(case), None))
+    model, batch, _ = source.make()
+    plan = make_plan(case, discover_layers(model, batch))
+    check = checked(source, plan)
+    assert check.verdict is Verdict.PASSED, check
+    real = BranchTransfer.arrive
+    with patch.object(BranchTransfer, "arrive", lambda self, _tokens: real(self, [])):
+        check = checked(source, plan)
+    assert check.verdict is Verdict.FAILED, check
+    assert "norm of the gradient" in check.said
 
 
 def test_a_weight_that_is_not_updated_is_found() -> None:

@@ -239,7 +239,7 @@ def _shell(module: nn.Module) -> nn.Module:
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put a module in the place of another, wherever the model holds that."""
     for holder in list(model.modules()):
-        for name, child in list(holder.named_children()):
+        for name, child in list(holder._modules.items()):  # named_children gives a module once
             if child is old:
                 setattr(holder, name, new)
 

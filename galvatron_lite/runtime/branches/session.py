@@ -80,7 +80,6 @@ class BranchSession:
         self.device, self.shapes = setting.channel.device, setting.shapes
         self.applied: list[DeferredFunction] = []
         self.calls: list[DeferredCall] = []
-        self.departed: list[BranchTransfer] = []
         self._waiting: list[DeferredCall] = []
         setting.channel.finish()
 
@@ -104,11 +103,12 @@ class BranchSession:
         """The loss, such that backward reaches, on every rank, all that the branches sent and received."""
         self.flush()
         loss = resolved(loss)
-        arrived = [tensor for call in self.calls if call.exit is not None for tensor in tensors_of(call.value())]
-        if not torch.is_grad_enabled() or not self.departed:
+        ends = [call for call in self.calls if call.exit is not None]
+        tied = [tensor for call in ends for tensor in tensors_of(call.value()) if tensor.requires_grad]
+        awaited = list(dict.fromkeys(transfer for call in ends for transfer in call.awaited()))
+        if not awaited:
             return loss
-        tied = [tensor for tensor in arrived if tensor.requires_grad]
-        settled: Tensor = _Tie.apply(loss, self, *tied)  # type: ignore[no-untyped-call]
+        settled: Tensor = _Tie.apply(loss, awaited, *tied)  # type: ignore[no-untyped-call]
         return settled
 
     def deliver(self, outputs: Any) -> Any:
@@ -119,23 +119,18 @@ class BranchSession:
                 call.value()
         return outputs
 
-    def depart(self, transfer: BranchTransfer, tensors: list[Tensor]) -> Tensor:
-        """Start sending; the token of ``BranchTransfer.depart``."""
-        self.departed.append(transfer)
-        return transfer.depart(tensors)
-
 
 class _Tie(torch.autograd.Function):
     """The loss, made to depend on what arrived, without gradients for it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, session: BranchSession, *arrived: Tensor) -> Tensor:
-        ctx.session, ctx.arrived = session, len(arrived)
+    def forward(ctx: Any, loss: Tensor, awaited: list[BranchTransfer], *arrived: Tensor) -> Tensor:
+        ctx.awaited, ctx.arrived = awaited, len(arrived)
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        for transfer in ctx.session.departed:
+        for transfer in ctx.awaited:
             transfer.back.expect()
         return gradient, None, *[None] * ctx.arrived
 
@@ -173,14 +168,18 @@ class DeferredCall:
         self._has_value = False
         inputs = self._args, self._kwargs
         self.template: Template = branch.foreseen[stand_in.path](*inputs, run.rows, self._like, stand_in.training)
+        self._chain: dict[DeferredCall, None] = {}  # itself and all calls of the branch that it depends on, ordered
         for node in nodes_of(inputs):
             if isinstance(node, DeferredCall):
                 node.consumed = True
+                self._chain |= node._chain
+        self._chain[self] = None
         self._moved: list[BranchInput] = []
         self._replicated: list[tuple[Tensor, Tensor]] = []  # tensors of the batch, which every rank has in full
         self._sort_inputs()
-        self._tokens: list[Tensor] = []
         self._entry: BranchTransfer | None = None
+        # tokens of its moves on this rank, none or one each
+        self._entry_departed, self._entry_arrived, self._exit_departed = (list[Tensor]() for _ in range(3))
         if self._moved:
             self._enter()
 
@@ -253,7 +252,7 @@ class DeferredCall:
             after, differentiable = part.boxes(target, piece.shape, world), grad and piece.tensor.requires_grad
             moves.append(TensorMove.of(piece.tensor.dtype, before, after, differentiable, setting.channel.rank))
         self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", moves)
-        self._tokens = [self.run.depart(self._entry, [one.piece.tensor for one in self._moved])]
+        self._entry_departed = [self._entry.depart([one.piece.tensor for one in self._moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
 
@@ -266,7 +265,10 @@ class DeferredCall:
             split = self.branch.part.entering(shape)
             part = cut_box(full, split.box(place, shape)).to(self.run.device).contiguous()
             entered[id(tensor)] = traffic.hand(RankPiece(part, split, shape))
-        arrived = self._entry.arrive(self._tokens) if self._entry is not None else []
+        arrived = list[Tensor]()
+        if self._entry is not None:
+            arrived, token = self._entry.arrive(self._entry_departed)
+            self._entry_arrived = [token]
         for one, part in zip(self._moved, arrived, strict=True):
             piece = RankPiece(part, one.target, one.piece.shape)
             entered[id(one.tensor)] = traffic.hand(piece) if one.sampled else part[0]
@@ -332,7 +334,8 @@ class DeferredCall:
             outputs = [
                 self._leaving(place, like, returned.get(place), runtime) for place, like in places(self.template.nest)
             ]
-            self._tokens = [*self._tokens, self.run.depart(self.exit, outputs)]
+            tokens = [token for call in self._chain for token in call._entry_arrived]
+            self._exit_departed = [self.exit.depart(outputs, tokens)]
 
     def _leaving(self, place: str, like: Tensor, tensor: Tensor | None, runtime: StageRuntime) -> Tensor:
         """A tensor that it returned, complete but for the samples."""
@@ -346,6 +349,12 @@ class DeferredCall:
         if piece is None or piece.shape != shape:
             raise InputError(f"output {place} of branch", part.name, f"Its shape is not {shape}, as was foreseen.")
         return traffic.mover(piece.tensor.to(like.dtype), piece.split, part.layout.samples(shape), shape)
+
+    def awaited(self) -> list[BranchTransfer]:
+        """Moves whose gradients come back: of what it returned, and of all that it depends on."""
+        if self.exit is None or not self.exit.anchored:
+            return []
+        return [self.exit, *(call._entry for call in self._chain if call._entry is not None)]
 
     def value(self) -> Any:
         """What it returned, as the trunk has it."""
@@ -362,7 +371,8 @@ class DeferredCall:
         assert self.exit is not None
         traffic = self.run.setting.runtime.traffic
         with self._around():
-            tensors = iter(self.exit.arrive(self._tokens))
+            tokens = [token for call in self._chain for token in call._entry_departed]
+            tensors = iter(self.exit.arrive([*tokens, *self._exit_departed])[0])
 
             def show(place: str, like: Tensor) -> Tensor:
                 part, shape = next(tensors), tuple(like.shape)

@@ -192,55 +192,62 @@ class BranchTransfer:
         back = [(one.back, one.dtype) for one in moves if one.back is not None]
         self.there = Shipment(channel, tag, what, there)
         self.back = Shipment(channel, tag, f"the gradient of {what}", back, backward=True)
-        self._anchored = bool(back) and torch.is_grad_enabled()
+        self.anchored = bool(back) and torch.is_grad_enabled()
 
-    def depart(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Start sending what this rank holds; a token for ``arrive``, through which gradients find their way."""
-        token: Tensor = _Depart.apply(self._anchor(), self, *tensors)  # type: ignore[no-untyped-call]
+    def depart(self, tensors: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Tensor:
+        """Start sending what this rank holds; a token for ``arrive``, through which gradients find their way.
+
+        Args:
+            tokens: of arrivals whose gradients must be sent even where nothing that departs depends on what arrived.
+        """
+        token: Tensor = _Depart.apply(self._anchor(), self, *tensors, *tokens)  # type: ignore[no-untyped-call]
         return token
 
-    def arrive(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank wants, once it is here.
+    def arrive(self, tokens: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """What this rank wants, once it is here, and a token for ``depart``.
 
         Args:
             tokens: of departures whose gradients are known only when those of what arrives here were sent.
         """
-        return list(_Arrive.apply(self._anchor(), self, *tokens))  # type: ignore[no-untyped-call]
+        *arrived, token = _Arrive.apply(self._anchor(), self, *tokens)  # type: ignore[no-untyped-call]
+        return arrived, token
 
     def _anchor(self) -> Tensor:
         """Without data; makes results ask for gradients."""
-        return torch.empty(0, device=self._device, requires_grad=self._anchored)
+        return torch.empty(0, device=self._device, requires_grad=self.anchored)
 
 
 class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, transfer: BranchTransfer, *tensors: Tensor) -> Tensor:
-        ctx.transfer = transfer
-        transfer.there.send(tensors)
+        ctx.transfer, ctx.tokens = transfer, len(tensors) - len(transfer.moves)
+        transfer.there.send(tensors[: len(transfer.moves)])
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         transfer: BranchTransfer = ctx.transfer
         gradients = iter(transfer.back.collect())
-        return None, None, *(None if one.back is None else next(gradients) for one in transfer.moves)
+        sent = (None if one.back is None else next(gradients) for one in transfer.moves)
+        return None, None, *sent, *[None] * ctx.tokens
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, transfer: BranchTransfer, *tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, transfer: BranchTransfer, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.tokens = transfer, len(tokens)
         ctx.set_materialize_grads(False)
         # the same storage, but no view, which autograd would not let others change; forward, every tensor is there
         arrived = tuple(tensor.data for tensor in transfer.there.collect() if tensor is not None)
         still = [tensor for tensor, one in zip(arrived, transfer.moves, strict=True) if one.back is None]
-        ctx.mark_non_differentiable(*still)
-        return arrived
+        token = anchor.clone()
+        ctx.mark_non_differentiable(*still, *([] if transfer.anchored else [token]))
+        return *arrived, token
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         transfer: BranchTransfer = ctx.transfer
-        pairs = zip(gradients, transfer.moves, strict=True)
+        pairs = zip(gradients[:-1], transfer.moves, strict=True)
         transfer.back.send([gradient for gradient, one in pairs if one.back is not None])
         nothing: tuple[None, ...] = (None,) * (2 + ctx.tokens)
         return nothing

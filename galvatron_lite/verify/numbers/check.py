@@ -28,6 +28,7 @@ from torch import Tensor
 from galvatron_lite.model.batch import batch_size, call_model, loss_of, slice_batch
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import cut_box
+from galvatron_lite.runtime.branches.engine import BranchedModel
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.pieces import LocalShard, held_gradients, held_parameters
 from galvatron_lite.verify.launched import ForkedServer, fork
@@ -112,7 +113,8 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
     small.model.load_state_dict(reference.initial)
     # shares weigh as auto_parallelize lets them weigh: by their counts of labels, where the loss is a mean over these
     findings = try_model(small.model, small.batches[0], small.layers, loss_fn=small.loss_fn)
-    parallel = ParallelModel(
+    kind = BranchedModel if plan.branches else ParallelModel
+    parallel = kind(
         small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32",
         loss_weight=findings.weight,
     )  # fmt: skip
@@ -141,7 +143,8 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
         for number, (loss, wanted) in pairs
         if not abs(loss - wanted) <= relative * abs(wanted)
     ]
-    apart = small.synchronised and any(run.strategy.batch_degree > 1 for stage in plan.stages for run in stage.runs)
+    parts = [*(stage.runs for stage in plan.stages), *(branch.runs for branch in plan.branches)]
+    apart = small.synchronised and any(run.strategy.batch_degree > 1 for runs in parts for run in runs)
     return {"draws": reference.draws, "wrong": [*off, *wrong], "missing": missing, "synchronised": apart}
 
 

@@ -6,8 +6,9 @@ The small plan uses all that the large one does, each degree as small as it can 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, product
 from typing import Any
 
@@ -28,6 +29,7 @@ from galvatron_lite.parallelism.strategy import Strategy, changed, degree_names
 from galvatron_lite.plans.io import check_plan, check_runs
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.runtime.assignment import place_layers
+from galvatron_lite.runtime.branches.parts import PlacedPart, place_parts
 from galvatron_lite.search.space import Narrowed, strategies_for
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.dry.roles import named_for
@@ -167,20 +169,21 @@ def small_plan(
         runs = [(strategy, [name for name, _ in run]) for strategy, run in groupby(stage, lambda layer: layer[1])]
         stages.append(Stage(tuple(LayerRun(run[0], run[-1], len(run), strategy) for strategy, run in runs)))
     microbatches = min(plan.microbatches, 2 * size.groups)
-    return replace(
+    return _plain(
         plan,
         devices=size.groups * size.devices,
         global_batch=math.lcm(*(one.batch_degree for one in chosen.values())) * microbatches,
         microbatches=microbatches,
-        precision="fp32",
         stages=tuple(stages),
-        prediction=None,
-        alternatives=(),
-        left_out=(),
-        provenance=None,
         virtual_stages=size.stages // size.groups,
         order=None,
     )
+
+
+def _plain(plan: Plan, **changes: Any) -> Plan:
+    """A changed plan in float32, without predictions."""
+    plain = replace(plan, precision="fp32", prediction=None, alternatives=(), left_out=(), provenance=None)
+    return replace(plain, **changes)
 
 
 def differences(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strategy]]) -> list[str]:
@@ -226,6 +229,8 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     """How to make a small model and a plan for it that uses what ``plan`` uses."""
     parts = source.on_meta()
     layers = discover_layers(parts[0], example_of(parts))
+    if plan.branches:
+        return _first(partial(_branched, source, plan, place_parts(plan, layers), processes or MANY))
     named = named_for(plan, layers)
     placed = [(number, one) for number, stage in enumerate(place_layers(named, layers)) for one in stage]
     spots = [Spot(one.layer.name, one.layer.kind, one.layer.role, number, one.strategy) for number, one in placed]
@@ -234,15 +239,20 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     if processes is None and unkept(strategies, size.devices):
         size = choose_size(named, strategies, MANY)
     no_room = {*unkept(strategies, size.devices), STAGES}
+    return _first(partial(_recipe, source, named, spots, size), no_room)
+
+
+def _first(recipe: Callable[[int], Recipe], no_room: Collection[str] = ()) -> Recipe:
+    """The narrowest model whose plan loses no more than there is no room for; else what loses least."""
     recipes: list[Recipe] = []
     reason = ""
     for divisor in (FEW, MANY, 0):
         try:
-            recipes.append(_recipe(source, named, spots, size, divisor))
+            recipes.append(recipe(divisor))
         except TooLargeError as error:
             reason = str(error)
             continue
-        if set(recipes[-1].lost) <= no_room:
+        if set(recipes[-1].lost) <= set(no_room):
             break
     if not recipes:
         raise TooLargeError(reason)
@@ -265,17 +275,7 @@ def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, 
         raise TooLargeError("A shorter model has other layers.")
     chosen = _strategies(graph, kept, names, size)
     small = small_plan(plan, size, kept, names, chosen)
-    try:
-        check_runs(check_plan(small))
-    except InputError as error:
-        raise TooLargeError(f"No smaller plan runs: {error}") from error
-    if graph.parameters > LARGEST:
-        raise TooLargeError(
-            f"It still has {format_count(graph.parameters)} parameters; up to {format_count(LARGEST)} are run. Models "
-            "of the zoo and of transformers are made narrower by their configuration, others only shorter."
-        )
-    if (work := graph.flops * small.global_batch) > MOST_WORK:
-        raise TooLargeError(f"A step of it still takes {work:.1e} FLOPs; up to {MOST_WORK:.0e} are run.")
+    _check_size(graph, small)
     pairs = list(dict.fromkeys((spot.strategy, chosen[spot.name]) for spot in kept))
     blocks, left = (sum(spot.role is Role.BLOCK for spot in some) for some in (spots, kept))
     changes = [
@@ -287,6 +287,46 @@ def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, 
     lost = {name for spot in kept for name in features(spot.strategy) - features(chosen[spot.name])}
     lost |= {STAGES} if len(small.stages) < len(plan.stages) else set()
     return Recipe(small, divisor, tuple(left_out), tuple(changes), tuple(sorted(lost)))
+
+
+def _branched(source: ModelSource, plan: Plan, parts: Sequence[PlacedPart], processes: int, divisor: int) -> Recipe:
+    """With branches on devices of their own: all layers, devices and strategies stay as they are."""
+    if plan.devices > processes:
+        raise TooLargeError(f"Plans with branches are run on all of their {plan.devices} devices or not at all.")
+    try:
+        model, batch, loss_fn, changes = _narrow(source, divisor)
+        graph = trace(model, batch, loss_fn=loss_fn)
+    except TooLargeError:
+        raise
+    except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise TooLargeError(f"The model does not run: {error}") from error
+    kinds = {layer.name: graph.kind_of(layer) for layer in graph.layers}
+    placed = [one for part in parts for one in part.stage]
+    for one in placed:
+        if one.layer.name in kinds and not legal_for([kinds[one.layer.name]], one.strategy.devices)(one.strategy):
+            raise TooLargeError(f"{one.layer.name} has no strategy {one.strategy}.")
+    count = min(plan.microbatches, 2)
+    # a trunk without layers shares samples where its devices divide them
+    degrees = [math.gcd(plan.microbatch, plan.devices), *(one.strategy.batch_degree for one in placed)]
+    small = _plain(plan, global_batch=math.lcm(*degrees) * count, microbatches=count)
+    _check_size(graph, small)
+    changes = [*differences(plan, small, ()), *changes, f"model: {format_count(graph.parameters)} parameters"]
+    return Recipe(small, divisor, (), tuple(changes), ())
+
+
+def _check_size(graph: ModelGraph, small: Plan) -> None:
+    """Raises TooLargeError where a small model and plan do not run, or not in reasonable time."""
+    try:
+        check_runs(check_plan(small))
+    except InputError as error:
+        raise TooLargeError(f"No smaller plan runs: {error}") from error
+    if graph.parameters > LARGEST:
+        raise TooLargeError(
+            f"It still has {format_count(graph.parameters)} parameters; up to {format_count(LARGEST)} are run. Models "
+            "of the zoo and of transformers are made narrower by their configuration, others only shorter."
+        )
+    if (work := graph.flops * small.global_batch) > MOST_WORK:
+        raise TooLargeError(f"A step of it still takes {work:.1e} FLOPs; up to {MOST_WORK:.0e} are run.")
 
 
 def _narrow(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
@@ -345,7 +385,8 @@ def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
         small = nn.SyncBatchNorm.convert_sync_batchnorm(small)  # type: ignore[no-untyped-call]
     # sums over pixels are long: in float32 another order of them shows
     convolves = sum(isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)) for module in small.modules()) > 1
-    precision = torch.float64 if convolves else torch.float32
+    # and branches on devices of their own run other numbers of samples at once than the trunk does
+    precision = torch.float64 if convolves or recipe.plan.branches else torch.float32
     small = small.to(precision)
     batch = map_tensors(batch, lambda one: one.to(precision) if one.is_floating_point() else one)
     layers = discover_layers(small, batch)

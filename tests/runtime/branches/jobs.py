@@ -132,16 +132,20 @@ class Judge(nn.Module):
 
 
 class Chains(nn.Module):
-    """Two chains of modules with code between them, which reads the input and sizes too."""
+    """A trunk, and two chains of modules with code between them, which reads the input and sizes too."""
 
-    def __init__(self) -> None:
+    def __init__(self, detached: bool = False) -> None:
         super().__init__()
+        self.detached = detached
+        self.trunk = nn.Linear(6, 6)
         self.up = nn.ModuleList([nn.Linear(6, 8), nn.Linear(6, 10)])
         self.down = nn.ModuleList([nn.Linear(14, 3), nn.Linear(10, 3)])
 
     def forward(self, values: Tensor) -> Tensor:
-        first = torch.cat([torch.relu(self.up[0](values)), values], dim=1)
-        second = torch.tanh(self.up[1](values)).view(values.shape[0], -1)
+        hidden = torch.tanh(self.trunk(values))
+        first = torch.cat([torch.relu(self.up[0](hidden)), values], dim=1)
+        second = torch.tanh(self.up[1](hidden)).view(values.shape[0], -1)
+        second = second.detach() if self.detached else second
         return (self.down[0](first) * self.down[1](second)).square().mean()
 
 

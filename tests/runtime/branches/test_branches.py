@@ -54,6 +54,7 @@ TWO_PROCESSES = {
     "heads-one-trunk": Case("Heads", HEADS, ONE, 2, max_grad_norm=0.05, samples=1),
     "chains": Case("Chains", CHAINS, ONE, 2),
     "chains-shared-trunk": Case("Chains", CHAINS, DATA, 2),
+    "chains-detached": Case("Chains", CHAINS, DATA, 2, microbatches=2, arguments={"detached": True}),
 }
 # fmt: off
 FOUR_PROCESSES = {

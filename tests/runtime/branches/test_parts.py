@@ -69,10 +69,10 @@ def test_an_unknown_root_is_named() -> None:
 
 def test_a_stand_in_tells_what_the_module_tells_and_holds_nothing() -> None:
     model = Lists()
-    module = model.whole
+    module = model.again = model.whole
     stand = StandIn("whole", module, lambda one, args, _: (one.path, args))
     replace_module(model, module, stand)
-    assert model.whole is stand
+    assert model.whole is model.again is stand
     assert not list(stand.parameters())
     assert stand.extra_repr() == module.extra_repr()
     assert stand.insert == module.insert
