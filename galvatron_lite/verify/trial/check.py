@@ -239,7 +239,8 @@ def _tried(double: Double, batch: Any, result: PassResult) -> Trial:
 
 
 def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
-    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it."""
+    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it; masks
+    of the other share are full."""
     ignored = {count.place: count.ignored for count in counts}
     masks = masks_of(batch, tuple(ignored))
 
@@ -249,6 +250,8 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
         changed = tensor.clone()
         first = changed[0] if tensor.dim() == 1 else changed[0, ..., 1 + (tensor.shape[-1] > 2) :]
         first.fill_(ignored.get(place, 0))
+        if place in masks:
+            changed[SAMPLES // SHARES :] = 1
         return changed
 
     def none(place: str, tensor: Tensor) -> Tensor:

@@ -120,8 +120,8 @@ class Findings:
             names = _few(self.compares)
             yield Restriction(
                 shares_batch, "model", names,
-                "There a number made of all samples decides what runs; each share of a batch decides by a number of "
-                "its own. Give a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have "
+                "There a number made of all samples decides what runs, and each share of a batch would decide by its "
+                "own. Give a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have "
                 "one found; or let a mask take the number's place, sample by sample (torch.where). If shares always "
                 "decide alike, pass check=False.",
                 fix=("dp=1", "microbatches=1"),
