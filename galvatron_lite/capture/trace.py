@@ -146,6 +146,7 @@ def trace(
         dead=dead,
         undivided=undivided_reason(model, batch),
         folded=folded_argument(calls[0], calls[1], SAMPLES),
+        compares="" if watched.flow.compared is None else watched.flow.compared or "the model",
     )
 
 

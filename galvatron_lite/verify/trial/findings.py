@@ -9,6 +9,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.describe import shares_batch
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss.weights import LossWeight
 
@@ -16,12 +17,6 @@ SAMPLES_NEED = ("tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions under which a forward pass updates a buffer from parts of samples."""
 OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
-
-
-def shares_batch(plan: Plan) -> bool:
-    """Whether a plan works on a batch in more than one share."""
-    degrees = (run.strategy.batch_degree for stage in plan.stages for run in stage.runs)
-    return plan.microbatches > 1 or plan.cyclic is not None or any(degree > 1 for degree in degrees)
 
 
 def _shares_samples(plan: Plan) -> bool:

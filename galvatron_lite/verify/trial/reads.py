@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor, nn
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.model.trace.flow import DataFlow
+from galvatron_lite.model.trace.flow import READ, DataFlow
 
 Site = tuple[tuple[str, int], ...]
 """Where a value is read: file and line of the calls of code that is not torch's, innermost first."""
 Answer = Callable[[Any], Any]  # the value that is read instead of one
 
-_READ = torch.ops.aten._local_scalar_dense.default
-_ORDER = {torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.ops.aten.le}
 _HIDDEN = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _START = "run_pass"  # of this folder: what calls the model
 _FAR = 1e4
@@ -50,7 +47,7 @@ class Answers:
     answer: Answer
 
 
-class ValueReads(DataFlow):
+class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
     """Notes values that are read of what is made of the samples, while it is entered.
 
     Attributes:
@@ -60,30 +57,21 @@ class ValueReads(DataFlow):
     def __init__(self, model: nn.Module, batch: Any, answers: Answers | None = None) -> None:
         super().__init__(model, batch)
         self.reads: dict[Site, SiteReads] = {}
-        self._answers, self._ordered = answers, WeakIdKeyDictionary()
+        self._answers = answers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; note what it reads, and what its outputs are made of."""
         taken = [*tensors_of(args), *tensors_of(kwargs or {})]
         if any(tensor.layout is not torch.strided for tensor in taken):
             return func(*args, **(kwargs or {}))
-        if func is _READ and self.sources_of_tensors(taken) & self.batch:
+        if func is READ and self.sources_of_tensors(taken) & self.batch:
             return self._read(taken[0], func(*args))
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(output, Tensor) and output.dtype is torch.bool and output.numel() == 1:
-            compares = func.overloadpacket in _ORDER and any(tensor.is_floating_point() for tensor in taken)
-            if all(one.numel() == 1 for one in taken) and (compares or any(map(self._is_ordered, taken))):
-                self._ordered[output.untyped_storage()] = True
-        return output
-
-    def _is_ordered(self, tensor: Tensor) -> bool:
-        storage: UntypedStorage = tensor.untyped_storage()
-        return bool(self._ordered.get(storage, False))  # type: ignore[no-untyped-call]
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _read(self, tensor: Tensor, value: Any) -> Any:
         site = _site()
         read = self.reads.setdefault(site, SiteReads([], False))
-        read.compared |= tensor.is_floating_point() or self._is_ordered(tensor)
+        read.compared |= tensor.is_floating_point() or self.compares(tensor)
         read.values.append(value)
         if self._answers is None or site != self._answers.site or len(read.values) > self._answers.count:
             return value
