@@ -43,7 +43,7 @@ from galvatron_lite.verify.trial.double import (
     terms_of,
 )
 from galvatron_lite.verify.trial.findings import Findings
-from galvatron_lite.verify.trial.reads import Answer, Answers, Site, decides, name_of_site
+from galvatron_lite.verify.trial.reads import Answer, ChangedReads, Site, decides, name_of_site
 
 SHARES = 2
 ENOUGH = 5.0  # seconds of a trial after which no further batch is begun
@@ -120,7 +120,7 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
 
     def changes(site: Site, answer: Answer) -> bool:
         try:
-            other = run_pass(double, trials[0].batch, answers=Answers(site, len(full.reads[site].values), answer))
+            other = run_pass(double, trials[0].batch, answers=ChangedReads(site, len(full.reads[site].values), answer))
         except SkippedError:  # an assertion; a share that does not run says so
             return False
         buffers = any(not torch.equal(one, other.buffers[name]) for name, one in full.buffers.items())

@@ -30,7 +30,7 @@ from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
-from galvatron_lite.verify.trial.reads import Answers, Site, SiteReads, ValueReads
+from galvatron_lite.verify.trial.reads import ChangedReads, Site, SiteReads, ValueReads
 
 SAMPLES = 4
 KEPT = 2  # blocks of each kind
@@ -199,7 +199,7 @@ def run_pass(
     observer: CallObserver | None = None,
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
-    answers: Answers | None = None,
+    answers: ChangedReads | None = None,
 ) -> PassResult:
     """Run the copy on some samples; parameters, buffers, samples and random state stay as they were."""
     model = double.model

@@ -39,7 +39,7 @@ class SiteReads:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ChangedReads:
     """What is read at a site instead of its first values."""
 
     site: Site
@@ -54,7 +54,7 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         reads: by site.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, answers: Answers | None = None) -> None:
+    def __init__(self, model: nn.Module, batch: Any, answers: ChangedReads | None = None) -> None:
         super().__init__(model, batch)
         self.reads: dict[Site, SiteReads] = {}
         self._answers = answers
