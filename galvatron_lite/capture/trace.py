@@ -148,6 +148,7 @@ def trace(
         undivided=undivided_reason(model, batch),
         least_samples=_least_samples(twin, _example(batch, 1, precision)),
         folded=folded_argument(calls[0], calls[1], SAMPLES),
+        compares="" if watched.flow.compared is None else watched.flow.compared or "the model",
     )
 
 

@@ -315,6 +315,7 @@ class ModelGraph(Strict):
         whole: why the layers cannot be on several pipeline stages; empty where they can.
         dead: parameters that train nothing.
         undivided: why several micro-batches train something else than one; empty where they do not.
+        compares: what chooses what it runs by a number made of all samples; empty where nothing does.
         trains: of a closed form, which parameters train: what ``--trainable`` says, then the patterns of ``--freeze``;
             empty where all do.
         least_samples: the fewest samples that the model runs on in training (batch norm over rows needs two).
@@ -337,6 +338,7 @@ class ModelGraph(Strict):
     least_samples: int = 1
     folded: str = ""
     trains: tuple[str, ...] = ()
+    compares: str = ""
 
     def kind_of(self, layer: Layer) -> LayerKind:
         """The kind of a layer."""

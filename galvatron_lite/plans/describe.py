@@ -234,11 +234,27 @@ def has_batch_norms(kind: LayerKind) -> bool:
     return any("batch_norm" in name or name.startswith("norm") for name in last)
 
 
+def shares_batch(plan: Plan) -> bool:
+    """Whether a plan works on a batch in more than one share."""
+    degrees = (run.strategy.batch_degree for stage in plan.stages for run in stage.runs)
+    return plan.microbatches > 1 or plan.cyclic is not None or any(degree > 1 for degree in degrees)
+
+
 def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """What results under a plan of a model's own layers are otherwise than those of one process, and what is not run; a
     line each."""
     norms = [strategy for kind, strategy in _kinds_of_parts(graph, plan) if has_batch_norms(kind)]
-    return (*_delayed(plan), *norm_notes(plan, norms))
+    return (*_delayed(plan), *norm_notes(plan, norms), *_compared(graph, plan))
+
+
+def _compared(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    if not graph.compares or not shares_batch(plan):
+        return ()
+    return (
+        f"a number made of all samples decides what {graph.compares} runs, and each share of the batch would decide by "
+        "its own: auto_parallelize tries whether that trains otherwise, and then refuses this plan (--fix dp=1 --fix "
+        "microbatches=1 keeps the batch whole)",
+    )
 
 
 def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:

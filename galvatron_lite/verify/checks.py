@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from galvatron_lite.api_profile import profile_if_here
+from galvatron_lite.capture.shared import items_of
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
@@ -45,7 +46,7 @@ def check_dry(
         return [Check(NAME, Verdict.SKIPPED, reason)], []
     parts = source.on_meta()
     model, batch, loss_fn = parts[0], example_of(parts), parts[2]
-    named = named_for(plan, discover_layers(model, batch))
+    named = named_for(plan, discover_layers(model, batch), items_of(model.parameters()))
     subject, graph = subject_of(model, named, batch, loss_fn=loss_fn), trace(model, batch, loss_fn=loss_fn)
     try:
         runs = run_roles(subject, named, progress, chained=not graph.tensors)

@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.model.zoo.gpt import GPT
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Proof, Provenance
 from galvatron_lite.verify.dry.ledger import Ledger
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
 from galvatron_lite.verify.dry.roles import named_for
@@ -149,3 +149,13 @@ def test_one_layer_between_encoder_and_decoder_may_be_several() -> None:
 def test_a_name_that_was_edited_into_another_is_told() -> None:
     with pytest.raises(InputError, match=r"'blocks\.9'.*no such layer.*blocks\.3"):
         named_for(_plan([*OWN[:3], "blocks.9"]), _layers(OWN))
+
+
+def test_a_plan_of_another_model_with_as_many_layers_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'model\.layers\.0'.*no such layer.*blocks\.3"):
+        named_for(_plan([f"model.{name}" for name in SHAPES]), _layers(OWN))
+    made_from = Provenance("", "", "", "", "", {}, 1, Proof.GIVEN, parameters=456_000)
+    plan = replace(_plan(SHAPES), provenance=made_from)
+    assert named_for(plan, _layers(OWN), 460_000).stages == _plan(OWN).stages
+    with pytest.raises(InputError, match=r"no layer layers\.0.*456K parameters, this one has 609K"):
+        named_for(plan, _layers(OWN), 609_000)

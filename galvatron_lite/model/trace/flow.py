@@ -24,6 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.trace.operators import flops
 
+READ = torch.ops.aten._local_scalar_dense.default
+"""The operator that reads the value of a tensor."""
+_ORDER = {torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.ops.aten.le}
+
 
 def inside(path: str, ancestor: str) -> bool:
     """Whether a module path lies strictly below another."""
@@ -51,6 +55,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: names of parameters that were written into.
         copied: whether a module handed on a copy of what it was given.
         asked: values of tensors that code read: path of the module whose code it is, and what they are made of.
+        compared: path of a module whose code read how a number made of the model's inputs compares with another; None
+            where none did.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -64,10 +70,11 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries: dict[str, set[int]] = {path: set() for path in self.modules}
         self.readers: dict[str, set[str]] = {name: set() for name in self.parameters}
         self._made, self._names = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._same = WeakIdKeyDictionary()
+        self._same, self._ordered = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._decided, self._running = 0, [""]
         self.ran, self.written, self.copied = set[str](), set[str](), False
         self.asked: list[tuple[str, int]] = []
+        self.compared: str | None = None
         for tensor in tensors_of(batch):
             self._mark(tensor.untyped_storage(), self.batch)
         for name, parameter in model.named_parameters():
@@ -134,10 +141,13 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = [*tensors_of(args), *tensors_of(kwargs)]
         path = self._running[-1]
         bits = self._note_taken(taken, path)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READ:
             self._decided |= bits
             self.asked.append((path, bits))
+            if bits & self.batch and self.compares(taken[0]):
+                self.compared = path
         output = func(*args, **kwargs)
+        self._note_order(func, taken, output)
         self.work[path] += flops(func, args, kwargs, output)
         bits = _union(bits, self.modules[path] | self._decided)
         looked_at = {tensor.untyped_storage()._cdata for tensor in taken}
@@ -152,6 +162,17 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for one in self._same.get(storage, [storage]):  # type: ignore[no-untyped-call]
                     self._mark(one, bits)
         return output
+
+    def compares(self, tensor: Tensor) -> bool:
+        """Whether a tensor says how one floating number compares with another."""
+        return bool(self._ordered.get(tensor.untyped_storage(), False))  # type: ignore[no-untyped-call]
+
+    def _note_order(self, func: Any, taken: Collection[Tensor], output: Any) -> None:
+        if not isinstance(output, Tensor) or output.dtype is not torch.bool or output.numel() != 1:
+            return
+        orders = func.overloadpacket in _ORDER and any(tensor.is_floating_point() for tensor in taken)
+        if all(one.numel() == 1 for one in taken) and (orders or any(map(self.compares, taken))):
+            self._ordered[output.untyped_storage()] = True
 
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
         module_bits, bits = self.modules[path], self._decided

@@ -32,6 +32,7 @@ from galvatron_lite.model.trace.operators import (
 )
 
 _KNOWN = OpCache()
+_FAULTS, _JOINED = {"isnan", "isinf"}, {"any", "logical_or", "bitwise_or"}
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -71,7 +72,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes every operator call below autograd into ``target``; nothing while ``target`` is None.
 
     Questions about the values of tensors (``mask.all()``) are answered with yes where they are boolean: checks of that
-    kind ask whether the simple case holds (no padding, no packing). Others raise TraceError.
+    kind ask whether the simple case holds (no padding, no packing). That a number is infinite or none is answered with
+    no. Others raise TraceError.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.target: Recording | None = None
         self.path = ""
         self.backward = False
-        self._numbers = WeakIdKeyDictionary()
+        self._numbers, self._faults = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._next = count(1)
         self._callers: list[str] = []
         self._nodes: dict[Node, str] = {}
@@ -89,13 +91,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype is torch.bool:
-                return True
+                return args[0].untyped_storage() not in self._faults
             raise ValuesReadError("model", "tensor.item()", "The model reads values of tensors to decide what to run.")
         if self.target is None:
-            return _KNOWN.run(func, args, kwargs, func)
+            return self._run(func, args, kwargs)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         seen = {self.number(tensor) for tensor in inputs}
-        output = _KNOWN.run(func, args, kwargs, func)
+        output = self._run(func, args, kwargs)
         outputs, name = list(tensors_of(output)), name_of(func)
         numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
         in_place = any(tensor is taken for tensor in outputs for taken in inputs)
@@ -108,6 +110,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 statistics_of(name, args), groups(func, args), reads=0 if left is None else self.number(left),
             )  # fmt: skip
             self.target.calls.append(call)
+        return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output, name = _KNOWN.run(func, args, kwargs, func), name_of(func)
+        joins = name in _JOINED and any(one.untyped_storage() in self._faults for one in tensors_of(args))
+        if name in _FAULTS or joins:
+            self._faults[output.untyped_storage()] = True
         return output
 
     def number(self, tensor: Tensor, created: bool = False) -> int:

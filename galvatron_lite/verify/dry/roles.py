@@ -16,6 +16,7 @@ from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.cost import cut_dim
+from galvatron_lite.plans.describe import other_size
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import shorten
@@ -28,10 +29,20 @@ from galvatron_lite.verify.schema import RoleRun
 SHARED = frozenset({"before", "after"})  # names that layers of all models have
 
 
-def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
+CLOSED = frozenset({"layers", "encoder.layers", "bridge", "decoder.layers"})
+"""What closed forms call layers of models that call them otherwise themselves; their numbers left out."""
+
+
+def named_for(plan: Plan, layers: Sequence[Layer], parameters: int = 0) -> Plan:
     """The plan with its layers called as the model's, which are taken in order; itself where it knows them.
 
     A layer between an encoder and a decoder may be several of the model's.
+
+    Args:
+        parameters: items of the model; 0 where they are not known.
+
+    Raises:
+        InputError: the plan is for another model: for one of other layers, or of other names and as many layers.
     """
     names, start = [layer.name for layer in layers], 0
     runs = [run for stage in plan.stages for run in stage.runs]
@@ -41,11 +52,14 @@ def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
     sizes = _sizes(counts, names)
     if not strange and sizes == counts:
         return plan
-    if strange and len(strange) * 2 < len([name for name in ends if name not in SHARED]):
+    few = len(strange) * 2 < len([name for name in ends if name not in SHARED])
+    if strange and (few or not {name.rstrip("0123456789").rstrip(".") for name in strange} <= CLOSED):
         raise InputError("plan: layer", strange[0], f"The model has no such layer. Its layers are: {shorten(names)}.")
     if sum(sizes) != len(names):
         remedy = f"The plan is for {sum(sizes)} layers, the model has {len(names)}: give the model it was made for."
         raise InputError("plan", plan.model, remedy)
+    for line in other_size(plan, parameters) if strange and parameters else ():
+        raise InputError("plan", plan.model, f"The model has no layer {strange[0]}. {line}")
     stages, left = [], iter(sizes)
     for stage in plan.stages:
         renamed = []

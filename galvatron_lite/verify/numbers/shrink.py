@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from galvatron_lite.capture.shared import items_of
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.batch import LossFn, map_tensors, slice_batch, tensors_of
@@ -231,7 +232,7 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     layers = discover_layers(parts[0], example_of(parts))
     if plan.branches:
         return _first(partial(_branched, source, plan, place_parts(plan, layers), processes or MANY))
-    named = named_for(plan, layers)
+    named = named_for(plan, layers, items_of(parts[0].parameters()))
     placed = [(number, one) for number, stage in enumerate(place_layers(named, layers)) for one in stage]
     spots = [Spot(one.layer.name, one.layer.kind, one.layer.role, number, one.strategy) for number, one in placed]
     strategies = list(dict.fromkeys(spot.strategy for spot in spots))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -42,6 +43,7 @@ from galvatron_lite.verify.trial.double import (
     terms_of,
 )
 from galvatron_lite.verify.trial.findings import Findings
+from galvatron_lite.verify.trial.reads import Answer, ChangedReads, Site, decides, name_of_site
 
 SHARES = 2
 ENOUGH = 5.0  # seconds of a trial after which no further batch is begun
@@ -108,7 +110,32 @@ def try_model(
     written = full_pass.written.items()
     if any(not _close(one, share.written.get(name, 0.0)) for share in trials[0].shares for name, one in written):
         return replace(findings, undivided=True)  # each rank would change them by its own samples
-    return _with_weight(findings, double, trials, weight, reduction, counts, terms)
+    findings = _with_weight(findings, double, trials, weight, reduction, counts, terms)
+    return findings if findings.undivided else _with_reads(findings, double, trials)
+
+
+def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> Findings:
+    """With the places where values of the samples decide what runs."""
+    full, compares, asks = trials[0].full, list[str](), list[str]()
+
+    def changes(site: Site, answer: Answer) -> bool:
+        try:
+            other = run_pass(double, trials[0].batch, answers=ChangedReads(site, len(full.reads[site].values), answer))
+        except SkippedError:  # an assertion; a share that does not run says so
+            return False
+        buffers = any(not torch.equal(one, other.buffers[name]) for name, one in full.buffers.items())
+        return buffers or other.loss != other.loss or _relative_error(full, [other], [1.0]) > TOLERANCE
+
+    for site, read in full.reads.items():
+        if not any(_read_apart(trial, site) for trial in trials) and decides(read.values, partial(changes, site)):
+            (compares if read.compared else asks).append(name_of_site(site))
+    return replace(findings, compares=tuple(dict.fromkeys(compares)), asks=tuple(dict.fromkeys(asks)))
+
+
+def _read_apart(trial: Trial, site: Site) -> bool:
+    """Whether shares of a batch read other truths at a site than the batch at once."""
+    every = [one.reads[site].values if site in one.reads else [] for one in (trial.full, *trial.shares)]
+    return isinstance(next((one[0] for one in every if one), None), bool) and any(one != every[0] for one in every)
 
 
 def _unlike(terms: Sequence[TargetCount | None]) -> tuple[TargetCount, ...]:
@@ -212,7 +239,8 @@ def _tried(double: Double, batch: Any, result: PassResult) -> Trial:
 
 
 def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
-    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it."""
+    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it; masks
+    of the other share are full."""
     ignored = {count.place: count.ignored for count in counts}
     masks = masks_of(batch, tuple(ignored))
 
@@ -222,6 +250,8 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
         changed = tensor.clone()
         first = changed[0] if tensor.dim() == 1 else changed[0, ..., 1 + (tensor.shape[-1] > 2) :]
         first.fill_(ignored.get(place, 0))
+        if place in masks:
+            changed[SAMPLES // SHARES :] = 1
         return changed
 
     def none(place: str, tensor: Tensor) -> Tensor:

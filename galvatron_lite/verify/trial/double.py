@@ -30,6 +30,7 @@ from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
+from galvatron_lite.verify.trial.reads import ChangedReads, Site, SiteReads, ValueReads
 
 SAMPLES = 4
 KEPT = 2  # blocks of each kind
@@ -183,6 +184,7 @@ class PassResult:
     gradients: Mapping[str, Tensor]  # of the parameters that have one, by name
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
+    reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
 
     @property
     def is_finite(self) -> bool:
@@ -197,6 +199,7 @@ def run_pass(
     observer: CallObserver | None = None,
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
+    answers: ChangedReads | None = None,
 ) -> PassResult:
     """Run the copy on some samples; parameters, buffers, samples and random state stay as they were."""
     model = double.model
@@ -207,7 +210,8 @@ def run_pass(
         with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
             torch.manual_seed(seed)
             batch = map_tensors(batch, torch.clone)  # the model may write into it
-            loss = loss_of(call_model(model, batch), batch, double.loss_fn)
+            with ValueReads(model, batch, answers) as values:
+                loss = loss_of(call_model(model, batch), batch, double.loss_fn)
             loss = loss if scale is None else scale(loss)
         if observer is not None:
             observer.note_leaks(loss)
@@ -224,7 +228,7 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.copy_(before[name])
-    return PassResult(float(loss.detach()), gradients, buffers, written)
+    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads)
 
 
 def runs_on(double: Double, batch: Any) -> bool:

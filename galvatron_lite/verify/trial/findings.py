@@ -9,6 +9,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.describe import shares_batch
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss.weights import LossWeight
 
@@ -16,12 +17,6 @@ SAMPLES_NEED = ("tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions under which a forward pass updates a buffer from parts of samples."""
 OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
-
-
-def shares_batch(plan: Plan) -> bool:
-    """Whether a plan works on a batch in more than one share."""
-    degrees = (run.strategy.batch_degree for stage in plan.stages for run in stage.runs)
-    return plan.microbatches > 1 or plan.cyclic is not None or any(degree > 1 for degree in degrees)
 
 
 def _shares_samples(plan: Plan) -> bool:
@@ -73,6 +68,10 @@ class Findings:
 
     weight: LossWeight | None = None  # a loss weight that was found; None: shares weigh the same, or the user gave one
     undivided: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
+    # places in the code that compare a number made of all samples to decide what runs
+    compares: tuple[str, ...] = ()
+    # places that decide by whether any or all entries are so, or how many, of which the trial saw one outcome alone
+    asks: tuple[str, ...] = ()
     # parameters that code outside of their layers reads; such a plan has whole parameters
     outside: tuple[str, ...] = ()
     # modules whose values reach the loss otherwise than by what they return: by a list that they append to, or an
@@ -92,6 +91,11 @@ class Findings:
     skipped: str = ""  # why nothing was found out; empty where it was
     unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
+    @property
+    def keeps_batch(self) -> bool:
+        """Whether no plan may share a batch out."""
+        return self.undivided or bool(self.compares)
+
     def restrictions(self) -> Iterator[Restriction]:
         """What rules plans out, in the order in which they are checked."""
         if self.undivided:
@@ -106,6 +110,20 @@ class Findings:
                 reason="the loss compares samples with one another, so that it takes the batch as a whole",
                 change="" if self.buffers else
                 "make the loss a mean over samples (of one that balances experts: over each sample's tokens)",
+            )  # fmt: skip
+        if self.compares:
+            names = _few(self.compares)
+            yield Restriction(
+                shares_batch, "model", names,
+                "There a number made of all samples decides what runs, and each share of a batch would decide by its "
+                "own. Give a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have "
+                "one found; or let a mask take the number's place, sample by sample (torch.where). If shares always "
+                "decide alike, pass check=False.",
+                fix=("dp=1", "microbatches=1"),
+                note=f"at {names} a number made of all samples decides what runs: only plans that keep the batch whole "
+                "(dp 1, one micro-batch) train like one process",
+                reason=f"at {names} a number made of all samples decides what runs",
+                change="decide sample by sample (torch.where)",
             )  # fmt: skip
         if self.buffers:
             names = _few([name for name, _ in self.buffers])
@@ -234,6 +252,11 @@ class Findings:
             lines.append(
                 f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: each "
                 "rank and micro-batch updates its own by its share."
+            )
+        if self.asks:
+            lines.append(
+                f"Values of the samples decide what runs at {_few(self.asks)}; each share of a batch decides by its "
+                "own samples. That trains like one process where the other course gives the same for such samples."
             )
         if self.unheld:
             lines.append(
