@@ -204,7 +204,7 @@ def auto_parallelize(
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
     if uncaptured is not None and (not trains or settings is not None):
         raise uncaptured
-    if uncaptured is not None and findings is not None and findings.whole and world_size() > 1:
+    if uncaptured is not None and findings is not None and findings.is_whole and world_size() > 1:
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):

@@ -136,6 +136,7 @@ class StageModel:
         Raises:
             InputError: a layer reads what the stage was not sent.
         """
+        self._check_end()
         self._begin(received)
         try:
             output = call()
@@ -149,6 +150,17 @@ class StageModel:
             return output
         finally:
             self._begin(None)
+
+    def _check_end(self) -> None:
+        """Refuse hooks of modules that the stage's end leaves before torch has set them up."""
+        path = self._units[-1] if self._units and not self.last else ""
+        for name in [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)] if path else []:
+            if self.model.get_submodule(name)._backward_hooks:
+                remedy = (
+                    "A pipeline stage ends at it, where its gradient is handed over: hook the output instead "
+                    "(output.register_hook in a forward hook), or end the stage elsewhere."
+                )
+                raise InputError("full backward hook", name, remedy)
 
     def _begin(self, received: Any) -> None:
         self._received, self._produced, self._entered = received, None, False
