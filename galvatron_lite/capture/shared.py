@@ -21,13 +21,8 @@ class Owners:
 
     # parameters by layer name and their name in the model; shared ones only in the first layer
     parameters: dict[str, dict[str, nn.Parameter]]
-    everything: dict[str, dict[str, nn.Parameter]]  # the same with shared parameters in every layer that uses them
     buffer_bytes: dict[str, int]  # bytes of buffers by layer name
     ties: tuple[Tie, ...]  # what layers share
-
-    def used(self, layer: Layer) -> list[nn.Parameter]:
-        """Every parameter a layer uses, its own or shared."""
-        return list(self.everything[layer.name].values())
 
 
 def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
@@ -60,7 +55,7 @@ def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
         for layer in layers
     }
     buffers[layers[0].name] += sum(buffer.nbytes for buffer in model.buffers()) - sum(buffers.values())
-    return Owners(owned, everything, buffers, ties)
+    return Owners(owned, buffers, ties)
 
 
 def items_of(parameters: Iterable[nn.Parameter], *, frozen: bool = False) -> int:

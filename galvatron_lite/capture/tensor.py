@@ -37,7 +37,7 @@ class _LeftOut:
     def __init__(self, twin: nn.Module, recorder: Recorder, calls: Sequence[BlockCall], after: Recording) -> None:
         self.twin, self.recorder, self.calls, self.after = twin, recorder, list(calls), after
         self.entry: list[Tensor] = []
-        self.exit: list[Tensor] = []
+        self.leaves: list[Tensor] = []
         self.numbers: tuple[int, ...] = ()
         self.earlier: list[int] = []
         self._done = 0
@@ -49,16 +49,16 @@ class _LeftOut:
         call = self.calls[self._done]
         for inner in call.heard:  # the model's own hooks on modules inside hear of what they gave
             leaves, output, numbers = self._cut_off(inner)
-            self.exit += tensors_of(leaves)
+            self.leaves += tensors_of(leaves)
             self.earlier += numbers
             module = self.twin.get_submodule(inner.path)
             with _replaced([module], lambda *_args, output=output, **_kwargs: output):
                 module(*inner.args, **inner.kwargs)
         self.earlier += self.numbers
         leaves, output, self.numbers = self._cut_off(call)
+        self.leaves += tensors_of(leaves)
         self._done += 1
         if self._done == len(self.calls):
-            self.exit += tensors_of(leaves)
             self.recorder.target = self.after
         return output
 
@@ -86,14 +86,13 @@ def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iter
 
 
 def run_edges(
-    twin: nn.Module, batch: Any, calls: Sequence[BlockCall], loss_fn: LossFn | None, tail: Sequence[nn.Parameter]
+    twin: nn.Module, batch: Any, calls: Sequence[BlockCall], loss_fn: LossFn | None
 ) -> tuple[RegionRun, RegionRun]:
     """Run what lies before and after the blocks forward and backward on the meta device.
 
     Args:
         twin: the model on the meta device.
         calls: the blocks' calls in order; without any, everything counts as before.
-        tail: parameters used after the blocks.
 
     Raises:
         TraceError: the model does not run.
@@ -115,13 +114,14 @@ def run_edges(
         recorder.claim(loss, "")
         recorder.claim(stand_in.entry, "")
         last = after if calls else before
+        recorder.target = None
+        ends = [one for one in (*twin.parameters(), *stand_in.leaves) if one.requires_grad]
+        trained = [one for one in ends if not calls or recorder.number(one) in after.sizes]  # read behind the blocks
         recorder.start_backward(last)
-        ends = [*stand_in.exit, *tail] if calls else [*twin.parameters()]
-        trained = [tensor for tensor in ends if tensor.requires_grad]
         if trained and loss.requires_grad:
             # a skip connection around the blocks leads to what runs before them, which runs backward once more
             trains = {id(getattr(node, "variable", None)) for node in nodes_behind(stand_in.entry, ())}
-            keeps = any(id(parameter) in trains for parameter in tail)
+            keeps = any(id(parameter) in trains for parameter in trained)
             torch.autograd.backward([loss], inputs=trained, retain_graph=keeps)
         recorder.finish(last, twin.parameters())
         end = region_end(stand_in.entry)
@@ -167,10 +167,8 @@ class TensorFigures:
         sequence = _part(share - tokens, self.degree, total - tensor)
         return TensorSplit(tensor=tensor, sequence=sequence, whole=total - tensor - sequence)
 
-    def with_unsplit(self, more: RegionFigures | None, times: int) -> TensorFigures:
+    def with_unsplit(self, more: RegionFigures, times: int) -> TensorFigures:
         """With a region that is not split and runs so many times beside it."""
-        if more is None:
-            return self
         full, share, tokens = (
             replace(
                 one,
@@ -325,8 +323,7 @@ def split_edges(
             parts = [{path: model.get_submodule(path) for path in paths} for paths in modules]
             shards = [shard_layer(p, plan, group) for p, plan in zip(parts, plans, strict=True)]
             sharded = [_sharded(held) for held in shards]
-            tail = [parameter for module in parts[1].values() for parameter in module.parameters()]
-            runs.append(run_edges(model, batch, chained, loss_fn, tail))
+            runs.append(run_edges(model, batch, chained, loss_fn))
     except GalvatronError as error:
         reason = f"One device's share of it does not run: {error}"
         return unsplit(wholes[0], reason), unsplit(wholes[1], reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -419,13 +420,13 @@ class _Capture:
     ) -> tuple[tuple[LayerKind, RegionFigures], tuple[LayerKind, RegionFigures]]:
         """The layers before and after the blocks, and their figures on one device."""
         before, after = self.layers[0], self.layers[-1]
-        tail = self.owners.used(after)
-        runs = [run_edges(self.twin, b, calls, loss_fn, tail) for b, calls in zip(batches, self.calls, strict=True)]
+        runs = [run_edges(self.twin, b, calls, loss_fn) for b, calls in zip(batches, self.calls, strict=True)]
         wholes = [figures(*pair) for pair in zip(*runs, strict=True)]
         modules = [before.modules, after.modules]
         first, last = split_edges(self.twin, modules, batches, self.calls, loss_fn, wholes)
         for path in before.modules:
-            first = first.with_unsplit(*self._between(path))
+            for figure, times in self._between(path):
+                first = first.with_unsplit(figure, times)
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = slope(*[_bytes(tensors_of(example)) for example in batches])
         entry = leave = 0  # bytes per sample that enter the first block and leave the last one
@@ -440,18 +441,24 @@ class _Capture:
         closing = self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), handed)
         return (opening, wholes[0]), (closing, wholes[1])
 
-    def _between(self, path: str) -> tuple[RegionFigures | None, int]:
-        """Figures of a module that runs several times, and how often it does between blocks, where edges do not run."""
+    def _between(self, path: str) -> list[tuple[RegionFigures, int]]:
+        """Figures of a module that runs several times, for each size of what goes in, with how often it does so between
+        blocks, where edges do not run."""
         blocks = {layer.name for layer in self.layers if layer.role is Role.BLOCK}
-        order = self.seen[1].order
-        places = [place for place, name in enumerate(order) if name in blocks]
-        times = order[places[0] : places[-1]].count(path) if places else 0
-        if not times or not any(True for _ in self.twin.get_submodule(path).parameters()):
-            return None, 0
-        calls = [next(call for call in one.calls if call.path == path) for one in self.seen]
-        chains = [range(len(call.inputs)) for call in calls]
         block = self.twin.get_submodule(path)
-        return figures(*(run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True))), times
+        alike: list[dict[int, list[BlockCall]]] = []  # calls by size, in both runs
+        for one in self.seen:
+            places = [place for place, call in enumerate(one.calls) if call.path in blocks]
+            calls = one.calls[places[0] : places[-1]] if places and any(True for _ in block.parameters()) else []
+            by_size = defaultdict(list)
+            for call in calls:
+                if call.path == path:
+                    by_size[_bytes(call.inputs)].append(call)
+            alike.append(by_size)
+        return [
+            (figures(*(run_block(block, calls[0], range(len(calls[0].inputs))) for calls in pair)), len(pair[0]))
+            for pair in zip(*(one.values() for one in alike), strict=True)
+        ]
 
     def _kind(
         self,

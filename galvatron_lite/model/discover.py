@@ -325,7 +325,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     if blocks is None:
         paths = [path for path in paths if path in flow.ran]  # not dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, seen.order, paths)
-    chosen = paths if forked is None else forked
+    chosen = paths if forked is None else [path for path in forked if calls[path] == 1]
     running = unit_paths(twin, chosen, seen.order)
     as_is = seen if running == units and not flow.copied else observe(twin, batch, running)
     return Watched(twin, chosen, as_is, seen.output, flow, forked is not None)

@@ -61,10 +61,12 @@ def _is_activation(module: nn.Module) -> bool:
     """Whether a module is one of the functions; one of the model's own is told by what autograd notes of a copy."""
     if type(module).__module__.startswith("torch.nn."):
         return isinstance(module, (nn.SiLU, nn.GELU))
+    if any(True for _ in module.buffers()):  # what it remembers of a pass (an observer of ranges) stays as it is
+        return False
     sample = torch.zeros(1, requires_grad=True)
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            node = copy.copy(module)(sample).grad_fn
+            node = copy.deepcopy(module).forward(sample).grad_fn
     except Exception:  # whatever the user's code does
         return False
     return node is not None and node.name() in _NODES

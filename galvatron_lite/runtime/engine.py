@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -43,6 +44,7 @@ from galvatron_lite.runtime.parameters.use import (
     check_hooks,
     guard_model,
     is_alone,
+    moved_error,
     retire,
 )
 from galvatron_lite.runtime.phases import Steering
@@ -209,6 +211,12 @@ class ParallelModel(Saving, Observable, nn.Module):
                 that was worked on in micro-batches; a parameter has a hook, or was frozen when the plan was applied and
                 is to be trained; a plan with a pipeline is run in evaluation mode with gradients.
         """
+        call: Callable[..., Tensor] = self._loss
+        if "torch._dynamo" in sys.modules:  # torch.compile(parallel) traces none of it: compile= does, by block
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        return call(*args, **kwargs)
+
+    def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
         batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         if not is_alone(self.plan) and any(tensor.requires_grad for tensor in tensors_of(batch)):
             remedy = "Ranks and micro-batches work on shares of the batch, whose gradients stay with them: detach it."
@@ -429,11 +437,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         for dtype in {parameter.dtype for parameter in self.parameters()}:
             wanted = fn(torch.empty(0, dtype=dtype, device=self.device))
             if (wanted.dtype, wanted.device) != (dtype, self.device):
-                remedy = (
-                    "The plan has taken the model's parameters apart. Move and cast the model before auto_parallelize, "
-                    "or compute in another type with precision=."
-                )
-                raise InputError("to", f"{wanted.dtype} on {wanted.device}", remedy)
+                raise moved_error(wanted.dtype, wanted.device)
         return self
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ParameterCopies:

@@ -128,6 +128,7 @@ class OptimizerSteps:
             self.check(optimizer, together=False)
             for runtime in parallel.runtimes:
                 guard_gradients(runtime.owned, guarded=False)
+                runtime.updates.follow_loop()
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
         if (parallel := self._model_of(optimizer)) is not None:
@@ -194,7 +195,28 @@ def check_optimizer(
             if reach is not None:
                 name = type(optimizer).__name__
                 return InputError("optimizer", name, _remedy(reach, one.names[0] if one else None))
+            if isinstance(parameter, DTensor) and (error := _error_on_shards(builds, options, parameter)):
+                remedy = (
+                    f"Its update does not run on shards ({error}). It runs without ZeRO (forbid=('zero',)); "
+                    "or take AdamW, SGD."
+                )
+                return InputError("optimizer", type(optimizer).__name__, remedy)
     return None
+
+
+def _error_on_shards(ways: Sequence[Build], options: dict[str, Any], like: DTensor) -> str:
+    """What goes wrong in a step on a small DTensor that lies as another does; empty where nothing does."""
+    local = torch.ones((2,) * like.dim(), dtype=like.dtype, device=like.device)
+    parameter = nn.Parameter(DTensor.from_local(local, like.device_mesh, like.placements, run_check=False))
+    parameter.grad = parameter.detach().clone()
+    for attempt in ways:
+        try:
+            attempt([{**options, "params": [parameter]}]).step()
+        except Exception as error:
+            message = str(error).split(". ")[0]
+        else:
+            return ""
+    return message
 
 
 def _remedy(reach: str, cut: str | None) -> str:

@@ -186,8 +186,44 @@ def test_what_runs_several_times_is_no_layer_and_is_counted_as_often(shared: boo
     assert names == (["before", "blocks.0", "blocks.1", "blocks.2", "after"] if shared else ["before", "after"])
     assert "between" in graph.layers[0].modules
     with FlopCounterMode(display=False) as counter:
-        model(batch).backward()
+        model(batch.requires_grad_(shared)).backward()  # equal layers count as one that is given what takes a gradient
     assert graph.flops == pytest.approx(counter.get_total_flops() / 2)
     if not shared:
         with pytest.raises(TraceError, match=r"blocks.0' cannot be used. It runs 5 times in a forward pass"):
             trace(model, batch, blocks="blocks")
+
+
+class Pyramid(nn.Module):
+    """A detector: one head, two rows of convolutions, on maps of three sizes, behind the blocks or between them."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.stem, self.behind = nn.Conv2d(3, 8, 3, padding=1), behind
+        self.levels = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()) for _ in range(3))
+        self.lateral = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
+        self.scores, self.boxes = (
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1)) for _ in range(2)
+        )
+
+    def head(self, maps: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [head(one).flatten(1) for one in maps for head in (self.scores, self.boxes)]
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        x, maps, out = self.stem(pictures), [], []
+        for level, lateral in zip(self.levels, self.lateral, strict=True):
+            x = level(x)
+            maps.append(lateral(x))
+            out += [] if self.behind else self.head(maps[-1:])
+        return torch.cat(out or self.head(maps), 1).square().mean()
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_heads_that_run_on_maps_of_unlike_sizes_are_no_layers_and_counted_at_each_size(behind: bool) -> None:
+    model, batch = Pyramid(behind), torch.randn(2, 3, 16, 16)
+    graph = trace(model, batch)
+    blocks = {path for layer in graph.layers[1:-1] for path in layer.modules}
+    assert "levels.0" in blocks
+    assert not any(path.startswith(("scores", "boxes")) for path in blocks)
+    with FlopCounterMode(display=False) as counter:
+        model(batch).backward()
+    assert graph.flops == pytest.approx(counter.get_total_flops() / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.training import (
@@ -36,6 +37,7 @@ PLANS = {
     "zero3 in micro-batches": Case([Strategy(zero=2, zero_stage=3)] * 5, MODEL, microbatches=2),
     "tensor": Case([Strategy(tensor=2)] * 5, MODEL),
     "micro-batches": Case([Strategy(data=2)] * 5, MODEL, microbatches=2),
+    "host": Case([Strategy(data=2, offload=Offload.STATES)] * 5, MODEL),
     "pipeline": Case([Strategy()] * 5, MODEL, cuts=[3], microbatches=2),
 }
 Loop = Callable[[nn.Module], list[float]]
@@ -308,6 +310,83 @@ def clipping_the_model(model: nn.Module) -> list[float]:
     return losses
 
 
+def clipping_values_of_the_model(model: nn.Module) -> list[float]:
+    optimizer, losses = sgd(model), []
+    for seed in range(2):
+        loss = model(**batch_of(seed))
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_value_(users_model(model).parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def setting_values_of_the_model(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(3):
+        losses.append(step(model, optimizer, seed))
+        for parameter in users_model(model).parameters():
+            if seed:
+                parameter.data.clamp_(-0.05, 0.05)
+            else:
+                with torch.no_grad():
+                    parameter.mul_(0.5)
+    return losses
+
+
+def freezing_the_model(model: nn.Module) -> list[float]:
+    optimizer, losses = torch.optim.SGD(groups_of(model), lr=0.1, momentum=0.9), []
+    for seed in range(3):
+        losses.append(step(model, optimizer, seed))
+        for parameter in users_model(model).parameters():
+            parameter.requires_grad_(parameter.dim() > 1)
+    return losses
+
+
+def replacing_data(model: nn.Module) -> list[float]:
+    optimizer = sgd(model)
+    losses = [step(model, optimizer, 0)]
+    for parameter in users_model(model).parameters():
+        parameter.data = parameter.data * 0.5
+    return [*losses, step(model, optimizer, 1)]
+
+
+def replacing_a_module(model: nn.Module) -> list[float]:
+    inner = users_model(model)
+    inner.embed, inner.norm = nn.Identity(), nn.Identity()
+    return [step(model, sgd(model), 0)]
+
+
+def casting_the_model(model: nn.Module) -> list[float]:
+    users_model(model).half()
+    return [step(model, sgd(model), 0)]
+
+
+def copying_the_model(model: nn.Module) -> list[float]:
+    copied = copy.deepcopy(users_model(model))
+    return [float(sum(one.detach().square().sum() for one in copied.parameters()))]
+
+
+def wrapping(model: nn.Module) -> list[float]:
+    nn.parallel.DistributedDataParallel(model)
+    return []
+
+
+def resilient(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.Rprop(groups_of(model), lr=1e-3)
+    return [step(model, optimizer, seed) for seed in range(2)]
+
+
+def hooks_of_blocks(model: nn.Module) -> list[float]:
+    def halve(_module: nn.Module, gradients: Any, _outputs: Any) -> Any:
+        return tuple(None if one is None else one / 2 for one in gradients)
+
+    for block in users_model(model).blocks.children():
+        block.register_full_backward_hook(halve)
+    return [step(model, sgd(model), seed) for seed in range(2)]
+
+
 def parameters_from_before(model: nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(users_model(model).before, lr=0.1)  # type: ignore[arg-type]
     return [step(model, optimizer, seed) for seed in range(2)]
@@ -346,26 +425,40 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "zeroing the model": (zeroing_the_model, ""),
     "clipping the model": (clipping_the_model, "parallel.clip_grad_norm(max_norm)"),
     "parameters from before": (parameters_from_before, "parallel.parameters()"),
+    "clipping values of the model": (clipping_values_of_the_model, "parallel.parameters()"),
+    "setting values of the model": (setting_values_of_the_model, ""),
+    "freezing the model": (freezing_the_model, ""),
+    "replacing data": (replacing_data, "parameter.data.copy_"),
+    "replacing a module": (replacing_a_module, "before auto_parallelize"),
+    "casting the model": (casting_the_model, "before auto_parallelize"),
+    "copying the model": (copying_the_model, "AveragedModel"),
+    "wrapping": (wrapping, "sums gradients over ranks already"),
+    "resilient": (resilient, "does not run on shards"),
+    "hooks of blocks": (hooks_of_blocks, ""),
 }
 """Loops, and what the error says where a plan cannot follow."""
 ALWAYS_REFUSED = {
     "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
-    "adversarial",
+    "adversarial", "replacing a module", "casting the model", "wrapping",
 }  # fmt: skip
+SHARDED = {"parameters from before", "replacing data", "copying the model", "resilient"}
 REFUSED = {
-    "pipeline": {"steps in backward", "backward twice", "clipping the model"},
-    "zero2": {"parameters from before"},
-    "zero3 in micro-batches": {"steps in backward", "backward twice", "parameters from before"},
+    "pipeline": {"steps in backward", "backward twice", "clipping the model", "copying the model"},
+    "zero2": SHARDED,
+    "zero3 in micro-batches": {"steps in backward", "backward twice", *SHARDED},
     "data": {"steps in backward"},
+    "host": {"steps in backward", "parameters from before"},
     "micro-batches": {"steps in backward", "backward twice"},
-    "zero1": {"steps in backward", "clipping the model", "parameters from before"},
-    "tensor": {"steps in backward", "clipping the model"},
+    "zero1": {"steps in backward", "clipping the model", "clipping values of the model", *SHARDED}
+    - {"copying the model"},
+    "tensor": {"steps in backward", "clipping the model", "copying the model"},
 }
 
 
 def loops_under(case: Case) -> list[str]:
     """All; what is refused before ranks meet, under two plans."""
-    return [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
+    names = [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
+    return [name for name in names if name != "hooks of blocks" or case is not PLANS["pipeline"]]
 
 
 def model_for(loop: str) -> nn.Module:
@@ -417,6 +510,16 @@ def test_loops_train_as_in_one_process_or_are_refused(looped: Together, plan: st
             assert result[0] == pytest.approx(losses, rel=1e-4), name
             for key, wanted in state.items():
                 assert float((result[1][key] - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max()), (name, key)
+
+
+def test_a_compiled_split_model_trains_like_one_that_is_not(pool: WorkerPool) -> None:
+    assert pool.run(2, compiled) == [pytest.approx([make_model(MODEL)(**batch_of(0)).item()])] * 2
+
+
+def compiled() -> list[float]:
+    loss = torch.compile(make_parallel(PLANS["pipeline"]), backend="eager")(**batch_of(0))
+    loss.backward()
+    return [loss.item()]
 
 
 def test_another_loss_before_the_models_is_refused(pool: WorkerPool) -> None:

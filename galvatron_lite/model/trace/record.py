@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.target: Recording | None = None
         self.path = ""
-        self.backward = False
+        self.backward = self._ignored = False
         self._numbers, self._faults = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._next = count(1)
         self._callers: list[str] = []
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if args[0].dtype is torch.bool:
                 return args[0].untyped_storage() not in self._faults
             raise ValuesReadError("model", "tensor.item()", "The model reads values of tensors to decide what to run.")
-        if self.target is None:
+        if self.target is None or self._ignored:
             return self._run(func, args, kwargs)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         seen = {self.number(tensor) for tensor in inputs}
@@ -139,15 +139,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def claim(self, output: Any, path: str) -> None:
-        """Book the autograd nodes above ``output`` that no module claimed yet to a module."""
+        """Book the autograd nodes above ``output`` that no module claimed yet to a module.
+
+        Those of operators that are not written down are not in backward either.
+        """
         waiting = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         while waiting:
             node = waiting.pop()
             if node in self._nodes:
                 continue
             self._nodes[node] = path
-            node.register_prehook(lambda _: setattr(self, "path", path))
+            node.register_prehook(partial(self._enter_backward, path, self.target is None))
             waiting.extend(following for following, _ in node.next_functions if following is not None)
+
+    def _enter_backward(self, path: str, ignored: bool, _: Any) -> None:
+        self.path, self._ignored = path, ignored
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -174,7 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def start_backward(self, target: Recording) -> None:
         """From here on calls go to ``target`` as backward calls."""
         target.forward_events = len(target.events)
-        self.target, self.backward, self.path = target, True, ""
+        self.target, self.backward, self.path, self._ignored = target, True, "", False
 
     def finish(self, target: Recording, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients that parameters got, and let go of them."""

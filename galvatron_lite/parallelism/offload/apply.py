@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from galvatron_lite.errors import InputError
+
 # Optimizer states in host memory: the optimizer updates a copy of what the device holds, on the host.
 #
 # Once a step the reduced gradients go down, and the updated values come up. The device keeps its parameters and, until
@@ -39,7 +41,9 @@ class HostCopy:
     source: nn.Parameter  # the parameter on the device; a DTensor under ZeRO
     copy: nn.Parameter = field(init=False)  # of what this rank holds of it; page-locked beside an accelerator
     buffer: Tensor | None = None  # where its gradient arrives; made for the first one
-    version: int = -1  # of the gradient when it was brought down, so that what was done to it since can be told
+    # of the gradient when it was brought down, so that what was done to it since can be told; there, and on the device
+    version: int = -1
+    lowered: tuple[int, int] = (0, -1)
 
     def __post_init__(self) -> None:
         local = local_of_rank(self.source.detach())
@@ -69,6 +73,25 @@ class HostCopy:
     def noted(self) -> None:
         """Both gradients are equal now."""
         self.version = -1 if self.copy.grad is None else self.copy.grad._version
+        self.lowered = self._state_of_gradient()
+
+    def _state_of_gradient(self) -> tuple[int, int]:
+        gradient = self.source.grad
+        return (0, -1) if gradient is None else (id(gradient), gradient._version)
+
+    def lower_again(self) -> None:
+        """What was done to the device's gradient since it came down holds on the host, too.
+
+        Raises:
+            InputError: the host's was changed as well.
+        """
+        if self.version < 0 or self.lowered == self._state_of_gradient():
+            return
+        if self.copy.grad is not None and self.copy.grad._version != self.version:
+            remedy = "Under this plan it is in host memory: change that of parallel.parameters() alone."
+            raise InputError("gradient", "changed on the device and in host memory", remedy)
+        self.lower()
+        self.noted()
 
     @torch.no_grad()
     def follow(self) -> None:

@@ -136,6 +136,7 @@ class StageModel:
         Raises:
             InputError: a layer reads what the stage was not sent.
         """
+        self._check_ends()
         self._begin(received)
         try:
             output = call()
@@ -149,6 +150,18 @@ class StageModel:
             return output
         finally:
             self._begin(None)
+
+    def _check_ends(self) -> None:
+        """Refuse hooks of modules that a stage's end leaves before torch has set them up; on both sides of it."""
+        ends = [self._sender, "" if self.last or not self._units else self._units[-1]]
+        names = [path.rsplit(".", cut)[0] for path in filter(None, ends) for cut in range(path.count(".") + 1)]
+        for name in names:
+            if self.model.get_submodule(name)._backward_hooks:
+                remedy = (
+                    "A pipeline stage ends at it, where its gradient is handed over: hook the output instead "
+                    "(output.register_hook in a forward hook), or end the stage elsewhere."
+                )
+                raise InputError("full backward hook", name, remedy)
 
     def _begin(self, received: Any) -> None:
         self._received, self._produced, self._entered = received, None, False

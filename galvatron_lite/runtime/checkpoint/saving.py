@@ -71,6 +71,16 @@ class Saving:
         )
         raise InputError("pickle", "a split model", remedy)
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """What ``torch.nn.parallel.DistributedDataParallel`` asks a model first.
+
+        Raises:
+            InputError: always.
+        """
+        remedy = "The plan sums gradients over ranks already: call what auto_parallelize returned as it is."
+        raise InputError("DistributedDataParallel", "a split model", remedy)
+
     def save(
         self,
         folder: Path | str,

@@ -92,6 +92,9 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self._scales = dict[int, ShareScale]()
         prepare_for_training(model)
         check_hooks(model)
+        if scalar := next((name for name, one in model.named_parameters() if one.dim() == 0), None):
+            remedy = "DeepSpeed takes no parameter without dimensions: give it one (torch.ones(1)), or another backend."
+            raise InputError("parameter", scalar, remedy)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
         join_world(plan, self.device.type)

@@ -53,6 +53,7 @@ class TargetCounts:
 
     counts: tuple[TargetCount, ...]  # of each one with targets, or weights of classes, of its own
     even: bool = False  # whether the loss has other terms, whose shares weigh alike: so must these
+    filled: bool = False  # whether the loss, or its gradient, is not finite where nothing counts: no share may be so
 
     def __call__(self, batch: Any) -> Tensor:
         """The weight of some samples."""
@@ -64,6 +65,8 @@ class TargetCounts:
         if not samples:
             return torch.ones(shares, dtype=torch.float64)
         each = [sample.reshape(shares, -1).sum(1) for sample in samples]
+        if self.filled and any((one <= 0).any() for one in each):
+            raise InputError("loss", "0/0", EMPTY)
         relative = [one / one.mean() for one in each]
         relative = [torch.ones_like(each[0]), *relative] if self.even else relative
         if any(not torch.allclose(one, relative[0], rtol=EVEN, atol=EVEN) for one in relative[1:]):
@@ -76,6 +79,12 @@ class TargetCounts:
             )
             raise InputError("loss", "several means", remedy)
         return each[0]
+
+
+EMPTY = (
+    "In a share of a batch in which nothing counts, the gradient of this loss is not finite. Divide by .clamp(min=1) "
+    "of the count, so that it is zero."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, float32, nn, promote_types
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 from torch.nn.utils import get_total_norm
 
 from galvatron_lite.errors import InputError
@@ -24,6 +25,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import RowShare, share_of
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
+from galvatron_lite.world import messages_carry_data
 
 Shards = Mapping[str, ParameterShard]
 """How parameters lie in the full ones, by name."""
@@ -234,9 +236,9 @@ def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> 
 
     ``torch.nn.utils.clip_grad_norm_`` and clipping written by hand would clip each rank by another norm.
     """
-    for one in owned:
-        if one.updated.grad is not None:
-            _set_class(one.updated.grad, guarded)
+    for gradient in (tensor.grad for one in owned for tensor in {one.updated, one.reduced}):
+        if gradient is not None:
+            _set_class(gradient, guarded)
 
 
 def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:
@@ -253,6 +255,12 @@ _CAST_CHANGED = (
     "It was changed in place, but is a cast under this plan, made anew of float32 values that ranks share (ZeRO-1). "
     "Change those, parallel.parameters(), or set all with parallel.load_full_state_dict(state)."
 )
+_BOTH_CHANGED = (
+    "It was changed on the device, and so was its copy in host memory, which the optimizer updates under this plan. "
+    "Change parallel.parameters() alone."
+)
+_Mark = tuple[int, float]
+"""Of a parameter's values: the version, and the norm, as what is done to ``parameter.data`` counts as no version."""
 
 
 @dataclass(slots=True)
@@ -267,13 +275,14 @@ class Updates:
     guarded: bool = False  # whether gradients refuse that other code takes their norm
     due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
     versions: tuple[int, ...] = ()  # of what it updates, when they were last brought back
-    casts: dict[str, int] = field(default_factory=dict)  # of parameters that are casts of masters, by name, then
+    # of the device's parameters that are casts of masters, or have a copy in host memory, by name, then
+    marks: dict[str, _Mark] = field(default_factory=dict)
     lowering: Lowering = field(init=False)  # brings gradients to host memory
 
     def __post_init__(self) -> None:
         final = [one.host for one in self.owned if one.host is not None and one.is_final]
         self.lowering = Lowering(self.hosts, final, lambda: self.reducer.synchronise)
-        self.versions, self.casts = self._versions(), self._casts()
+        self._note()
 
     @property
     def hosts(self) -> list[HostCopy]:
@@ -294,9 +303,6 @@ class Updates:
     def deliver(self) -> None:
         """Once gradients are reduced: bring down those that the host needs."""
         self.lowering.finish()
-        for host in self.hosts:
-            if host.source.grad is not None:  # the optimizer sees that of the copy
-                _set_class(host.source.grad, guarded=True)
         self.due = self.is_needed
         if self.guarded:
             guard_gradients(self.owned)
@@ -312,29 +318,73 @@ class Updates:
         Raises:
             InputError: a parameter that is a cast of masters was changed in place, which would be lost.
         """
-        if changed := [name for name, version in self._casts().items() if self.casts.get(name) not in (None, version)]:
-            raise InputError("parameter", changed[0], _CAST_CHANGED)
+        self.follow()
         if not self.due and self.versions == self._versions():
             return
         for host in self.hosts:
             host.lift()
         self._gather()
 
+    def follow_loop(self) -> None:
+        """Before an optimizer steps: what the training loop did to the device's gradients and parameters holds in host
+        memory, too.
+
+        Raises:
+            InputError: see ``follow``; or it did so to a gradient in both.
+        """
+        for host in self.hosts:
+            host.lower_again()
+        self.follow()
+
+    def follow(self) -> None:
+        """What was done to the device's parameters holds in host memory, too.
+
+        Raises:
+            InputError: a parameter that is a cast of masters was changed in place, or a copy in host memory, too.
+        """
+        marks = self._marks()
+        changed = {name for name, mark in marks.items() if mark != self.marks.get(name, mark)}
+        if not changed:
+            return
+        if cast := next((one for one in self.owned if one.names[0] in changed and one.held is not one.parameter), None):
+            raise InputError("parameter", cast.names[0], _CAST_CHANGED)
+        if self.versions != self._versions():
+            raise InputError("parameter", min(changed), _BOTH_CHANGED)
+        for one in self.owned:
+            if one.host is not None and one.names[0] in changed:
+                one.host.take()
+        self._note()
+
     def take(self) -> None:
         """Values of parameters were set from outside: the host's copies, and casts of masters, follow."""
         for host in self.hosts:
             host.take()
-        if self.casts:
+        if self.has_casts:
             self._gather()
         self.due = False
+        self._note()
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether parameters are casts of masters."""
+        return any(one.held is not one.parameter for one in self.owned)
 
     def _gather(self) -> None:
         self.due = False
         self.reducer.gather()
-        self.versions, self.casts = self._versions(), self._casts()
+        self._note()
 
-    def _casts(self) -> dict[str, int]:
-        return {one.names[0]: one.parameter._version for one in self.owned if one.held is not one.parameter}
+    def _note(self) -> None:
+        self.versions, self.marks = self._versions(), self._marks()
+
+    def _marks(self) -> dict[str, _Mark]:
+        marked = [one for one in self.owned if one.host is not None or one.held is not one.parameter]
+        norms = [0.0] * len(marked)
+        if marked and messages_carry_data():
+            values = (local_tensor(one.parameter.detach()) for one in marked)
+            every = torch.stack([vector_norm(one, dtype=promote_types(one.dtype, float32)) for one in values])
+            norms = every.nan_to_num().tolist()
+        return {one.names[0]: (one.parameter._version, norm) for one, norm in zip(marked, norms, strict=True)}
 
     def _versions(self) -> tuple[int, ...]:
         """A training loop may change parameters in place, too (as to clamp them), on all ranks."""

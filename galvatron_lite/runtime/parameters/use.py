@@ -33,6 +33,10 @@ def is_alone(plan: Plan) -> bool:
     return plan.devices == 1 and plan.microbatches == 1
 
 
+_COPY = (
+    "A rank has a part of it. Copy what auto_parallelize returned (torch.optim.swa_utils.AveragedModel takes it, too), "
+    "or load its full_state_dict()."
+)
 _SPLIT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -59,7 +63,7 @@ def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
             or any(runtime.traffic.is_running for runtime in parallel.runtimes)
         ):
             return
-        narrow = any(runtime.updates.casts for runtime in parallel.runtimes)
+        narrow = any(runtime.updates.has_casts for runtime in parallel.runtimes)
         uncast = narrow and not torch.is_autocast_enabled(parallel.device.type)
         if torch.is_grad_enabled() or len(parallel.plan.stages) > 1 or uncast:
             remedy = (
@@ -78,6 +82,13 @@ def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
                 stacklevel=3,
             )
 
+    def copied(_memo: object) -> None:
+        raise InputError("copy.deepcopy", type(model).__name__, _COPY)
+
+    if any(runtime.holds_shares for runtime in parallel.runtimes):
+        object.__setattr__(model, "__deepcopy__", copied)
+    else:
+        vars(model).pop("__deepcopy__", None)
     model.register_forward_pre_hook(check)
     model.register_state_dict_pre_hook(warn)  # type: ignore[no-untyped-call]
 
@@ -110,6 +121,17 @@ class ParameterUse:
         owned = [one for runtime in runtimes for one in runtime.owned]
         self._owned, self._alone, self._at_once = owned, is_alone(plan), plan.microbatches == 1
         self._frozen = [one for one in owned if not one.parameter.requires_grad]
+        self._trained = [one.parameter.requires_grad for one in owned]
+        self._kinds = [(one.parameter.dtype, one.parameter.device) for one in owned]
+        shared = (one for one in owned if one.is_zero or one.share is not None)
+        self._storages = [(one, one.parameter.untyped_storage()._cdata) for one in shared]
+        self._modules = [
+            (module, name, child)
+            for runtime in runtimes
+            for module in runtime.model.modules()
+            for name, child in module.named_children()
+            if any(True for _ in child.parameters())
+        ]
         self._versions = self._current_versions()
 
     def has_changed(self) -> bool:
@@ -122,9 +144,22 @@ class ParameterUse:
 
     def check(self) -> None:
         """What the loop froze stays frozen; what cannot be followed is refused."""
-        for one in self._owned:
-            if one.parameter.requires_grad != one.updated.requires_grad:
-                one.parameter.requires_grad_(one.updated.requires_grad)
+        for one, kind in zip(self._owned, self._kinds, strict=True):
+            if (now := (one.parameter.dtype, one.parameter.device)) != kind:
+                raise moved_error(*now)
+        for one, storage in self._storages:
+            if one.parameter.untyped_storage()._cdata != storage:
+                remedy = "Ranks share it under this plan: change it in place (parameter.data.copy_(values))."
+                raise InputError("parameter.data", f"another tensor for {one.names[0]}", remedy)
+        for module, name, child in self._modules:
+            if getattr(module, name, None) is not child:
+                remedy = "The plan has split what it was: change the model before auto_parallelize."
+                raise InputError("model", f"another module for {name} of {type(module).__name__}", remedy)
+        for one, trained in zip(self._owned, self._trained, strict=True):
+            source = one.updated if one.parameter.requires_grad == trained else one.parameter  # which the loop changed
+            for tensor in (one.parameter, one.reduced, one.updated):
+                tensor.requires_grad_(source.requires_grad)
+        self._trained = [one.parameter.requires_grad for one in self._owned]
         for one in self._frozen:
             if one.parameter.requires_grad:
                 remedy = (
@@ -139,6 +174,15 @@ class ParameterUse:
             kinds = _KINDS[:1] if one.is_zero and self._at_once else _KINDS
             if any(_has_hook(tensor, kind) for tensor in (one.parameter, one.updated) for kind in kinds):
                 raise _hook_error(one.names[0])
+
+
+def moved_error(dtype: torch.dtype, device: torch.device) -> InputError:
+    """Of a split model whose parameters were cast or moved."""
+    remedy = (
+        "The plan has taken the model's parameters apart. Move and cast the model before auto_parallelize, or compute "
+        "in another type with precision=."
+    )
+    return InputError("to", f"{dtype} on {device}", remedy)
 
 
 def _hook_error(name: str) -> InputError:

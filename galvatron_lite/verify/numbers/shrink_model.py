@@ -184,13 +184,14 @@ def cut_for(batch: Any, small: nn.Module) -> Any:
 
 
 def with_samples(batch: Any, samples: int) -> Any:
-    """A batch of so many samples, no two of them alike: those that are missing are made from others."""
+    """A batch of so many samples from all over it, no two of them alike: missing ones are made from others."""
     size = batch_size(batch)
+    step = max(size // samples, 1)
 
     def resized(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != size:
             return tensor
-        return torch.stack([_changed(tensor[row % size], row // size, row) for row in range(samples)])
+        return torch.stack([_changed(tensor[row * step % size], row // size, row) for row in range(samples)])
 
     return map_tensors(batch, resized)
 

@@ -21,6 +21,7 @@ from galvatron_lite.model.batch import LossFn, map_places, map_tensors, model_in
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.runtime.loss.weights import (
+    EMPTY,
     LossWeight,
     TargetCount,
     TargetCounts,
@@ -80,7 +81,7 @@ def try_model(
         # rows of one tensor may number those of another, as edges do nodes: no share of such a batch runs
         return Findings(skipped=str(error), undivided=runs_on(double, batch))
     outside = tuple(observer.seen.outside)
-    if again.loss != full_pass.loss:
+    if again.loss != full_pass.loss and full_pass.is_finite:
         return Findings(
             outside=outside,
             skipped="the same batch gives another loss again, dropout apart: it is random, or the model keeps "
@@ -100,6 +101,7 @@ def try_model(
     findings = Findings(
         outside=outside,
         buffers=buffers,
+        remembered=_remembered(double, trials[0], [name for name, rule in buffers if not rule]),
         loose=tuple(name for name, _ in buffers if not any(at(name, path) for path in held)),
         unread=() if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys())),
         leaking=tuple(dict.fromkeys(observer.seen.leaking)),
@@ -138,6 +140,12 @@ def _read_apart(trial: Trial, site: Site) -> bool:
     return isinstance(next((one[0] for one in every if one), None), bool) and any(one != every[0] for one in every)
 
 
+def _fills(trial: Trial, weight: TargetCounts) -> bool:
+    """Whether no share of a trial is without anything that counts."""
+    factors = share_factors(weight, "mean", trial.batch, SHARES)
+    return factors is None or bool((factors > 0).all())
+
+
 def _unlike(terms: Sequence[TargetCount | None]) -> tuple[TargetCount, ...]:
     """Those that are unlike."""
     counts: list[TargetCount] = []
@@ -173,7 +181,9 @@ def _with_weight(
             if all(_equal(double, trial, candidate, reduction) for trial in trials):
                 return replace(findings, weight=None if weight is not None else candidate)
         except InputError as error:
-            return replace(findings, unsaid=error)
+            if weight is not None or target_counts is None or not _fills(trials[0], target_counts):
+                return replace(findings, unsaid=error)
+            return replace(findings, weight=replace(target_counts, filled=True))
     if target_counts is not None and weight is None and _equal(double, trials[0], None, reduction):
         # right for the example; its counts are compared in every step
         return replace(findings, weight=replace(target_counts, even=True))
@@ -195,10 +205,6 @@ WEIGHT = (
     "function of some samples of a batch that gives what their mean is a mean over, such as lambda batch: "
     'batch["mask"].sum(); or keep the batch whole: a plan with data and zero 1 and one micro-batch. check=False trains '
     "as if all shares weighed the same."
-)
-EMPTY = (
-    "In a share of a batch in which nothing counts, the gradient of this loss is not finite. Divide by .clamp(min=1) "
-    "of the count, so that it is zero."
 )
 SEVERAL = (
     "The loss is a sum of means over different targets ({names}), which count unlike in shares of a batch: no weight "
@@ -348,7 +354,11 @@ def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str,
     for name in changed:
         fitting = {"mean": 1 / SHARES, "sum": 1.0}
         for full, shares in ((trial.full, trial.shares), (twice, trial.shares[:1] * SHARES)):
-            change, *parts = (one.buffers[name].double() - initial[name].double() for one in (full, *shares))
+            after = [one.buffers[name].double() for one in (full, *shares)]
+            if any(one.shape != initial[name].shape for one in after):
+                fitting = {}
+                break
+            change, *parts = (one - initial[name].double() for one in after)
             fitting = {rule: scale for rule, scale in fitting.items() if _close(change, scale * sum(parts))}
         path, _, local_name = name.rpartition(".")
         kind, rule = (type(double.model.get_submodule(path)), local_name), next(iter(fitting), "")
@@ -359,6 +369,22 @@ def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str,
         for local_name, _ in module.named_buffers(recurse=False)
         if (type(module), local_name) in rules
     )
+
+
+def _remembered(double: Double, trial: Trial, names: Sequence[str]) -> tuple[str, ...]:
+    """The buffers, where the loss of the next batch depends on who updated them: the batch or a share of it."""
+    held = {name: one for name, one in double.model.named_buffers() if name in names}
+    before, losses = {name: one.clone() for name, one in held.items()}, set[float]()
+
+    def set_to(values: Mapping[str, Tensor]) -> None:
+        for name, one in held.items():
+            one.resize_(values[name].shape).copy_(values[name])
+
+    for made in (trial.full, trial.shares[0]):
+        set_to(made.buffers)
+        losses.add(run_pass(double, trial.batch).loss)
+    set_to(before)
+    return tuple(names) if len(losses) > 1 else ()
 
 
 def _close(one: Tensor, other: Tensor | float) -> bool:

@@ -227,7 +227,7 @@ def run_pass(
             if name in before and not torch.equal(one, before[name]):
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
-                one.copy_(before[name])
+                one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
     return PassResult(float(loss.detach()), gradients, buffers, written, values.reads)
 
 

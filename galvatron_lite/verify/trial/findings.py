@@ -82,6 +82,8 @@ class Findings:
     # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
     # where it is neither
     buffers: tuple[tuple[str, str], ...] = ()
+    # those of the buffers that are neither, and that the loss of the next batch reads, as a queue of earlier keys
+    remembered: tuple[str, ...] = ()
     # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
     loose: tuple[str, ...] = ()
     # shapes of parameters that get gradients and that the model does not hold, as those of a loss function
@@ -94,7 +96,7 @@ class Findings:
     @property
     def keeps_batch(self) -> bool:
         """Whether no plan may share a batch out."""
-        return self.undivided or bool(self.compares)
+        return self.undivided or bool(self.compares) or bool(self.remembered)
 
     def restrictions(self) -> Iterator[Restriction]:
         """What rules plans out, in the order in which they are checked."""
@@ -134,6 +136,19 @@ class Findings:
                 forbid=SAMPLES_NEED,
                 reason=f"forward passes update {names} from the samples, so that no rank may have part of a sample",
                 change=f"update {names} behind the last read of a forward pass, where it reads what it has updated",
+            )  # fmt: skip
+        if self.remembered:
+            names = _few(self.remembered)
+            yield Restriction(
+                shares_batch, "buffers", names,
+                "Forward passes update these buffers from the samples, by neither a mean nor a sum over them, and the "
+                "loss reads them: shares of the batch would make others of them. Give a plan that keeps the batch "
+                "whole (--fix dp=1 --fix microbatches=1), or none, to have one found. check=False lets each rank "
+                "update its own.",
+                fix=("dp=1", "microbatches=1"),
+                note=f"the loss reads {names}, which a forward pass updates from the batch as a whole: only plans that "
+                "keep the batch whole (dp 1, one micro-batch) train like one process",
+                reason=f"the loss reads {names}, which forward passes update from the batch as a whole",
             )  # fmt: skip
         if self.loose:
             yield Restriction(
@@ -248,7 +263,7 @@ class Findings:
     def warnings(self) -> list[str]:
         """What could not be found out, or cannot be kept right, in words."""
         lines = []
-        if lone := [name for name, rule in self.buffers if not rule]:
+        if lone := [name for name, rule in self.buffers if not rule and name not in self.remembered]:
             lines.append(
                 f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: each "
                 "rank and micro-batch updates its own by its share."
