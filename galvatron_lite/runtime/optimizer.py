@@ -204,12 +204,12 @@ def check_optimizer(
     return None
 
 
-def _error_on_shards(ways: Sequence[Build], options: dict[str, Any], like: DTensor) -> str:
+def _error_on_shards(builds: Sequence[Build], options: dict[str, Any], like: DTensor) -> str:
     """What goes wrong in a step on a small DTensor that lies as another does; empty where nothing does."""
     local = torch.ones((2,) * like.dim(), dtype=like.dtype, device=like.device)
     parameter = nn.Parameter(DTensor.from_local(local, like.device_mesh, like.placements, run_check=False))
     parameter.grad = parameter.detach().clone()
-    for attempt in ways:
+    for attempt in builds:
         try:
             attempt([{**options, "params": [parameter]}]).step()
         except Exception as error:
