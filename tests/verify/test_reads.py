@@ -34,7 +34,7 @@ class Reading(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, inputs: Tensor, classes: Tensor) -> Tensor:
-        loss: Tensor = self.last(self.reads(self, torch.relu(self.first(inputs)), classes)).square().mean()
+        loss: Tensor = self.last(self.reads(self, self.first(inputs) + 0.5, classes)).square().mean()
         return loss
 
 
@@ -80,6 +80,7 @@ REFUSED: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "loop": lambda model, hidden, _: halved(hidden),
 }
 TOLD: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
+    "sizes": lambda model, hidden, _: hidden * 2 if hidden.abs().flatten().sum() > 0 else hidden,
     "any": lambda model, hidden, classes: hidden * 2 if (classes >= 0).any() else hidden,
     "count": lambda model, hidden, classes: hidden * 2 if (classes >= 0).sum().item() > 1 else hidden,
 }

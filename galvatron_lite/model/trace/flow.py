@@ -10,7 +10,7 @@ while this is watched: who reads that depends on the module, and who reads what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from operator import or_
@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.model.trace.operators import flops
+from galvatron_lite.model.trace.operators import flops, name_of
 
 READ = torch.ops.aten._local_scalar_dense.default
 """The operator that reads the value of a tensor."""
-_ORDER = {torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.ops.aten.le}
+_ORDER = {"gt", "ge", "lt", "le"}
+_SIZES = {"abs", "square", "relu", "exp", "norm", "linalg_vector_norm"}
+_SUMS = {"sum", "mean", "max", "amax"}
 
 
 def inside(path: str, ancestor: str) -> bool:
@@ -70,7 +72,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries: dict[str, set[int]] = {path: set() for path in self.modules}
         self.readers: dict[str, set[str]] = {name: set() for name in self.parameters}
         self._made, self._names = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._same, self._ordered = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._same, self._ordered, self._sizes = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._decided, self._running = 0, [""]
         self.ran, self.written, self.copied = set[str](), set[str](), False
         self.asked: list[tuple[str, int]] = []
@@ -147,7 +149,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if bits & self.batch and self.compares(taken[0]):
                 self.compared = path
         output = func(*args, **kwargs)
-        self._note_order(func, taken, output)
+        self._note_order(func, args, taken, output)
         self.work[path] += flops(func, args, kwargs, output)
         bits = _union(bits, self.modules[path] | self._decided)
         looked_at = {tensor.untyped_storage()._cdata for tensor in taken}
@@ -164,15 +166,27 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def compares(self, tensor: Tensor) -> bool:
-        """Whether a tensor says how one floating number compares with another."""
+        """Whether a tensor says how one floating number compares with another.
+
+        Whether a sum of sizes (``hidden.abs().sum()``) is above zero asks whether any of them is, and compares nothing.
+        """
         return bool(self._ordered.get(tensor.untyped_storage(), False))  # type: ignore[no-untyped-call]
 
-    def _note_order(self, func: Any, taken: Collection[Tensor], output: Any) -> None:
-        if not isinstance(output, Tensor) or output.dtype is not torch.bool or output.numel() != 1:
+    def _note_order(self, func: Any, args: Sequence[Any], taken: Sequence[Tensor], output: Any) -> None:
+        if not isinstance(output, Tensor):
             return
-        orders = func.overloadpacket in _ORDER and any(tensor.is_floating_point() for tensor in taken)
-        if all(one.numel() == 1 for one in taken) and (orders or any(map(self.compares, taken))):
-            self._ordered[output.untyped_storage()] = True
+        name, storage = name_of(func), output.untyped_storage()
+        if not _writing(func) and any(one.untyped_storage()._cdata == storage._cdata for one in taken):
+            return  # a view
+        sized = bool(taken) and taken[0].untyped_storage() in self._sizes
+        if name in _SIZES or (name in _SUMS and sized):
+            self._sizes[storage] = True
+        elif storage in self._sizes:
+            del self._sizes[storage]  # written over
+        if output.dtype is torch.bool and output.numel() == 1 and all(one.numel() == 1 for one in taken):
+            orders = name in _ORDER and any(one.is_floating_point() for one in taken)
+            if (orders and not (sized and args[1:] == (0,))) or any(map(self.compares, taken)):
+                self._ordered[storage] = True
 
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
         module_bits, bits = self.modules[path], self._decided
