@@ -449,7 +449,8 @@ REFUSED = {
     "data": {"steps in backward"},
     "host": {"steps in backward", "parameters from before"},
     "micro-batches": {"steps in backward", "backward twice"},
-    "zero1": {"steps in backward", "clipping the model", "clipping values of the model", *SHARDED} - {"copying the model"},
+    "zero1": {"steps in backward", "clipping the model", "clipping values of the model", *SHARDED}
+    - {"copying the model"},
     "tensor": {"steps in backward", "clipping the model", "copying the model"},
 }
 
