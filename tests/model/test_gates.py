@@ -146,3 +146,21 @@ def test_second_derivatives() -> None:
     module = Gated(nn.SiLU()).double()
     keep_gates(module)
     assert torch.autograd.gradgradcheck(module, (torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True),))
+
+
+class Remembering(nn.Module):
+    """A module without parameters that remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(-1.0))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.most.copy_(torch.maximum(self.most, rows.detach().max()))
+        return rows
+
+
+def test_modules_are_not_run_on_made_up_values() -> None:
+    model = nn.ModuleDict({"observer": Remembering(), "layer": nn.Linear(2, 2)})
+    keep_gates(model)
+    assert float(model["observer"].most) == -1.0

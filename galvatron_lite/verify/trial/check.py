@@ -94,6 +94,7 @@ def try_model(
     try:
         trials = list(_trials(double, counts, full_pass))
         buffers = _buffers(model, double, trials[0])
+        remembered = _remembered(double, trials[0], [name for name, rule in buffers if not rule])
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), undivided=True)
     held = [path for layer in layers for path in layer.modules]
@@ -101,7 +102,7 @@ def try_model(
     findings = Findings(
         outside=outside,
         buffers=buffers,
-        remembered=_remembered(double, trials[0], [name for name, rule in buffers if not rule]),
+        remembered=remembered,
         loose=tuple(name for name, _ in buffers if not any(at(name, path) for path in held)),
         unread=() if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys())),
         leaking=tuple(dict.fromkeys(observer.seen.leaking)),
@@ -373,12 +374,12 @@ def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str,
 
 def _remembered(double: Double, trial: Trial, names: Sequence[str]) -> tuple[str, ...]:
     """The buffers, where the loss of the next batch depends on who updated them: the batch or a share of it."""
-    held = {name: one for name, one in double.model.named_buffers() if name in names}
-    before, losses = {name: one.clone() for name, one in held.items()}, set[float]()
+    before, losses = {name: one.clone() for name, one in double.model.named_buffers()}, set[float]()
 
     def set_to(values: Mapping[str, Tensor]) -> None:
-        for name, one in held.items():
-            one.resize_(values[name].shape).copy_(values[name])
+        for name, one in double.model.named_buffers():  # a forward pass may have put others in their place
+            if name in names:
+                one.resize_(values[name].shape).copy_(values[name])
 
     for made in (trial.full, trial.shares[0]):
         set_to(made.buffers)

@@ -1,0 +1,69 @@
+"""What a trial on a small copy finds out about the loss of a batch and of its shares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.verify.trial.check import try_model
+from galvatron_lite.verify.trial.findings import Findings
+
+
+class Remembering(nn.Module):
+    """A queue of the last keys, which the loss of the next batch reads; or the range of what it has seen."""
+
+    def __init__(self, observes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("memory", torch.empty(0) if observes else torch.randn(8, 4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        with torch.no_grad():
+            seen = rows.detach()
+            self.memory = (
+                seen.amax(0, keepdim=True)
+                if not len(self.memory)
+                else torch.cat([self.memory, seen])[-len(self.memory) :]
+            )
+        return (rows @ self.memory.clone().T).square().mean()
+
+
+class Uncertain(nn.Module):
+    """A cross-entropy with a learned weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return (-self.scale).exp() * functional.cross_entropy(rows, labels) + self.scale
+
+
+def found(model: nn.Module, *batch: Tensor) -> Findings:
+    torch.manual_seed(0)
+    return try_model(model, batch, discover_layers(model))
+
+
+def test_buffers_that_the_next_loss_reads_keep_the_batch_whole() -> None:
+    assert found(Remembering(observes=False), torch.randn(8, 4)).remembered == ("memory",)
+
+
+def test_a_buffer_that_grows_is_put_back() -> None:
+    findings = found(Remembering(observes=True), torch.randn(8, 4))
+    assert findings.whole or findings.remembered
+
+
+def test_a_weighted_mean_that_is_0_by_0_where_nothing_counts_is_trained_where_something_does() -> None:
+    labels = torch.arange(8) % 4
+    findings = found(Uncertain(), torch.randn(8, 4), labels)
+    assert findings.unsaid is None
+    assert findings.weight is not None
+    few = labels.masked_fill(torch.arange(8) < 4, -100)
+    assert found(Uncertain(), torch.randn(8, 4), few).skipped == ""
