@@ -204,13 +204,13 @@ def _with_weight(
 WEIGHT = (
     "The loss is a mean in which samples weigh unlike: over a mask, or with weights of its own. Pass loss_weight=, a "
     "function of some samples of a batch that gives what their mean is a mean over, such as lambda batch: "
-    'batch["mask"].sum(); or keep the batch whole: a plan with data and zero 1 and one micro-batch. check=False trains '
-    "as if all shares weighed the same."
+    'batch["mask"].sum(); or keep the batch whole: a plan without data parallelism and ZeRO (dp=1), of one micro-batch. '
+    "check=False trains as if all shares weighed the same."
 )
 SEVERAL = (
     "The loss is a sum of means over different targets ({names}), which count unlike in shares of a batch: no weight "
     "makes it of its shares' losses. Divide each sum by a number that the batch says, or keep the batch whole: a plan "
-    "with data and zero 1 and one micro-batch."
+    "without data parallelism and ZeRO (dp=1), of one micro-batch."
 )
 
 
