@@ -204,7 +204,7 @@ def _with_weight(
 WEIGHT = (
     "The loss is a mean in which samples weigh unlike: over a mask, or with weights of its own. Pass loss_weight=, a "
     "function of some samples of a batch that gives what their mean is a mean over, such as lambda batch: "
-    'batch["mask"].sum(); or keep the batch whole: a plan without data parallelism and ZeRO (dp=1), of one micro-batch. '
+    'batch["mask"].sum(); or keep the batch whole: a plan without data parallelism or ZeRO (dp=1) of one micro-batch. '
     "check=False trains as if all shares weighed the same."
 )
 SEVERAL = (
