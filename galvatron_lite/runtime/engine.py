@@ -238,6 +238,8 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls.buffers.finish()
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
+            if runtime.updates.hosts and loss.requires_grad:  # gradients may be zeroed between forward and backward
+                loss.register_hook(runtime.updates.follow_hosts)  # type: ignore[no-untyped-call]
             runtime.reducer.watch(loss, runtime.updates.deliver)
         shares = self.runtime.traffic.glue.batch
         group = self.runtime.glue_groups.batch

@@ -88,4 +88,4 @@ def test_a_plan_that_is_not_for_the_model(folder: Path) -> None:
     write_plan(plan, folder / "plan.yaml")
     done = verify("--model", "train.py:make_model", "--checks", "dry")
     assert done.exit_code == 1
-    assert "5 layers, the model has 4" in str(done.exception)
+    assert "'a' cannot be used. The model has no such layer" in str(done.exception)

@@ -458,7 +458,7 @@ REFUSED = {
 def loops_under(case: Case) -> list[str]:
     """All; what is refused before ranks meet, under two plans."""
     names = [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
-    return [name for name in names if name != "hooks of blocks" or case is not PLANS["pipeline"]]
+    return [name for name in names if name != "hooks of blocks" or case != PLANS["pipeline"]]
 
 
 def model_for(loop: str) -> nn.Module:

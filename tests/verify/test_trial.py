@@ -57,7 +57,7 @@ def test_buffers_that_the_next_loss_reads_keep_the_batch_whole() -> None:
 
 def test_a_buffer_that_grows_is_put_back() -> None:
     findings = found(Remembering(observes=True), torch.randn(8, 4))
-    assert findings.whole or findings.remembered
+    assert findings.keeps_batch
 
 
 def test_a_weighted_mean_that_is_0_by_0_where_nothing_counts_is_trained_where_something_does() -> None:

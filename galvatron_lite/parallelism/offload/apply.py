@@ -156,7 +156,7 @@ class Lowering:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """AvailableDevices for a tensor in host memory, page-locked beside an accelerator."""
+    """Room for a tensor in host memory, page-locked beside an accelerator."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 

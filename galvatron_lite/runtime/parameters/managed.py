@@ -297,6 +297,10 @@ class Updates:
     def begin(self) -> None:
         """Before the model is used: its values are up to date, and gradients that were zeroed are gone everywhere."""
         self.publish()
+        self.follow_hosts()
+
+    def follow_hosts(self, _gradient: Tensor | None = None) -> None:
+        """What was done to gradients in host memory holds on the device, too."""
         for host in self.hosts:
             host.follow()
 
