@@ -71,9 +71,9 @@ class UnknownTensor(ShardedTensor):
         if name == "device":
             return one.home
         if name in _VALUES:
-            sources_of_tensors = ", ".join(sorted(source.path for source in one.sources))
+            paths = ", ".join(sorted(source.path for source in one.sources))
             remedy = "Code between layers reads values of it to decide what runs: put all layers into one stage."
-            raise InputError("stages, output of", sources_of_tensors, remedy)
+            raise InputError("stages, output of", paths, remedy)
         if name in _FACTORIES:
             shape = shape_of(one)
             return func(torch.empty((), dtype=shape.dtype, device=one.home).expand(shape.shape), *args[1:], **kwargs)
