@@ -59,7 +59,7 @@ class Backend:
     beside: bool = True
     # fields of ``Strategy``, and the value that each must have under a schedule that splits backward
     split_backward: tuple[tuple[str, object], ...] = ()
-    # by field of ``Strategy``: the value that the search keeps to where none is asked for
+    # by field of ``Strategy``: the value that the search keeps to while something fits
     reserved: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -130,7 +130,7 @@ GALVATRON = Backend(
     "galvatron",
     _EXECUTABLE,
     {},
-    ("galvatron tries host memory only where it is asked for (--fix offload=...): how much a node has is not known",),
+    ("galvatron uses host memory only where nothing fits without it, or on request (--fix offload=...)",),
     rule=_trains,
     split_backward=SPLIT_BACKWARD,
     reserved={"offload": Offload.NONE},

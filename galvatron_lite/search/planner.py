@@ -49,6 +49,8 @@ from galvatron_lite.plans.phases import (
 from galvatron_lite.plans.schema import Mode, Plan, Proof, Schedule, TrainedBy
 from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.alternatives import (
+    GIVEN,
+    Finalist,
     alternatives_to,
     finalists,
     priced_user_plans,
@@ -62,6 +64,7 @@ from galvatron_lite.search.families.delayed import delayed_plans, why_not_delaye
 from galvatron_lite.search.families.family import PlanTask, seconds_of, with_alike, with_families, with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, skipping, suggestions, unprofiled
+from galvatron_lite.search.reserve import with_reserve
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.simplify import CLOSE, SLACK, simplest, with_fewer_runs
@@ -102,7 +105,8 @@ def find_plan(
         backend: what is to run the plan, or its name (``parallelism.backends``).
         certify: also solve the winning shape as an integer programme; an unequal optimum is an error. What it says is
             kept in the plan's provenance.
-        runners_up: how many other plans to report; with 0 nothing is tried either that would make a plan fit.
+        runners_up: how many other plans to report; with 0 nothing is tried either that would make a plan fit (host
+            memory, other devices).
         progress: called with (shapes done, shapes in all, what is being looked at).
         session: of the profile; makes a question that is like an earlier one quicker, and changes no answer.
         stoppable: whether Ctrl-C (KeyboardInterrupt) in the search returns the best plan so far, not proven; it is
@@ -135,10 +139,14 @@ def find_plan(
     if margin:
         request = replace(request, budget=as_budget(budget).scaled(1.0 - margin), margin=margin)
     task = PlanTask(kept, request, runner, delay, certify=certify, tolerance=0.0 if certify else tolerance)
-    searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort)
-    looked = partial(with_alike, searched, task, runners_up)
     families = (branch_plans, delayed_plans) if runner.beside else ()
-    plan = with_one_device(with_families(looked, task, runners_up, families), task)
+
+    def planned(task: PlanTask, explain: bool = True) -> Plan:
+        searched = partial(_ordinary, runners_up, progress, stoppable, candidates, effort, explain)
+        looked = partial(with_alike, searched, task, runners_up)
+        return with_one_device(with_families(looked, task, runners_up, families), task)
+
+    plan = with_reserve(planned, task) if runners_up else planned(task)
     trainer = next((one for one in TrainedBy if one == runner.name), TrainedBy.GALVATRON)
     source = plan.provenance and replace(
         plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).by_device), margin=margin,
@@ -153,6 +161,7 @@ def _ordinary(
     stoppable: bool,
     plans: Sequence[Plan],
     effort: int,
+    explain: bool,
     task: PlanTask,
 ) -> Plan:
     kept, request, profile = task.session, task.request, task.session.profile
@@ -168,6 +177,8 @@ def _ordinary(
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     quick_plan = looked(quick, effort=QUICK, below=ANY_TIME) if effort == 0 else None
     quick_plan = quick_plan or looked(request, effort=effort)
+    if quick_plan is None and not explain:
+        raise InfeasibleError(f"No plan of {request.graph.name} fits.")
     if quick_plan is None:
         error = infeasible(request, pricer)
         more = suggestions(request, kept, task.backend.name) if runners_up else ""
@@ -179,15 +190,25 @@ def _ordinary(
     certificate = _certificate(quick_plan, progress) if task.certify and not quick_plan.stopped else ""
     others, wanted = replace(request, runs=1) if tolerance else request, 0 if quick_plan.stopped else runners_up
     options = finalists(others, pricer, quick_plan, wanted, user_plans, near=not tolerance and not quick_plan.stopped)
+    fixed = pricer.profile.overhead.step * TICKS
     if tolerance:
         limit = slowest(options, tolerance, least)
-        options = tuple(with_fewer_runs(request, pricer, option, limit) for option in options)
+        proven_ticks = (ticks + fixed) / (1.0 - tolerance) - fixed
+        options = tuple(with_fewer_runs(request, pricer, option, limit, proven_ticks) for option in options)
         ranges = ranges_of(pricer, [option.plan for option in options])
         options = tuple(replace(option, range=range_) for option, range_ in zip(options, ranges, strict=True))
-    chosen = quickest(options, tolerance, least)
-    # by what share of the closed form of the chosen plan's step some plan of the space may be below it
-    fixed = pricer.profile.overhead.step * TICKS
-    gap = max(1.0 - (ticks + fixed) / (chosen.solved.partition.time + fixed), 0.0)
+
+    def gap_of(option: Finalist) -> float:
+        """By what share of the closed form of its step some plan of the space may be below it."""
+        return max(1.0 - (ticks + fixed) / (option.solved.partition.time + fixed), 0.0)
+
+    # what is printed is proven of closed forms, so that plans within the tolerance there go before others that simulate
+    # no quicker than the tolerance
+    proven = [option for option in options if option.fits and (option.name == GIVEN or gap_of(option) <= tolerance)]
+    best = min((option.seconds for option in options if option.fits), default=inf)
+    near = any(option.seconds * (1.0 - tolerance) <= best for option in proven)
+    chosen = quickest(proven if near else options, tolerance, least)
+    gap = gap_of(chosen)
     return replace(
         chosen.plan,
         mode=kept.mode,

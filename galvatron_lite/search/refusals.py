@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import Enum
 from math import ceil
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
@@ -255,15 +254,9 @@ def suggestions(request: Request, session: Session, backend: str) -> str:
     """
     found = [f"It fits {said}: {plan}." for said, own in _wider(request, session, backend)
              if (plan := _first_plan(own, session.pricer))]  # fmt: skip
-    for said, own in _reserved(request, session, backend):
-        plan = _first_plan(own, session.pricer, 10 * _FIRST)  # the one remedy that needs no other machine
-        if plan:
-            found.append(f"It fits {said}: {plan}.")
-            break
     for profile in _larger(request, session):
         larger = Session(profile, session.mode)
-        space, known = larger.space(backend_named(backend))
-        own = replace(request, devices=profile.cluster.devices, space=space, prices=known)
+        own = replace(request, devices=profile.cluster.devices).on(*larger.space(backend_named(backend)))
         plan = _first_plan(own, larger.pricer)
         if plan:
             found.append(f"It fits on {own.devices} devices: {plan}.")
@@ -308,24 +301,11 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
         allowed = tuple(other for other in fixed.forbidden if other != dimension)
         yield f"without --forbid {dimension}", replace(request, fixed=replace(fixed, forbidden=allowed))
     if backend != ANY.name:
-        space, known = session.space(ANY)
-        yield f"with --backend {ANY.name}", replace(request, schedules=ANY.schedules, space=space, prices=known)
+        wider = replace(request, schedules=ANY.schedules)
+        yield f"with --backend {ANY.name}", wider.on(*session.space(ANY))
 
 
-def _reserved(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:
-    """The request with what the backend tries only where it is asked for (host memory)."""
-    if not session.profile.cluster.device.host_bandwidth:
-        return
-    fixed, pinned = request.fixed, {name for name, _ in request.fixed.pinned}
-    for name, usual in backend_named(backend).reserved.items():
-        if name not in pinned and name not in fixed.forbidden and isinstance(usual, Enum):
-            for value in type(usual):
-                if value is not usual:
-                    asked = replace(fixed, strategy=(*fixed.strategy, (name, value)))
-                    yield f"with --fix {typed_name(name)}={value.value}", replace(request, fixed=asked)
-
-
-def _first_plan(request: Request, pricer: LayerPricer, effort: int = _FIRST) -> str:
+def _first_plan(request: Request, pricer: LayerPricer) -> str:
     """A plan in a line, the first that a search meets; empty where none is met."""
-    found = search(request, pricer, slack=1.0, effort=effort, below=ANY_TIME)
+    found = search(request, pricer, slack=1.0, effort=_FIRST, below=ANY_TIME)
     return "" if found is None else summary(plain(request, found))

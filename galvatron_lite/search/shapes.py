@@ -89,6 +89,10 @@ class Request:
         pins, sizes = fixed or self.fixed.at_layer(layer.name), [self.devices // stages for stages in self.pipelines]
         return [strategy for size in sizes for strategy in self.space.strategies(layer.kind, size, pins)]
 
+    def on(self, space: Space, prices: PriceCache) -> Request:
+        """The same on another space of strategies, of which nothing is known yet but its prices."""
+        return replace(self, space=space, prices=prices, problems=Memo())
+
     def under(self, schedule: Schedule) -> Fixed:
         """What is pinned under a schedule: also what the backend asks of strategies then."""
         asked = self.space.backend.required(schedule)

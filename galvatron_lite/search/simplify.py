@@ -118,8 +118,13 @@ _TRIED, _PRICED = 48, 1500
 """Changed plans that are priced at most, and unlike layers in all of them."""
 
 
-def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, limit: float) -> Finalist:
-    """A finalist, or a simpler plan of its shape and stages that fits and takes no more than ``limit`` seconds."""
+def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, limit: float, proven: float) -> Finalist:
+    """A finalist, or a simpler plan of its shape and stages that fits.
+
+    It takes no more than ``limit`` seconds simulated, and no more than ``proven`` picoseconds of closed form, or than
+    the finalist's.
+    """
+    proven = max(proven, option.solved.partition.time)
     left, simpler = min(_TRIED, max(_PRICED // len(request.graph.kinds), 1)), option
     while simpler.fits and simpler.name != GIVEN and simpler.seconds <= limit:
         option = simpler
@@ -127,8 +132,10 @@ def with_fewer_runs(request: Request, pricer: LayerPricer, option: Finalist, lim
             left -= 1
             plan = price_plan(pricer, plain(request, found))
             if request.fits(plan) and plan.prediction is not None and plan.prediction.step_seconds <= limit:
-                simpler = Finalist(option.name, as_result(request, pricer, plan), plan, fits=True)
-                break
+                solved = as_result(request, pricer, plan)
+                if solved.partition.time <= proven:
+                    simpler = Finalist(option.name, solved, plan, fits=True)
+                    break
         if simpler is option:
             break
     return simpler

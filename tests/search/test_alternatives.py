@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -285,7 +286,7 @@ def test_no_run_can_take_another_strategy_of_the_plan_and_make_it_simpler(seed: 
     request = replace(ample, budget=(most + 2 * least_budget(ample, pricer).most) // 3)
     first = finalists(request, pricer, search(request, pricer, effort=10_000), 0)[0]
     limit = slower * first.seconds
-    found = with_fewer_runs(request, pricer, first, limit)
+    found = with_fewer_runs(request, pricer, first, limit, inf)
     assert found.fits
     assert found.seconds <= limit
     assert sum(len(stage.runs) for stage in found.plan.stages) <= sum(len(stage.runs) for stage in first.plan.stages)

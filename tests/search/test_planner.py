@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from galvatron_lite.plans.schema import Plan, Proof, Schedule
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
+from galvatron_lite.units import parse_bytes
 from tests.branchy import plain_profile
 from tests.factories import random_profile
 
@@ -221,11 +223,19 @@ def test_layers_may_take_minutes() -> None:
     assert found.prediction.step_seconds == pytest.approx(1500.0, rel=1e-6)
 
 
-def test_where_nothing_fits_host_memory_is_named_where_it_helps() -> None:
+def test_where_nothing_fits_host_memory_is_used() -> None:
     asked = {"model": "gpt2", "cluster": "h100", "gpus": 1, "batch": 4, "mem": "3GB"}
-    with pytest.raises(InfeasibleError, match="It fits with --fix offload=states: "):
-        api.plan(**asked)  # type: ignore[arg-type]
-    assert api.plan(fix="offload=states", **asked).prediction is not None  # type: ignore[arg-type]
+    found = api.plan(**asked)  # type: ignore[arg-type]
+    pinned = api.plan(fix="offload=states", **asked)  # type: ignore[arg-type]
+    assert found.stages == pinned.stages
+    assert found.prediction == pinned.prediction
+    assert found.provenance is not None
+    need = re.search(r"about ([\d.]+ .iB) of each device's data", found.provenance.notes[0])
+    assert need is not None
+    # Adam's two moments in float32 of 124 million parameters, whose float32 values stay on the device
+    assert parse_bytes(need[1]) == pytest.approx(124.4e6 * 8, rel=0.1)
     with pytest.raises(InfeasibleError) as error:
         api.plan(forbid="offload", **asked)  # type: ignore[arg-type]
-    assert "with --fix offload" not in str(error.value)
+    assert "host memory" not in str(error.value)
+    with pytest.raises(InfeasibleError):
+        api.plan(runners_up=0, **asked)  # type: ignore[arg-type]
