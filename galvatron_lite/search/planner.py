@@ -206,7 +206,7 @@ def _ordinary(
     # no quicker than the tolerance
     proven = [option for option in options if option.fits and (option.name == GIVEN or gap_of(option) <= tolerance)]
     best = min((option.seconds for option in options if option.fits), default=inf)
-    near = any(option.seconds * (1.0 - tolerance) <= best for option in proven)
+    near = tolerance and any(option.seconds * (1.0 - tolerance) <= best for option in proven)
     chosen = quickest(proven if near else options, tolerance, least)
     gap = gap_of(chosen)
     return replace(

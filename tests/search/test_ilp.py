@@ -61,7 +61,7 @@ def tighter(request: Request, pricer: LayerPricer, share: float) -> SolvedPlan |
 
 
 @pytest.mark.skipif(importlib.util.find_spec("highspy") is None, reason="mid-size programmes take CBC minutes")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_certificate_agrees(seed: int) -> None:
     request, profile = mid_size(seed)
     found = tighter(request, LayerPricer(profile), random.Random(seed).choice([0.6, 0.75, 0.9]))
@@ -75,7 +75,7 @@ def test_certificate_agrees(seed: int) -> None:
 
 
 @pytest.mark.parametrize("virtual", [False, True])
-@pytest.mark.parametrize("seed", [*range(6), 16, 17, 41, 50])
+@pytest.mark.parametrize("seed", [0, 1, 2, 16, 41, 50])
 def test_the_programme_of_every_shape_equals_brute_force(seed: int, virtual: bool) -> None:
     asked = uniform_instance(seed) if virtual else random_instance(seed)
     brute, pricer = brute_of(asked), LayerPricer(asked.profile)
@@ -230,14 +230,14 @@ def check(seed: int, schedule: Schedule, certified: bool = False) -> None:
     assert search(question(profile, seed, schedule, min(peaks) - 1), pricer) is None
 
 
-@settings(max_examples=30, **QUIET)
+@settings(max_examples=12, **QUIET)
 @given(st.integers(0, 10**9), st.sampled_from([Schedule.ONE_F_ONE_B, Schedule.GPIPE]))
 def test_equals_every_plan_priced(seed: int, schedule: Schedule) -> None:
     check(seed, schedule)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> None:
     draw = random.Random(seed)
     plain = random_profile(draw, devices=4, blocks=draw.randint(4, 6), alike=True)
@@ -259,7 +259,7 @@ def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> 
     assert plans
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_integer_programme_agrees(seed: int) -> None:
     check(seed, Schedule.ONE_F_ONE_B, certified=True)
 

@@ -109,7 +109,7 @@ def test_names_read_back(strategy: Strategy) -> None:
     assert parse_strategy(str(strategy)) == strategy
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_equals_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     cluster = replace(load_cluster("a100-80gb"), name="small") if seed % 2 else make_cluster(4)

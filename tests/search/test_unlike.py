@@ -155,13 +155,13 @@ def check(seed: int, schedule: Schedule) -> None:
     assert search(request_of(profile, seed, schedule, least - 1), pricer) is None
 
 
-@settings(max_examples=30, **QUIET)
+@settings(max_examples=8, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_every_plan_priced(seed: int) -> None:
     check(seed, Schedule.ONE_F_ONE_B)
 
 
-@settings(max_examples=12, **QUIET)
+@settings(max_examples=8, **QUIET)
 @given(st.integers(0, 10**9), st.sampled_from([Schedule.GPIPE, Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P]))
 def test_equals_every_plan_priced_with_other_schedules(seed: int, schedule: Schedule) -> None:
     check(seed, schedule)

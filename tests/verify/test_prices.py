@@ -122,7 +122,7 @@ def test_what_is_gathered_at_once_is_priced_at_once(shared: bool) -> None:
 MOST = 1.15
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("Llama", 1), *((name, 2) for name in kept_bytes.MODELS)])
+@pytest.mark.parametrize(("name", "tensor"), [("Llama", 1), ("GPT", 2), ("Mixtral", 2), ("transformers' Llama", 2), ("transformers' Mixtral", 2)])
 def test_blocks_keep_no_more_than_they_must(name: str, tensor: int) -> None:
     """No more than Megatron-Core keeps for backward, and as much as priced."""
     sizes, make = kept_bytes.MODELS[name]
@@ -136,7 +136,7 @@ def test_blocks_keep_no_more_than_they_must(name: str, tensor: int) -> None:
             assert seen <= MOST * theirs, recompute
 
 
-@pytest.mark.parametrize(("family", "seed"), [("plain", 0), ("plain", 2), ("plain", 4), ("zoo-llama", 1)])
+@pytest.mark.parametrize(("family", "seed"), [("plain", 0), ("zoo-llama", 1)])
 def test_right_plans_pass(family: str, seed: int) -> None:
     """Sampled plans that train like one process (``tests.equivalence``): unlike layouts side by side, stages that go
     round, parameters outside of layers."""

@@ -48,15 +48,10 @@ UNLIKE = {
     | dict.fromkeys(EDGES, Strategy(data=2, context=2, tensor=2)),
     "wider tensor groups": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2, sequence_parallel=True))
     | dict.fromkeys(EDGES, Strategy(zero=2, zero_stage=1, tensor=4)),
-    "tokens split otherwise": {
-        "blocks.0": Strategy(data=2, tensor=4, sequence_parallel=True),
-        "blocks.1": Strategy(data=2, context=2, tensor=2, sequence_parallel=True),
-    }
-    | dict.fromkeys(EDGES, Strategy(data=2, tensor=4)),
 }
 
 
-@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 1, 1, 2, 1), strict=True)))
+@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (2, 1, 1, 1), strict=True)))
 def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
     """Each rank is run, and compared with the one that stands for it."""
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
@@ -95,10 +90,10 @@ def _shown(one: Message, rank: int, target: int, inner: int) -> tuple[object, ..
 
 
 def test_where_shards_are_not_all_alike_each_rank_is_run() -> None:
-    """A vocabulary of 66 rows has shards of nine and of three."""
-    strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | {"blocks.0": Strategy(data=4, tensor=2)}
-    plan = write_plan([NAMES], strategies, devices=8, batch=8)
-    assert len(run_roles(subject_of(model(66), plan, batch()), plan)) == 8
+    """A vocabulary of 66 rows has shards of 17 and of 15."""
+    strategies = dict.fromkeys(NAMES, Strategy(zero=4, zero_stage=3)) | {"blocks.0": Strategy(data=2, tensor=2)}
+    plan = write_plan([NAMES], strategies, devices=4, batch=8)
+    assert len(run_roles(subject_of(model(66), plan, batch()), plan)) == 4
     assert len(run_roles(subject_of(model(), plan, batch()), plan)) == 2
 
 
@@ -120,7 +115,7 @@ def test_stages_that_go_round_hear_one_another() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "strategy"),
-    [(1, Strategy(zero=2, zero_stage=3)), (2, Strategy()), (4, Strategy())],
+    [(1, Strategy(zero=2, zero_stage=3)), (4, Strategy())],
     ids=str,
 )
 def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int, strategy: Strategy) -> None:
