@@ -22,13 +22,19 @@ PACKAGE = Path(galvatron_lite.__file__).parent
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """The tree of a module: parsing the package takes seconds."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports() -> networkx.DiGraph:
     """Folders of the package, and modules beside them, with what each imports."""
     graph = networkx.DiGraph()
     for path in PACKAGE.rglob("*.py"):
         inside = path.relative_to(PACKAGE)
         folder = inside.parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if names == ["galvatron_lite"] and isinstance(node, ast.ImportFrom):
                 names = [f"galvatron_lite.{alias.name}" for alias in node.names]
@@ -53,7 +59,7 @@ def test_no_two_public_classes_share_a_name() -> None:
     names = Counter(
         node.name
         for path in PACKAGE.rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
@@ -143,7 +149,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             name = path.relative_to(PACKAGE).as_posix()
             if not name.startswith(tuple(ELSEWHERE)):
-                yield name, ast.parse(path.read_text(encoding="utf-8"))
+                yield name, parsed(path)
 
 
 def words(tree: ast.Module) -> Iterator[tuple[int, str]]:

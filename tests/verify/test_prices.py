@@ -122,7 +122,10 @@ def test_what_is_gathered_at_once_is_priced_at_once(shared: bool) -> None:
 MOST = 1.15
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("Llama", 1), ("GPT", 2), ("Mixtral", 2), ("transformers' Llama", 2), ("transformers' Mixtral", 2)])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("Llama", 1), ("GPT", 2), ("Mixtral", 2), ("transformers' Llama", 2), ("transformers' Mixtral", 2)],
+)
 def test_blocks_keep_no_more_than_they_must(name: str, tensor: int) -> None:
     """No more than Megatron-Core keeps for backward, and as much as priced."""
     sizes, make = kept_bytes.MODELS[name]
