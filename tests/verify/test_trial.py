@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,6 +47,30 @@ class Uncertain(nn.Module):
         return (-self.scale).exp() * functional.cross_entropy(rows, labels) + self.scale
 
 
+class Padded(nn.Module):
+    """A mean over tokens that are no padding, which the model itself makes out: in no example batch is there any."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.embed, self.out = way, nn.Embedding(12, 4), nn.Linear(4, 12)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        logits, targets = self.out(hidden)[:, :-1].transpose(1, 2), ids[:, 1:]
+        if self.way == "samples":
+            losses = functional.cross_entropy(logits, targets, ignore_index=0, reduction="none")
+            return (losses.sum(1) / (targets != 0).sum(1)).mean()
+        if self.way == "ignored":
+            return functional.cross_entropy(logits, targets, ignore_index=0)
+        if self.way == "filled":
+            return functional.cross_entropy(logits, targets.masked_fill(targets == 0, -100))
+        counts = targets > 0 if self.way == "above" else torch.arange(1, ids.shape[1]) < lengths[:, None]
+        return (functional.cross_entropy(logits, targets, reduction="none") * counts).sum() / counts.sum()
+
+
 def found(model: nn.Module, *batch: Tensor) -> Findings:
     torch.manual_seed(0)
     return try_model(model, batch, discover_layers(model))
@@ -67,3 +92,12 @@ def test_a_weighted_mean_that_is_0_by_0_where_nothing_counts_is_trained_where_so
     assert findings.weight is not None
     few = labels.masked_fill(torch.arange(8) < 4, -100)
     assert found(Uncertain(), torch.randn(8, 4), few).skipped == ""
+
+
+@pytest.mark.parametrize(
+    ("way", "refused"), [("samples", False), ("ignored", False), ("filled", True), ("above", True), ("lengths", True)]
+)
+def test_means_over_what_is_no_padding_are_seen_where_the_example_has_none(way: str, refused: bool) -> None:
+    findings = found(Padded(way), torch.arange(1, 9).expand(8, 8).clone(), torch.full((8,), 8))
+    assert (findings.unsaid is not None) == refused
+    assert not findings.undivided

@@ -7,9 +7,10 @@ else is an error with its remedy, or rules plans out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import LossFn, map_places, map_tensors, model_inputs, slice_batch
+from galvatron_lite.model.batch import LossFn, map_places, map_tensors, model_inputs, places, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.runtime.loss.weights import (
@@ -185,7 +186,8 @@ def _with_weight(
             if weight is not None or target_counts is None or not _fills(trials[0], target_counts):
                 return replace(findings, unsaid=error)
             return replace(findings, weight=replace(target_counts, filled=True))
-    if target_counts is not None and weight is None and _equal(double, trials[0], None, reduction):
+    alike = [trial for trial in trials if trial.counts_alike]
+    if target_counts is not None and weight is None and all(_equal(double, trial, None, reduction) for trial in alike):
         # right for the example; its counts are compared in every step
         return replace(findings, weight=replace(target_counts, even=True))
     if len(counts) > 1:
@@ -202,8 +204,8 @@ def _with_weight(
 
 
 WEIGHT = (
-    "The loss is a mean in which samples weigh unlike: over a mask, or with weights of its own. Pass loss_weight=, a "
-    "function of some samples of a batch that gives what their mean is a mean over, such as lambda batch: "
+    "The loss is a mean in which samples weigh unlike: over a mask, over what is not padding, or with weights of its "
+    "own. Pass loss_weight=, a function that counts what the mean of some samples is taken over, such as lambda batch: "
     'batch["mask"].sum(); or keep the batch whole: a plan without data parallelism or ZeRO (dp=1) of one micro-batch. '
     "check=False trains as if all shares weighed the same."
 )
@@ -222,13 +224,16 @@ class Trial:
     full: PassResult
     parts: tuple[Any, ...]  # of the batch
     shares: tuple[PassResult, ...]  # of each part
+    counts_alike: bool = True  # whether shares have as many targets and mask entries as one another
 
 
 def _trials(double: Double, counts: Sequence[TargetCount], result: PassResult) -> Iterator[Trial]:
     """The example, and batches made uneven of it; those on which the model does not run are left out."""
     begun = monotonic()
     yield _tried(double, double.batch, result)
-    for batch in _uneven(double.batch, counts):
+    uneven = ((one, False) for one in _uneven(double.batch, counts))
+    padded = ((one, True) for one in _padded(double.batch, counts, result.constants))
+    for batch, alike in chain(uneven, padded):
         if monotonic() - begun > ENOUGH:
             return
         try:
@@ -236,7 +241,7 @@ def _trials(double: Double, counts: Sequence[TargetCount], result: PassResult) -
         except SkippedError:
             continue
         if trial.full.is_finite:
-            yield trial
+            yield replace(trial, counts_alike=alike)
 
 
 def _tried(double: Double, batch: Any, result: PassResult) -> Trial:
@@ -271,6 +276,46 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
     if ignored or masks:
         yield map_places(batch, fewer)
         yield map_places(batch, none)
+
+
+def _padded(batch: Any, counts: Sequence[TargetCount], constants: Collection[int]) -> Iterator[Any]:
+    """Batches in which samples are of unlike lengths.
+
+    The first sample is padded, and none of the other share, with each number that a forward pass compares whole numbers
+    of samples with. Or the last sample is shorter, where each sample has one whole number, which may be its length.
+    """
+    ignored = {count.place: count.ignored for count in counts}
+    masks = masks_of(batch, [*ignored])
+    whole = {
+        place: tensor
+        for place, tensor in places(batch)
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.shape[:1] == (SAMPLES,)
+        and place not in masks
+    }  # fmt: skip
+
+    def padded(wanted: str, constant: int, place: str, tensor: Tensor) -> Tensor:
+        if place != wanted:
+            return tensor
+        changed = tensor.clone()
+        changed[0, ..., 1 + (tensor.shape[-1] > 2) :] = constant
+        others = tensor[tensor != constant]
+        half = changed[SAMPLES // SHARES :]
+        half[half == constant] = others[0] if others.numel() else constant
+        return changed
+
+    def shorter(place: str, tensor: Tensor) -> Tensor:
+        if place not in whole or place in ignored or tensor.dim() > 1:
+            return tensor
+        changed = tensor.clone()
+        changed[-1] = max(int(tensor[-1]) // 2, min(int(tensor[-1]), 1))
+        return changed
+
+    for place, tensor in whole.items():
+        for constant in sorted(constants) if tensor.dim() > 1 and tensor.shape[-1] > 1 else ():
+            if constant != ignored.get(place):
+                yield map_places(batch, partial(padded, place, constant))
+    if any(not torch.equal(shorter(place, tensor), tensor) for place, tensor in whole.items()):
+        yield map_places(batch, shorter)
 
 
 def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: str) -> bool:

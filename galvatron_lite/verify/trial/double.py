@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,6 +185,7 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
+    constants: Collection[int] = ()  # that it compared whole numbers of the samples with
 
     @property
     def is_finite(self) -> bool:
@@ -228,7 +229,7 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
-    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads)
+    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, values.constants)
 
 
 def runs_on(double: Double, batch: Any) -> bool:

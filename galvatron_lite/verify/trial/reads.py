@@ -25,6 +25,13 @@ Site = tuple[tuple[str, int], ...]
 """Where a value is read: file and line of the calls of code that is not torch's, innermost first."""
 Answer = Callable[[Any], Any]  # the value that is read instead of one
 
+_ATEN = torch.ops.aten
+_COMPARISONS: dict[Any, int] = {
+    op: beside
+    for kind, beside in (("eq", 0), ("ne", 0), ("gt", 0), ("lt", 0), ("ge", -1), ("le", 1))
+    for op in (getattr(_ATEN, kind).Scalar, getattr(_ATEN, kind).Tensor)
+}
+"""How far from the number compared with is one that turns the answer for most others round."""
 _HIDDEN = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _START = "run_pass"  # of this folder: what calls the model
 _FAR = 1e4
@@ -52,11 +59,13 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
 
     Attributes:
         reads: by site.
+        constants: numbers that whole numbers made of the samples are compared with, as padding is.
     """
 
     def __init__(self, model: nn.Module, batch: Any, answers: ChangedReads | None = None) -> None:
         super().__init__(model, batch)
         self.reads: dict[Site, SiteReads] = {}
+        self.constants = set[int]()
         self._answers = answers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,9 +73,17 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         taken = [*tensors_of(args), *tensors_of(kwargs or {})]
         if any(tensor.layout is not torch.strided for tensor in taken):
             return func(*args, **(kwargs or {}))
+        if func in _COMPARISONS and self.sources_of_tensors(taken[:1]) & self.batch:
+            self._note_constant(taken[0], args[1], _COMPARISONS[func])
         if func is READ and self.sources_of_tensors(taken) & self.batch:
             return self._read(taken[0], func(*args))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note_constant(self, tensor: Tensor, other: Any, beside: int) -> None:
+        if isinstance(other, Tensor) and other.dim() == 0 and not self.sources_of_tensors([other]) & self.batch:
+            other = other.item()
+        if not tensor.is_floating_point() and isinstance(other, (int, float)) and int(other) == other:
+            self.constants.add(int(other) + beside)
 
     def _read(self, tensor: Tensor, value: Any) -> Any:
         site = _site()
