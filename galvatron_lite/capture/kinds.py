@@ -189,7 +189,7 @@ class LayerKinds:
     def _kept_before_blocks(self, run: Observation, blocks: Collection[str]) -> dict[str, int]:
         """Bytes that code between blocks alone keeps, by the path of the block that follows.
 
-        Modules with parameters between blocks are left out: they count with the layer that has them (``_between``).
+        Modules with parameters count with the layer that has them (``_between``).
         """
         weighty = [p for p in self.layers[0].modules if any(True for _ in self.twin.get_submodule(p).parameters())]
         counted = {*blocks, *weighty}
@@ -230,7 +230,7 @@ class LayerKinds:
     ) -> tuple[tuple[LayerKind, RegionFigures], tuple[LayerKind, RegionFigures]]:
         """The kinds before and after the blocks, each with its figures on one device.
 
-        ``side``: bytes per sample that blocks keep of tensors that all of them read, which count once.
+        ``side``: bytes per sample that blocks keep of tensors that all of them read; they count with the first layer.
         """
         before, after = self.layers[0], self.layers[-1]
         runs = [run_edges(self.twin, b, calls, loss_fn) for b, calls in zip(batches, self.calls, strict=True)]
@@ -255,10 +255,7 @@ class LayerKinds:
         return (opening, wholes[0]), (closing, wholes[1])
 
     def _between(self, path: str) -> list[tuple[RegionFigures, int]]:
-        """Figures of a module's calls between blocks and their number, for each size of its input.
-
-        Only modules with parameters that run several times have such calls; runs of edges leave them out.
-        """
+        """Figures and number of a module's calls between blocks, for each size of its input; other runs miss them."""
         blocks = {layer.name for layer in self.layers if layer.role is Role.BLOCK}
         module = self.twin.get_submodule(path)
         by_size: list[dict[int, list[BlockCall]]] = []  # calls by bytes of their inputs, for each run
@@ -283,22 +280,14 @@ class LayerKinds:
         boundary: tuple[int, int],
         entering: Sequence[int],
     ) -> LayerKind:
-        """Put a kind together.
-
-        Args:
-            layer: of the kind.
-            figure: of the layer, and of one device's share of it.
-            kept: by recompute choice.
-            boundary: bytes per sample that enter and leave.
-            entering: shape of one sample of the input.
-        """
+        """Put a kind together; ``boundary``: bytes per sample of input and output, ``entering``: shape of the input."""
         is_block, plan = layer.role is Role.BLOCK, figure.plan
         modules = [self.twin.get_submodule(path) for path in layer.modules]
         frozen_modules = _frozen_modules(modules[0] if is_block else self.twin)
         operators = merge(figure.full.calls, figure.shardings(), frozen_modules)
         mixture = mixture_figures(modules[0], figure.full.calls, self.sequence) if is_block else MixtureFigures()
         dims = split_dims(self.twin, modules, layer.role, operators, self.sequence, entering)
-        outputs = [one for call in self.calls[1] if call.path in layer.modules for one in tensors_of(call.output)]
+        outputs = [x for call in self.calls[1] if call.path in layer.modules for x in tensors_of(call.output)]
         if any(tensor.dim() < 2 for tensor in outputs):  # a loss beside the picture has no channels to split
             dims = replace(dims, out_channels=0)
         kind = LayerKind(
@@ -320,11 +309,9 @@ class LayerKinds:
             sequence_parallel=plan.sequence_parallel,
             regathers=len(plan.regions) if plan.sequence_parallel else 0,
             gathered_output_bytes=sum(
-                head.shape[0]
-                * head.shape[2]
-                * self.twin.get_submodule(head.name).get_parameter("weight").element_size()
-                for head in operators
-                if head.kind is OperatorClass.MATMUL and head.name in plan.heads
+                op.shape[0] * op.shape[2] * self.twin.get_submodule(op.name).get_parameter("weight").element_size()
+                for op in operators
+                if op.kind is OperatorClass.MATMUL and op.name in plan.heads
             ),
             loss_bytes=figure.loss_bytes,
             tensor_gathers=None if is_block else len(plan.heads),
@@ -366,10 +353,7 @@ class LayerKinds:
         return f"{name} writes to shares of the tokens" if name else ""
 
     def _parameters(self, layer: Layer, sharded: frozenset[str], *, frozen: bool = False) -> TensorSplit:
-        """Parameter items, or the frozen ones.
-
-        ``sharded`` names those that are split: relative to a block, or to the model for the layers around the blocks.
-        """
+        """Parameter items, or the frozen ones; names in ``sharded`` are relative to a block, or else to the model."""
         prefix = f"{layer.name}." if layer.role is Role.BLOCK else ""
         parts = {f"{prefix}{name}" for name in sharded}
         parameters = self.owners.parameters[layer.name]

@@ -191,8 +191,6 @@ def one_stage_reason(
     choice of what runs between layers may depend on values taken out of a layer by other means than its output.
 
     Args:
-        model: that ran.
-        layers: of the model.
         run: of the model.
         ends: tensors that the loss is made of.
         flow: sources of the run's tensors.
@@ -280,8 +278,7 @@ def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[Dea
     written into a buffer that reaches an output. Shared parameters count once.
 
     Args:
-        model: that ran.
-        flow: of its run.
+        flow: of the model's run.
         outputs: what it returned, or the loss.
     """
     living = flow.reaching(everything_in(outputs), model)

@@ -86,30 +86,23 @@ def graph_named(
         FileFormatError: the file cannot be read.
         TraceError: the model cannot be traced.
     """
-    graph = _graph_of(name, sequence, precision, kernels, trainable)
-    return graph if trainable is None else replace(graph, trains=trainable.options)
-
-
-def _graph_of(
-    name: str, sequence: int | None, precision: str, kernels: Kernels | None, trainable: Trainable | None
-) -> ModelGraph:
+    check_function_named("--model", name)
+    shipped = model_names()
     if is_factory(name):
         if sequence is not None:
             raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")
-        return _trace(lambda: load_factory(name), precision, trainable)
-    check_function_named("--model", name)
-    config = find_config(name)
-    if config is not None:
-        return graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)
-    shipped = model_names()
-    if Path(name).suffix in SUFFIXES or match_name(name, shipped):
-        return load_model(name, sequence=sequence, precision=precision, kernels=kernels, trainable=trainable)
-    size = match_name(name, SIZES)
-    if size is None:
+        graph = _trace(lambda: load_factory(name), precision, trainable)
+    elif config := find_config(name):
+        graph = graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)
+    elif Path(name).suffix in SUFFIXES or match_name(name, shipped):
+        graph = load_model(name, sequence=sequence, precision=precision, kernels=kernels, trainable=trainable)
+    elif size := match_name(name, SIZES):
+        sizes = {} if sequence is None else {"sequence": sequence}
+        graph = _trace(lambda: (build(size, **sizes), None, None), precision, trainable, size)
+    else:
         remedy = "Or give a .yaml file, a transformers config.json or FILE.py:FACTORY."
         raise unknown("--model", name, (*shipped, *(size for size in SIZES if not match_name(size, shipped))), remedy)
-    sizes = {} if sequence is None else {"sequence": sequence}
-    return _trace(lambda: (build(size, **sizes), None, None), precision, trainable, size)
+    return graph if trainable is None else replace(graph, trains=trainable.options)
 
 
 def _trace(

@@ -94,7 +94,6 @@ def passed_tensors(
     and those that a hook takes from inside a block (a router's logits): such a model has one stage.
 
     Args:
-        layers: of the model.
         runs: one for each number of samples.
         samples: the two numbers.
         borrowing: by kind of layer, indices of inputs that its backward needs and its kind does not count as kept.
@@ -202,9 +201,7 @@ def layer_needs(flow: DataFlow, model: nn.Module, layers: Sequence[Layer], loss:
     """Find what each layer needs; the last one needs all that the loss is made of.
 
     Args:
-        flow: of a run.
-        model: that ran.
-        layers: of the model.
+        flow: of the model's run.
         loss: the sources of the loss, as bits of ``flow``.
     """
     groups = {layer.name: layer.modules for layer in layers}
@@ -228,7 +225,6 @@ def tensors_between_layers(
     pipeline stage has.
 
     Args:
-        layers: of the model.
         passed: tensors that take gradients, in the order they are made.
         needs: by layer.
         output_bytes: bytes per sample of each layer's output.

@@ -99,9 +99,7 @@ def run_edges(
 
     Args:
         twin: the model on the meta device.
-        batch: on the meta device.
         calls: the blocks' calls in order; without any, everything belongs to the region before them.
-        loss_fn: the user's, if any.
 
     Raises:
         TraceError: the model does not run.
@@ -234,7 +232,7 @@ def split_block(
     """Run one device's share of a block and return its figures beside those of the full block.
 
     Args:
-        block: on the meta device; it is not changed.
+        block: on the meta device; not changed.
         calls: its call at both batch sizes.
         chains: indices of the inputs that come from the previous layer, at both batch sizes.
         figures: of the full block.
@@ -317,7 +315,7 @@ def split_edges(
     """Run one device's share of the layers before and after the blocks; return figures of both.
 
     Args:
-        twin: the model on the meta device; it is not changed.
+        twin: the model on the meta device; not changed.
         modules: paths of the modules before the blocks, and of those after.
         batches: on the meta device, at both batch sizes.
         calls: the blocks' calls at both batch sizes.

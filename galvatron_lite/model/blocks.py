@@ -95,7 +95,7 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
 def _runs(module: nn.Module, path: str) -> list[list[str]]:
     """Runs of adjacent children of one class, in the outermost containers that have such a run.
 
-    A run has two or more children with parameters. If no two are alike, none of them may contain a run of its own.
+    Children have parameters; if no two are alike, none may contain a run itself.
     """
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         runs = []

@@ -55,7 +55,6 @@ def arrange_layers(
     """Make layers from blocks and the order in which modules first run.
 
     Args:
-        model: any module.
         blocks: paths of the blocks.
         order: paths of modules in the order they ran; registration order if None.
         signatures: by path, keys that equal layers share; their structure if None.

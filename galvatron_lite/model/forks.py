@@ -25,8 +25,7 @@ def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks
     """Return blocks so that no layer mixes independent modules; None if the model does not fork.
 
     Args:
-        model: that ran.
-        flow: of the run.
+        flow: of the model's run.
         order: paths of modules in the order they ran.
         blocks: paths of the blocks of a model that does not fork.
     """
@@ -53,10 +52,7 @@ class _Forks:
         return sum(self.flow.work.values())
 
     def blocks_of(self, path: str, blocks: list[str]) -> list[str] | None:
-        """The blocks of a module that forks, as full paths; None if it does not fork.
-
-        ``blocks``: those it has if it does not.
-        """
+        """The blocks of a module that forks, as full paths; None if it does not and ``blocks`` are its blocks."""
         units = self._units(path, blocks)
         needs = needs_of(self.flow, self.model, {unit: [unit] for unit in units})
         regions = [region for region in self._regions(needs) if self._is_worthwhile(path, region, needs)]
@@ -78,9 +74,7 @@ class _Forks:
         units = ([unit.split(".") for part in region for unit in part] for region in regions)
         steps = (takewhile(lambda names: len(set(names)) == 1, zip(*region, strict=False)) for region in units)
         around = {".".join(names[0] for names in common) for common in steps}
-        return [
-            other for other in around if inside(other, path) and other in self.flow.ran and not self._is_alone(other)
-        ]
+        return [holder for holder in around & self.flow.ran if inside(holder, path) and not self._is_alone(holder)]
 
     def _is_alone(self, path: str) -> bool:
         """Whether a module is the only one of its class, or a plain Sequential."""
@@ -132,9 +126,7 @@ class _Forks:
 
     def _ties(self, bit: dict[str, int], outside: int) -> list[int]:
         """Sets of units, as bits, that must stay together: they share a parameter, or code around some reads another's.
-
-        Code around all units, or around none, ties what it reads to the bit ``outside``.
-        """
+        Code around all units, or around none, ties what it reads to the bit ``outside``."""
         holders = holders_of(self.model, {unit: [unit] for unit in bit})
         ties = [reduce(or_, (bit[unit] for unit in units)) for units in holders.values() if len(units) > 1]
         for name, units in holders.items():

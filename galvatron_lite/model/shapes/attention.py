@@ -122,10 +122,7 @@ def attention(
     """Attention by the tape's kernels.
 
     Args:
-        tape: of the layer.
-        name: of the operators.
         qkv: queries, keys and values.
-        heads: their sizes.
         causal: whether a query sees no later key.
         dropout: probability on the attention weights; the fused kernel keeps no mask.
         biased: whether a bias by distance is added to the scores, which is free in the fused kernel.

@@ -8,7 +8,6 @@ Sizes that follow from others may be 0: ``kv_heads`` (= heads), ``head_dim`` (= 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar, get_args
 
@@ -310,49 +309,49 @@ def complete(shape: Shape) -> Shape:
     _check_sizes(shape)
     match shape:
         case EncoderDecoderShape():
-            filled = replace(
+            shape = replace(
                 shape,
                 decoder_layers=shape.decoder_layers or shape.layers,
                 decoder_seq_len=shape.decoder_seq_len or shape.seq_len,
             )
-            return _complete_transformer(filled)
         case MoeShape():
-            return _complete_moe(shape)
+            _check_moe(shape)
         case VitShape():
-            if shape.hidden % shape.heads:
-                raise InputError("heads", shape.heads, f"Choose a number that divides the hidden size {shape.hidden}.")
-            if shape.image_size % shape.patch:
-                remedy = f"Choose a number that divides the image size {shape.image_size}."
-                raise InputError("patch", shape.patch, remedy)
+            remedy = f"Choose a number that divides the hidden size {shape.hidden}."
+            _require(shape.hidden % shape.heads == 0, "heads", shape.heads, remedy)
+            remedy = f"Choose a number that divides the image size {shape.image_size}."
+            _require(shape.image_size % shape.patch == 0, "patch", shape.patch, remedy)
             return replace(shape, ffn_hidden=shape.ffn_hidden or 4 * shape.hidden)
         case VggShape() | ConvNextShape():
-            _same_number("depths", shape.depths, shape.widths)
+            _require_length("depths", shape.depths, len(shape.widths))
         case AlexNetShape():
-            _same_number("widths", shape.widths, range(5))
+            _require_length("widths", shape.widths, 5)
         case RegNetShape():
-            if uneven := [width for width in shape.widths if width % min(shape.group, width)]:
-                raise InputError("group", shape.group, f"Choose a number that divides the widths {uneven}.")
+            uneven = [width for width in shape.widths if width % min(shape.group, width)]
+            _require(not uneven, "group", shape.group, f"Choose a number that divides the widths {uneven}.")
         case UNetShape():
-            if shape.image_size % 2**shape.levels:
-                remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
-                raise InputError("image_size", shape.image_size, remedy)
+            remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
+            _require(shape.image_size % 2**shape.levels == 0, "image_size", shape.image_size, remedy)
         case PerceptionShape():
-            if shape.base % 2:
-                raise InputError("base", shape.base, "Choose an even number: the last level has half of it.")
-            if shape.image_size < 2**shape.levels:
-                remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
-                raise InputError("image_size", shape.image_size, remedy)
-            if shape.classes != 1:
-                raise InputError("classes", shape.classes, "Leave it at 1: each network gives one picture.")
+            _require(shape.base % 2 == 0, "base", shape.base, "Choose an even number: the last level has half of it.")
+            remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
+            _require(shape.image_size >= 2**shape.levels, "image_size", shape.image_size, remedy)
+            _require(shape.classes == 1, "classes", shape.classes, "Leave it at 1: each network gives one picture.")
         case CosmoFlowShape():
-            _same_number("kernels", shape.kernels, shape.widths)
-            _same_number("strides", shape.strides, shape.widths)
-            if shape.sides[-1] != 1:
-                remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
-                raise InputError("image_size", shape.image_size, remedy)
-        case TransformerShape():
-            return _complete_transformer(shape)
-    return shape
+            _require_length("kernels", shape.kernels, len(shape.widths))
+            _require_length("strides", shape.strides, len(shape.widths))
+            remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
+            _require(shape.sides[-1] == 1, "image_size", shape.image_size, remedy)
+    return _complete_transformer(shape) if isinstance(shape, TransformerShape) else shape
+
+
+def _require(condition: bool, field: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise InputError(field, value, remedy)
+
+
+def _require_length(field: str, values: tuple[int, ...], length: int) -> None:
+    _require(len(values) == length, field, values, f"Give {length} numbers.")
 
 
 def _check_sizes(shape: Shape) -> None:
@@ -370,50 +369,36 @@ def _check_sizes(shape: Shape) -> None:
     except ValueError as error:
         raise InputError("name", shape.name, f"{error}.") from error
     probability = getattr(shape, "dropout", 0.0)
-    if not 0 <= probability < 1:
-        raise InputError("dropout", probability, "Give a probability from 0 up to, not including, 1.")
+    _require(0 <= probability < 1, "dropout", probability, "Give a probability from 0 up to, not including, 1.")
 
 
 def _complete_transformer(shape: T) -> T:
-    kv_heads = shape.kv_heads or shape.heads
-    if not shape.head_dim and shape.hidden % shape.heads:
-        raise InputError("heads", shape.heads, f"Choose a number that divides {shape.hidden}, or give head_dim.")
-    if shape.heads % kv_heads:
-        raise InputError("kv_heads", kv_heads, f"Choose a number that divides the {shape.heads} heads.")
-    if shape.kv_rank and not 0 < shape.rope_dim < (shape.head_dim or shape.hidden // shape.heads):
-        raise InputError("rope_dim", shape.rope_dim, "Latent attention turns part of head_dim; give a smaller number.")
+    kv_heads, head_dim = shape.kv_heads or shape.heads, shape.head_dim or shape.hidden // shape.heads
+    remedy = f"Choose a number that divides {shape.hidden}, or give head_dim."
+    _require(bool(shape.head_dim) or shape.hidden % shape.heads == 0, "heads", shape.heads, remedy)
+    remedy = f"Choose a number that divides the {shape.heads} heads."
+    _require(shape.heads % kv_heads == 0, "kv_heads", kv_heads, remedy)
+    remedy = "Latent attention turns part of head_dim; give a smaller number."
+    _require(not shape.kv_rank or 0 < shape.rope_dim < head_dim, "rope_dim", shape.rope_dim, remedy)
     entries = shape.position_entries or shape.seq_len
-    if shape.positions == "learned" and shape.seq_len > entries:
-        raise InputError("seq_len", shape.seq_len, f"The table of learned positions has {entries} (position_entries).")
-    return replace(
-        shape,
-        kv_heads=kv_heads,
-        head_dim=shape.head_dim or shape.hidden // shape.heads,
-        ffn_hidden=shape.ffn_hidden or 4 * shape.hidden,
-        position_entries=entries,
-    )
+    remedy = f"The table of learned positions has {entries} (position_entries)."
+    _require(shape.positions != "learned" or shape.seq_len <= entries, "seq_len", shape.seq_len, remedy)
+    ffn_hidden = shape.ffn_hidden or 4 * shape.hidden
+    filled = replace(shape, kv_heads=kv_heads, head_dim=head_dim, ffn_hidden=ffn_hidden, position_entries=entries)
+    return replace(filled, moe_ffn=filled.moe_ffn or ffn_hidden) if isinstance(filled, MoeShape) else filled
 
 
-def _complete_moe(shape: MoeShape) -> MoeShape:
-    if shape.moe_topk > shape.n_experts:
-        raise InputError("moe_topk", shape.moe_topk, f"There are {shape.n_experts} experts a block.")
-    if shape.dense_layers >= shape.layers:
-        raise InputError("dense_layers", shape.dense_layers, f"Choose fewer than the {shape.layers} layers.")
-    if not 0 <= shape.expert_excess < shape.n_experts:
-        remedy = f"Give a number from 0 (even) up to, not including, the {shape.n_experts} experts."
-        raise InputError("expert_excess", shape.expert_excess, remedy)
-    if shape.n_experts % shape.expert_groups or shape.chosen_groups > shape.expert_groups:
-        remedy = f"Groups must divide the {shape.n_experts} experts, and chosen_groups be among them."
-        raise InputError("expert_groups", (shape.expert_groups, shape.chosen_groups), remedy)
-    if shape.capacity < 1:
-        raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
-    filled = _complete_transformer(shape)
-    return replace(filled, moe_ffn=filled.moe_ffn or filled.ffn_hidden)
-
-
-def _same_number(field: str, values: tuple[int, ...], like: Sequence[int]) -> None:
-    if len(values) != len(like):
-        raise InputError(field, values, f"Give {len(like)} numbers.")
+def _check_moe(shape: MoeShape) -> None:
+    experts = shape.n_experts
+    _require(shape.moe_topk <= experts, "moe_topk", shape.moe_topk, f"There are {experts} experts a block.")
+    remedy = f"Choose fewer than the {shape.layers} layers."
+    _require(shape.dense_layers < shape.layers, "dense_layers", shape.dense_layers, remedy)
+    remedy = f"Give a number from 0 (even) up to, not including, the {experts} experts."
+    _require(0 <= shape.expert_excess < experts, "expert_excess", shape.expert_excess, remedy)
+    fits = experts % shape.expert_groups == 0 and shape.chosen_groups <= shape.expert_groups
+    remedy = f"Groups must divide the {experts} experts, and chosen_groups be among them."
+    _require(fits, "expert_groups", (shape.expert_groups, shape.chosen_groups), remedy)
+    _require(shape.capacity >= 1, "capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
 
 
 _SIDES = re.compile(r"^([1-9]\d*)(?:x([1-9]\d*))?$")

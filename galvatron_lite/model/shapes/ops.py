@@ -164,8 +164,6 @@ def linear(
     """``x`` (rows, inner) times a weight (inner, columns).
 
     Args:
-        tape: of the layer.
-        name: of the operator.
         x: input; its rows are its items / inner.
         inner: columns of the input.
         columns: of the output.
@@ -331,8 +329,6 @@ def embedding(
     """Look rows of a table up; keeps the indices.
 
     Args:
-        tape: of the layer.
-        name: of the operator.
         indices: of the rows.
         width: items of a row.
         table: items of the table; 0 if another layer has it.

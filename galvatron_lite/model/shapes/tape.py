@@ -337,17 +337,7 @@ _SUMMED = ("count", "flops", "backward_flops", "moved", "backward_moved", "weigh
 def memory_operator(
     name: str, value: Value, moved: int, backward_moved: int, weight_bytes: int = 0, items: int = 0, count: int = 1
 ) -> Operator:
-    """Make an operator bound by memory.
-
-    Args:
-        name: of the operator.
-        value: that its kernels work on.
-        moved: bytes read and written per sample in forward, without weights.
-        backward_moved: the same in backward.
-        weight_bytes: of weights, read once a call.
-        items: per sample; those of ``value`` if 0.
-        count: of kernels.
-    """
+    """Make an operator bound by memory: ``count`` kernels that work on ``items`` per sample, or those of ``value``."""
     return Operator(
         name, OperatorClass.MEMORY, (items or value.items,), count, 0, 0, moved, backward_moved, weight_bytes,
         value.sharding,

@@ -100,12 +100,7 @@ def edge_kind(
     (``parallel_loss``), the layer's other work may be sharded by tokens (Megatron's sequence parallelism covers both
     ends); else the runtime of this project computes it, and gathers logits if tokens are sharded.
 
-    Args:
-        layer: with all calls.
-        name: of the kind.
-        out: boundary tensors that leave.
-        tokens: per sample.
-        gathered: the logits of a head; None for an embedding.
+    ``out`` leaves the layer; ``gathered`` are the logits of a head, None for an embedding.
     """
     shape, split, parallel = layer.shape, layer.shape.splits_vocabulary, layer.tape.kernels.parallel_loss
     sharded_logits = gathered if split and not parallel else None

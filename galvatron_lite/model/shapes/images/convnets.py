@@ -6,7 +6,9 @@ Sources: Radosavovic et al. 2020 (arXiv:2003.13678); Liu et al. 2022 (ConvNeXt);
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
@@ -40,26 +42,12 @@ def picture_graph(
     """
     extent = (shape.image_size,) * (3 if isinstance(shape, CosmoFlowShape) else 2)
     net = NetworkBuilder(shape.name, precision, shape.channels, extent, autocast=autocast)
-    match shape:
-        case ResNetShape():
-            spec = Residual(depths=shape.depths, width=shape.width, expansion=shape.expansion)
-            return residual_graph(net, spec, shape.classes)
-        case ConvNextShape():
-            net.kernels, net.extent = kernels, shape.extent
-            return _convnext(net, shape)
-        case RegNetShape():
-            return _regnet(net, shape)
-        case VggShape():
-            return _vgg(net, shape)
-        case AlexNetShape():
-            return _alexnet(net, shape)
-        case CosmoFlowShape():
-            return _cosmoflow(net, shape)
-        case UNetShape():
-            return unet_graph(net, shape)
-        case PerceptionShape():
-            return perception_graph(net, shape)
-    raise TypeError(type(shape).__name__)
+    if isinstance(shape, ResNetShape):
+        spec = Residual(depths=shape.depths, width=shape.width, expansion=shape.expansion)
+        return residual_graph(net, spec, shape.classes)
+    if isinstance(shape, ConvNextShape):
+        net.kernels, net.extent = kernels, shape.extent
+    return _GRAPHS[type(shape)](net, shape)
 
 
 def _regnet(net: NetworkBuilder, shape: RegNetShape) -> ModelGraph:
@@ -176,3 +164,9 @@ def _cosmoflow_head(flow: ImageFlow, shape: CosmoFlowShape) -> None:
     loss = flow.tape.value(1)
     pair, moved = (prediction, targets), prediction.bytes + targets.bytes
     flow.value = flow.tape.memory("loss", pair, loss, moved, 3 * prediction.bytes, like=prediction, saved=pair)
+
+
+_GRAPHS: dict[type[PictureShape], Callable[[NetworkBuilder, Any], ModelGraph]] = {
+    RegNetShape: _regnet, ConvNextShape: _convnext, VggShape: _vgg, AlexNetShape: _alexnet, CosmoFlowShape: _cosmoflow,
+    UNetShape: unet_graph, PerceptionShape: perception_graph,
+}  # fmt: skip

@@ -311,7 +311,6 @@ class ImageFlow:
         """Element-wise kernels.
 
         Args:
-            name: of the operator.
             passes: times the picture is read or written, forward and backward.
             count: of kernels.
             keeps: whether the input is kept (copies keep nothing).
@@ -325,11 +324,7 @@ class ImageFlow:
 
 
 def _windowed(extent: Extent, kernels: Extent, stride: int, pads: Extent) -> Extent:
-    """The output extent of a window.
-
-    Raises:
-        InputError: the window is larger than the picture.
-    """
+    """The output extent of a window; refuses one that is larger than the picture."""
     after = tuple(
         (side + 2 * pad - kernel) // stride + 1 for side, kernel, pad in zip(extent, kernels, pads, strict=True)
     )

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 
 from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, Sharding, dead_note
 from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder, Picture, Step, classify, compare, skipping
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, Picture, Step, classify, compare
 from galvatron_lite.model.shapes.records import FP32, Value
 from galvatron_lite.model.shapes.tape import Tape, with_skips
 from galvatron_lite.units import activation_bytes
@@ -69,7 +70,12 @@ def _levels_graph(net: NetworkBuilder, spec: Levels, named: bool) -> ModelGraph:
     for level, (producer, skip) in enumerate(zip(down[-2::-1], spec.widths[-2::-1], strict=True)):
         width = max(skip // 2, spec.widths[0]) if spec.bilinear else skip
         readers[producer] = net.block(_level_up, f"ups.{level}" * named, spec=spec, skip=skip, width=width)
-    return skipping(net.end(lambda flow: compare(flow.convolve(spec.classes, bias=True))), readers)
+    graph = net.end(lambda flow: compare(flow.convolve(spec.classes, bias=True)))
+    tensors = []
+    for left, right in pairwise(graph.layers):
+        names = dict.fromkeys((right.name, readers.get(left.name, right.name)))
+        tensors.append(Passed(left.name, tuple(names), graph.kind_of(left).output_bytes))
+    return replace(graph, tensors=tuple(tensors))
 
 
 def _level(flow: ImageFlow, spec: Levels, width: int, stride: int = 1, middle: int = 0) -> None:
@@ -151,8 +157,8 @@ def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     """The levels of the segmentation network, those of the reconstruction network, and the loss of both outputs."""
     net.begin()
     wiring = _Wiring(net, {_VIEW: net.picture})
-    for last in (_segmentation(wiring, shape), _reconstruction(wiring, shape)):
-        wiring.readers[last] = ["after"]
+    for name in ("segmentation", "reconstruction"):
+        wiring.readers[_network(wiring, shape, name)] = ["after"]
     graph = net.end(_loss)
     layers = tuple(
         replace(layer, modules=(layer.name,)) if layer.role is Role.BLOCK else layer for layer in graph.layers
@@ -168,30 +174,21 @@ def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     return replace(graph, layers=layers, tensors=wiring.tensors(graph), dead=dead, notes=notes)
 
 
-def _segmentation(wiring: _Wiring, shape: PerceptionShape) -> str:
-    below, sides = _VIEW, list[str]()
+def _network(wiring: _Wiring, shape: PerceptionShape, name: str) -> str:
+    """Add a network's encoder and decoder; the segmentation network has skip connections. Returns its last layer."""
+    below, sides, skips = _VIEW, list[str](), name == "segmentation"
     for level, width in enumerate(shape.widths):
-        below = wiring.layer(f"segmentation.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
-        sides.append(wiring.layer(f"segmentation.sides.{level}", _view_unit, below, width=width))
-    below = sides[-1]
+        below = wiring.layer(f"{name}.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
+        if skips:
+            sides.append(wiring.layer(f"{name}.sides.{level}", _view_unit, below, width=width))
+    below = sides[-1] if skips else below
     for index, level in enumerate(reversed(range(shape.levels))):
-        half = shape.widths[level] // 2
+        half, skip_from = shape.widths[level] // 2, (sides[level - 1] if level else _VIEW) if skips else ""
         below = wiring.layer(
-            f"segmentation.ups.{index}", _up, below if shape.chained else sides[level],
-            sides[level - 1] if level else _VIEW, more=shape.sides[level] % 2,
-            skip=half if level else shape.channels, widths=(half, half if level else 1), kernel=3 if level else 1,
+            f"{name}.ups.{index}", _up, below if shape.chained or not skips else sides[level], skip_from,
+            more=shape.sides[level] % 2, skip=(half if level else shape.channels) * skips,
+            widths=(*(half,) * skips, half if level else 1), kernel=3 if level or not skips else 1,
         )  # fmt: skip
-    return below
-
-
-def _reconstruction(wiring: _Wiring, shape: PerceptionShape) -> str:
-    below = _VIEW
-    for level, width in enumerate(shape.widths):
-        below = wiring.layer(f"reconstruction.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
-    for index, level in enumerate(reversed(range(shape.levels))):
-        widths = (shape.widths[level] // 2 if level else 1,)
-        more = shape.sides[level] % 2
-        below = wiring.layer(f"reconstruction.ups.{index}", _up, below, more=more, skip=0, widths=widths, kernel=3)
     return below
 
 

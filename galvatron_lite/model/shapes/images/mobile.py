@@ -109,11 +109,8 @@ _ROW = re.compile(
 
 
 def _rows(text: str) -> tuple[BlockSpec, ...]:
-    """Parse rows in the notation of the papers' authors.
-
-    ``ir_r2_k3_s2_e6_c24_se0.25`` is kind, repeats, kernel, stride, expansion, channels and squeeze; ``k3.5`` are two
-    kernels, ``g1.2`` numbers of convolutions that expand and that project.
-    """
+    """Parse rows in the papers' notation: ``ir_r2_k3_s2_e6_c24_se0.25`` is kind, repeats, kernel, stride,
+    expansion, channels and squeeze; ``k3.5`` are two kernels, ``g1.2`` convolutions that expand and that project."""
     rows = []
     for word in text.split():
         match = _ROW.fullmatch(word)

@@ -83,13 +83,8 @@ def once_a_batch(name: str, side: int) -> tuple[float, float]:
     return pairs * 384.0, pairs * 384.0 * 2
 
 
-_VIT = {
-    "tiny": (192, 3, 12),
-    "small": (384, 6, 12),
-    "base": (768, 12, 12),
-    "large": (1024, 16, 24),
-    "huge": (1280, 16, 32),
-}
+_VIT = {"tiny": (192, 3, 12), "small": (384, 6, 12), "base": (768, 12, 12), "large": (1024, 16, 24),
+        "huge": (1280, 16, 32)}  # fmt: skip
 """Width, heads and blocks (Dosovitskiy et al. 2021, table 1; Touvron et al. 2021, table 1)."""
 
 
@@ -105,9 +100,7 @@ def vit_of(name: str, side: int = 224) -> VitShape | None:
 
 
 def graph_of_name(name: str, side: int, precision: str, kernels: Kernels | None = None) -> ModelGraph | None:
-    """Return the graph of an image network; None if no rule covers the name.
-
-    All networks except ConvNeXt and ViT run under autocast.
+    """Return the graph of an image network, under autocast except ConvNeXt and ViT; None if no rule covers the name.
 
     Args:
         name: as ``canonical`` returns it.

@@ -5,12 +5,11 @@ Tensor parallelism is not offered: convolutional blocks have no pair of column-s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import prod
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Recompute, Role, Sharding, SplitDims
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, Sharding, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
@@ -120,15 +119,6 @@ def without_output(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKin
     kept = {choice: size for choice, size in kind.kept.items() if size.total <= left.total or choice is Recompute.FULL}
     working, forward = (replace(live, whole=live.whole + output.held) for live in (kind.working, kind.forward_working))
     return replace(kind, kept=kept | {Recompute.NONE: left}, working=working, forward_working=forward), True
-
-
-def skipping(graph: ModelGraph, readers: Mapping[str, str]) -> ModelGraph:
-    """Add skip connections to a chain: ``readers`` names, by layer, another layer that reads its output."""
-    tensors = []
-    for left, right in pairwise(graph.layers):
-        names = dict.fromkeys((right.name, readers.get(left.name, right.name)))
-        tensors.append(Passed(left.name, tuple(names), graph.kind_of(left).output_bytes))
-    return replace(graph, tensors=tuple(tensors))
 
 
 def classify(flow: ImageFlow, classes: int = 1000, prepare: Step | None = None) -> None:
