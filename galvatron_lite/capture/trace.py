@@ -28,8 +28,8 @@ from galvatron_lite.model.batch import (
     sequence_length,
     tensors_of,
 )
-from galvatron_lite.model.blocks import BlockNames, signature, unit_paths
-from galvatron_lite.model.discover import Watched, arrange_layers, watch
+from galvatron_lite.model.blocks import BlockNames, signature
+from galvatron_lite.model.discover import Watched, watch
 from galvatron_lite.model.graph import Layer, ModelGraph, Role, dead_note
 from galvatron_lite.model.trace.figures import SAMPLES
 from galvatron_lite.model.trace.meta import check_model, dtype_of, meta_copy, precision_of
@@ -81,7 +81,7 @@ def trace(
         narrow_norms(twin)  # as in training
     try:
         watched = watched or watch(twin, batches[1], blocks)
-        small_run = observe(twin, batches[0], unit_paths(twin, watched.blocks, watched.seen.order))
+        small_run = observe(twin, batches[0], watched.units())
     except TraceError as error:
         if (other := _error_of_fewer_samples(twin, batch, precision, blocks, error)) is None:
             raise
@@ -90,7 +90,7 @@ def trace(
     with watched.flow:
         outputs = _loss_or_outputs(watched.output, batches[1], loss_fn)
     runs = (small_run, watched.seen)
-    layers = arrange_layers(twin, watched.blocks, watched.seen.order, _signatures(twin, watched.seen))
+    layers = watched.arranged(_signatures(twin, watched.seen))
     calls = tuple(_block_calls(layers, run) for run in runs)
     sequence, owners = _sequence(batches[1], calls[1]), find_owners(twin, layers)
     ends = [_loss_or_outputs(run.output, example, loss_fn) for run, example in zip(runs, batches, strict=True)]

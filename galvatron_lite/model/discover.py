@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ def arrange_layers(
     blocks: list[str],
     order: list[str] | None = None,
     signatures: Mapping[str, Hashable] | None = None,
+    holders: Collection[str] = (),
 ) -> tuple[Layer, ...]:
     """Make layers from blocks and the order in which modules first run.
 
@@ -58,8 +59,9 @@ def arrange_layers(
         blocks: paths of the blocks.
         order: paths of modules in the order they ran; registration order if None.
         signatures: by path, keys that equal layers share; their structure if None.
+        holders: see ``unit_paths``.
     """
-    units, chosen = _in_order(unit_paths(model, blocks, order or ()), order), set(blocks)
+    units, chosen = _in_order(unit_paths(model, blocks, order or (), holders), order), set(blocks)
     indices = [index for index, path in enumerate(units) if path in chosen]
     first, last = (indices[0], indices[-1]) if indices else (len(units), len(units))
     calls = Counter(order or units)
@@ -109,7 +111,15 @@ class Watched:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """See ``discover_layers``."""
-        return arrange_layers(self.twin, self.blocks, self.seen.order)
+        return self.arranged()
+
+    def arranged(self, signatures: Mapping[str, Hashable] | None = None) -> tuple[Layer, ...]:
+        """The same with keys of equal layers; see ``arrange_layers``."""
+        return arrange_layers(self.twin, self.blocks, self.seen.order, signatures, self.flow.holders())
+
+    def units(self) -> list[str]:
+        """See ``unit_paths``."""
+        return unit_paths(self.twin, self.blocks, self.seen.order, self.flow.holders())
 
 
 @garbage_waits()
@@ -139,7 +149,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
         paths = [path for path in paths if path in flow.ran]  # without dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, run.order, paths)
     chosen = paths if forked is None else [path for path in forked if calls[path] == 1]
-    running = unit_paths(twin, chosen, run.order)
+    running = unit_paths(twin, chosen, run.order, flow.holders())
     # another run if the first one had other units, or tensors that were copied to follow them
     seen = run if running == units and not flow.copied else observe(twin, batch, running)
     return Watched(twin, chosen, seen, run.output, flow, forked is not None)
