@@ -1,11 +1,11 @@
-"""A model of which only some parameters train, before it is captured: frozen ones, and low-rank adapters."""
+"""Freeze parameters of a model, and add low-rank adapters, before it is captured."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.model.discover import find_blocks
+from galvatron_lite.model.blocks import find_blocks
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trainable import Trainable
 
@@ -20,15 +20,15 @@ class Adapter(nn.Module):
         self.lora_up = nn.Linear(rank, base.out_features, bias=False).to(base.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of tensors whose last dim is the layer's."""
+        """Add the adapter's output to the layer's."""
         return torch.add(self.base(hidden), 2.0 * self.lora_up(self.lora_down(hidden)))
 
 
 def make_trainable(model: nn.Module, trainable: Trainable | None) -> nn.Module:
-    """The model, changed in place; patterns are matched with names of its parameters and modules.
+    """Change a model in place so that only some parameters train; patterns match names of parameters and modules.
 
     Raises:
-        InputError: a pattern that nothing matches, or no linear layer that gets an adapter.
+        InputError: a pattern matches nothing, or no linear layer gets an adapter.
     """
     if trainable is None:
         return model
@@ -39,7 +39,7 @@ def make_trainable(model: nn.Module, trainable: Trainable | None) -> nn.Module:
             parameter.requires_grad_(False)
     blocks = find_blocks(model) if trainable.rank else []
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    adapted = [one for one in linear if trainable.adapts(one) and any(at(one, block) for block in blocks)]
+    adapted = [path for path in linear if trainable.adapts(path) and any(at(path, block) for block in blocks)]
     trainable.check(names, len(adapted))
     for path in adapted:
         parent, _, leaf = path.rpartition(".")

@@ -1,6 +1,6 @@
 """Graphs of transformers' models from their configurations: ``config.json``, its folder, or a name in the local cache.
 
-The model is made on the meta device and traced on an example batch. The graph is kept in a file, from which the next
+A model is made on the meta device and traced on an example batch. Its graph is cached in a file, from which the next
 call reads it without importing torch.
 """
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 LONGEST = 4096
-"""Tokens a sample where none are asked for and the configuration allows more."""
+"""Default of tokens a sample, if the configuration allows as many."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _TASKS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION",
           "AUDIO_CLASSIFICATION", "CTC")  # fmt: skip
-"""Tasks of transformers whose models compute a loss: the first that a type has, where its file names no other."""
+"""Tasks of transformers whose models compute a loss. A type's first task counts if its file names no class."""
 
-_CHANCES = {"layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment", "mask_time_prob"}
-"""Fields that skip layers, or write over inputs, at random: what is planned runs all layers."""
+_RANDOM_FIELDS = {"layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment", "mask_time_prob"}
+"""Fields that skip layers, or overwrite inputs, at random. They are zeroed: plans are for all layers."""
 
 
 def find_config(name: str) -> Path | None:
-    """The ``config.json`` that a name stands for; None where it is no configuration of transformers.
+    """Find the ``config.json`` that a name stands for; None if it is no configuration of transformers.
 
     Args:
         name: of a folder that holds ``config.json``, of such a file, or of a model in the Hugging Face hub's local
@@ -74,39 +74,40 @@ def find_config(name: str) -> Path | None:
 def graph_of_config(
     path: Path, *, sequence: int | None = None, precision: str = "bf16", trainable: Trainable | None = None
 ) -> ModelGraph:
-    """The graph of the model that a configuration describes.
+    """Return the graph of the model that a configuration describes, from the cache if it is there.
 
     Args:
         path: of the ``config.json``.
-        sequence: tokens a sample; as many as the model has positions, ``LONGEST`` at most, if not given.
-        trainable: which parameters train; None: all.
+        sequence: tokens a sample; if None the model's positions, ``LONGEST`` at most.
+        precision: of compute.
+        trainable: which parameters train; all if None.
 
     Raises:
         InputError: transformers is missing, or has no such model with a loss; or more tokens than positions.
         FileFormatError: the file does not describe a model.
         TraceError: the model cannot be captured.
     """
-    kept = _cache_file(path, sequence, precision, trainable)
-    if kept.is_file():
+    cached = _cache_file(path, sequence, precision, trainable)
+    if cached.is_file():
         try:
-            return from_data(ModelGraph, read_data(kept), str(kept))
+            return from_data(ModelGraph, read_data(cached), str(cached))
         except FileFormatError:
-            kept.unlink(missing_ok=True)  # another version wrote it, or not to its end
+            cached.unlink(missing_ok=True)  # written by another version, or not to its end
     graph = _traced(path, sequence, precision, trainable)
-    with suppress(OSError):  # planning goes on where nothing can be kept
-        write_data(kept, to_data(graph))
+    with suppress(OSError):  # planning goes on without a cache
+        write_data(cached, to_data(graph))
     return graph
 
 
 def _cache_file(path: Path, sequence: int | None, precision: str, trainable: Trainable | None) -> Path:
-    """Where the graph is kept: another file for other contents of the configuration and other versions."""
+    """The cache of a graph: its name is a hash of the configuration, the options, and the versions of all code."""
     versions = []
     for package in ("transformers", "torch", "galvatron_lite"):
         try:
             versions.append(version(package))
         except PackageNotFoundError:
             versions.append("")
-    sources = [str(one.stat().st_mtime_ns) for one in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = [str(file.stat().st_mtime_ns) for file in sorted(Path(__file__).parent.glob("*.py"))]
     text = [path.read_text(encoding="utf-8"), str(sequence), precision, str(trainable), *versions, *sources]
     digest = hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -134,7 +135,7 @@ def _traced(path: Path, sequence: int | None, precision: str, trainable: Trainab
 
 
 def build_model(path: Path) -> nn.Module:
-    """The model that a configuration describes, with random weights, on the current default device.
+    """Make the model that a configuration describes, with random weights, on the current default device.
 
     Code that a configuration refers to is never run (``trust_remote_code``).
 
@@ -158,20 +159,20 @@ def build_model(path: Path) -> nn.Module:
         raise InputError(f"{path}, model_type", kind or None, remedy)
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-        for chance in _CHANCES & vars(config).keys():
-            setattr(config, chance, type(getattr(config, chance))(0))
+        for name in _RANDOM_FIELDS & vars(config).keys():
+            setattr(config, name, type(getattr(config, name))(0))
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
         model: nn.Module = _model_class(config, path)(config)
         return model.train()
     except InputError:
         raise
-    except Exception as error:  # whatever a model's own code says of fields that do not fit one another
+    except Exception as error:  # whatever a model's own code raises for fields that do not fit one another
         raise FileFormatError(str(path), kind, f"transformers cannot build it: {error}") from error
 
 
 def _model_class(config: Any, path: Path) -> Any:
-    """The class that the configuration names, or the type's first one with a loss."""
+    """The class that the configuration names, or else the type's first one with a loss."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -186,13 +187,13 @@ def _model_class(config: Any, path: Path) -> Any:
     return getattr(transformers, model_class if isinstance(model_class, str) else model_class[0])
 
 
-def _sequence(config: Any, wanted: int | None, path: Path) -> int:
-    """Tokens a sample."""
+def _sequence(config: Any, sequence: int | None, path: Path) -> int:
+    """Tokens a sample: as asked for, or by default as many as the model has positions."""
     text = config.get_text_config()
     names = ("max_target_positions", "max_position_embeddings", "n_positions")
-    places = next((value for name in names if (value := getattr(text, name, None))), None)
-    if isinstance(places, int) and places > 0:
-        if wanted is not None and wanted > places:
-            raise InputError("--seq", wanted, f"The model has {places} positions ({path}): give as many at most.")
-        return wanted or min(places, LONGEST)
-    return wanted or LONGEST // 8
+    positions = next((value for name in names if (value := getattr(text, name, None))), None)
+    if isinstance(positions, int) and positions > 0:
+        if sequence is not None and sequence > positions:
+            raise InputError("--seq", sequence, f"The model has {positions} positions ({path}): give as many at most.")
+        return sequence or min(positions, LONGEST)
+    return sequence or LONGEST // 8

@@ -1,4 +1,4 @@
-"""What limits how a model is split: layers that stay in one stage, and parameters that train nothing."""
+"""Limits on splitting a captured model: sizes of its dims, code that needs one pipeline stage, and dead parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMES = {
     "vocab": ("vocab_size", "vocab"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
-"""What configs call each dim: those of Hugging Face first, then our own."""
+"""Names of each dim in configurations: those of Hugging Face first, then those of the zoo."""
 
 
 def split_dims(
@@ -44,18 +44,18 @@ def split_dims(
     sequence: int,
     entering: Sequence[int] = (),
 ) -> SplitDims:
-    """Dims of one layer; those the config does not give are read off its operators and modules.
+    """Return the dims of one layer: from the model's ``config``, else from the layer's operators and modules.
 
     Args:
-        model: the whole model; its ``config`` is looked at where it has one.
-        modules: what the layer is made of.
-        role: where it stands; only blocks have heads and an MLP, only edges a vocabulary.
-        operators: what it calls.
+        model: that the layer is part of.
+        modules: of the layer.
+        role: of the layer; only blocks have heads and an MLP, only edges a vocabulary.
+        operators: of the layer.
         sequence: tokens per sample.
-        entering: shape of one sample of what enters.
+        entering: shape of one sample of the layer's input.
     """
     config = getattr(model, "config", None)
-    dims = _read_off(modules, operators)
+    dims = _dims_of_operators(modules, operators)
     for name, aliases in _NAMES.items():
         values = (getattr(config, alias, None) for alias in aliases)
         if value := next((value for value in values if isinstance(value, int) and value > 0), 0):
@@ -65,13 +65,13 @@ def split_dims(
         heads, kv_heads = attention[0][:2] if attention else (0, 0)
         heads = dims.get("heads", heads)
         dims = dims | {"heads": heads, "kv_heads": dims.get("kv_heads", min(kv_heads, heads) or heads)}
-    held = ("hidden", "vocab") if role is not Role.BLOCK else ("hidden", "ffn_hidden", "experts", "heads", "kv_heads")
-    heavy = {name: dims[name] for name in held if name in dims}
-    return SplitDims(sequence=sequence, **heavy, **_picture_dims(modules, operators, entering))
+    names = ("hidden", "vocab") if role is not Role.BLOCK else ("hidden", "ffn_hidden", "experts", "heads", "kv_heads")
+    of_role = {name: dims[name] for name in names if name in dims}
+    return SplitDims(sequence=sequence, **of_role, **_picture_dims(modules, operators, entering))
 
 
-def _read_off(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> dict[str, int]:
-    """What tables of embeddings and matmuls say of a layer's dims."""
+def _dims_of_operators(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> dict[str, int]:
+    """Dims of a layer's embedding tables and matmuls."""
     parts = [part for module in modules for part in module.modules()]
     tables = [(part.num_embeddings, part.embedding_dim) for part in parts if isinstance(part, nn.Embedding)]
     matmuls = [operator.shape for operator in operators if operator.kind is OperatorClass.MATMUL]
@@ -84,54 +84,56 @@ def _read_off(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> di
 def _picture_dims(
     modules: Sequence[nn.Module], operators: Sequence[Operator], entering: Sequence[int]
 ) -> dict[str, int]:
-    """Channels in and out, and extents of the picture or volume that enters; nothing where none does.
+    """Channels in and out, and extents of the picture or volume that a layer takes; empty if it takes none.
 
-    A layer with convolutions works on one. One without does where it passes windows over what enters or sums over its
-    pixels, or has no weights but one for each channel. Where something else enters, the first convolution's input is
-    the picture.
+    The input is a picture if the layer convolves it, passes a window over it, sums over its pixels, multiplies all its
+    pixels as one row, or has no weights except vectors of one item per channel. If the input is something else, the
+    first convolution's input is the picture.
     """
-    by_kind = {kind: [one for one in operators if one.kind is kind] for kind in OperatorClass}
+    by_kind = {kind: [operator for operator in operators if operator.kind is kind] for kind in OperatorClass}
     convolutions, matmuls = by_kind[OperatorClass.CONVOLUTION], by_kind[OperatorClass.MATMUL]
     vectors = all(tuple(p.shape) == tuple(entering[:1]) for module in modules for p in module.parameters())
     light = not matmuls and not by_kind[OperatorClass.ATTENTION] and vectors
-    # the first matmul takes all pixels as one row
-    flattens = len(entering) > 2 and [one.shape[1] for one in matmuls[:1]] == [prod(entering)]
-    memory = by_kind[OperatorClass.MEMORY]  # windows and means of channels
-    taken = [one.shape[1] for one in memory if len(one.shape) > 1] + [one.statistics for one in memory]
-    taken += [one.shape[0] for one in convolutions[:1]] + list(entering[:1] if light or flattens else ())
-    if entering and entering[0] in taken and len(entering) - 1 in (2, 3):
+    flattens = len(entering) > 2 and [matmul.shape[1] for matmul in matmuls[:1]] == [prod(entering)]
+    memory = by_kind[OperatorClass.MEMORY]
+    channels_of = [window.shape[1] for window in memory if len(window.shape) > 1]  # of pictures that operators take
+    channels_of += [mean.statistics for mean in memory] + [convolution.shape[0] for convolution in convolutions[:1]]
+    channels_of += entering[:1] if light or flattens else ()
+    if entering and entering[0] in channels_of and len(entering) - 1 in (2, 3):
         channels, extents = entering[0], tuple(entering[1:])
     elif convolutions:
         channels, extents = convolutions[0].shape[0], tuple(side.extent for side in sides_of(convolutions[0]))
     else:
         return {}
-    weighted = [
-        one.shape[1] if one.kind is OperatorClass.CONVOLUTION else one.shape[2]
-        for one in operators
-        if one.kind is OperatorClass.CONVOLUTION or (one.kind is OperatorClass.MATMUL and one.weight_bytes)
+    outputs = [
+        operator.shape[1] if operator.kind is OperatorClass.CONVOLUTION else operator.shape[2]
+        for operator in operators
+        if operator.kind is OperatorClass.CONVOLUTION
+        or (operator.kind is OperatorClass.MATMUL and operator.weight_bytes)
     ]
-    named = zip(SIDES[-len(extents) :], extents, strict=True)
-    return {"in_channels": channels, "out_channels": weighted[-1] if weighted else channels, **dict(named)}
+    sides = dict(zip(SIDES[-len(extents) :], extents, strict=True))
+    return {"in_channels": channels, "out_channels": outputs[-1] if outputs else channels, **sides}
 
 
 def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
-    """What a block takes or returns with samples times something else (heads) along dim 0, or with samples along
-    another dim; empty where there is nothing.
+    """Name an argument or output of a block whose dim 0 is not the samples; empty if there is none.
+
+    Its dim 0 may be samples times something else (heads), or its samples may lie along another dim.
 
     Args:
         few: calls of blocks with the first number of samples.
-        more: the same with the second number.
+        more: the same calls with the second number.
         samples: both numbers.
     """
-    for one, other in zip(few, more, strict=True):
-        for place, each in items_a_sample(one, other, samples).items():
-            if is_folded(place, each):
-                return f"{place.lstrip('.')} of {one.path}"
+    for small, large in zip(few, more, strict=True):
+        for place, items in items_a_sample(small, large, samples).items():
+            if is_folded(place, items):
+                return f"{place.lstrip('.')} of {small.path}"
     return ""
 
 
-class _Writes(TorchFunctionMode):
-    """Notes functions that write to activations and have no rule for shares of the tokens."""
+class _WriteRecorder(TorchFunctionMode):
+    """Records functions that write to activations and have no rule for shards of the tokens."""
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
@@ -139,37 +141,36 @@ class _Writes(TorchFunctionMode):
         self._activations = {id(input_): input_ for input_ in inputs}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = Call(function, name_of(function), args, kwargs or {}, RING_RULES)
-        if any(id(one) in self._activations for one in tensors_of((args, kwargs or {}))):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if any(id(tensor) in self._activations for tensor in tensors_of((args, kwargs))):
+            call = Call(function, name_of(function), args, kwargs, RING_RULES)
             target = call.args[0] if call.args else None
             if in_place(call) and id(target) in self._activations and call.name not in RING_RULES.handlers:
                 self.names.append(call.name)
-            result = function(*args, **(kwargs or {}))
-            self._activations.update((id(one), one) for one in tensors_of(result))
-            return result
-        return function(*args, **(kwargs or {}))
+            self._activations.update((id(tensor), tensor) for tensor in tensors_of(result))
+        return result
 
 
 def token_writes(block: nn.Module, call: BlockCall) -> str:
-    """The first function of a block's forward that writes to activations and cannot write to shares of the tokens;
-    empty where there is none.
-    """
+    """Name the first function of a block that writes to activations and cannot write to shards of the tokens; empty if
+    there is none."""
     args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
-    writes = _Writes(tensors_of((args, kwargs)))
-    with torch.no_grad(), shapes_only(Recorder()), left_to_the_plan(), writes:
+    recorder = _WriteRecorder(tensors_of((args, kwargs)))
+    with torch.no_grad(), shapes_only(Recorder()), left_to_the_plan(), recorder:
         block(*args, **kwargs)
-    return next(iter(writes.names), "")
+    return next(iter(recorder.names), "")
 
 
 def check_replaced(model: nn.Module, twin: nn.Module) -> None:
-    """Refuse a model that replaces modules of its own while it runs: plans are applied to the modules there are.
+    """Refuse a model that replaces its own modules while it runs: plans are applied to the modules that exist before.
 
     Args:
-        model: the whole model, which has not run.
-        twin: its copy, which has.
+        model: that has not run.
+        twin: its copy, which has run.
 
     Raises:
-        TraceError: a module of the copy is of another class.
+        TraceError: a module of the copy has another class.
     """
     before = dict(model.named_modules())
     for path, module in twin.named_modules():
@@ -181,143 +182,137 @@ def check_replaced(model: nn.Module, twin: nn.Module) -> None:
 
 
 def one_stage_reason(
-    model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], flow: DataFlow
+    model: nn.Module, layers: Sequence[Layer], run: Observation, ends: Sequence[Tensor], flow: DataFlow
 ) -> str:
-    """Why not every layer can begin a stage; empty where it can.
+    """Return why the model must stay in one pipeline stage; empty if each layer can begin a stage.
 
-    A stage has its own layers' parameters and runs once. So no layer may run again behind a later one, code behind the
-    first block may read no parameter that no layer's modules hold, and the loss nothing that was taken out of a block.
-    Nor may values that layers made decide what runs between them.
+    A stage has its own layers' parameters and runs once. Hence no layer with parameters may run again after a later
+    one, code after the first block may read no parameter from outside the layers' modules, and neither the loss nor the
+    choice of what runs between layers may depend on values taken out of a layer by other means than its output.
 
     Args:
-        ends: what the loss is made of.
-        flow: of a run, what tensors are made of.
+        run: of the model.
+        ends: tensors that the loss is made of.
+        flow: sources of the run's tensors.
     """
-    places = {path: number for number, layer in enumerate(layers) for path in layer.modules}
+    prefix = "no pipeline stages:"
+    owners = {path: index for index, layer in enumerate(layers) for path in layer.modules}
     if len(layers) == 2 and not layers[1].modules:
-        return "no pipeline stages: the model has no repeated blocks, and no module behind its first layer"
+        return f"{prefix} the model has no repeated blocks, and no module behind its first layer"
     current = 0
-    for call in seen.calls:
-        home = places.get(call.path, current)
-        if home < current and next(model.get_submodule(call.path).parameters(), None) is not None:
-            return f"no pipeline stages: {call.path} runs again behind {layers[current].name}"
-        current = max(current, home)
-    later = [tensor for call in seen.calls if places.get(call.path, 0) > 1 for tensor in call.inputs]
-    name = _loose_read(model, places, seen, [*later, *ends])
-    if name:
-        return f"no pipeline stages: code behind the first block reads {name}, which no layer holds"
+    for call in run.calls:
+        owner = owners.get(call.path, current)
+        if owner < current and next(model.get_submodule(call.path).parameters(), None) is not None:
+            return f"{prefix} {call.path} runs again behind {layers[current].name}"
+        current = max(current, owner)
+    later = [tensor for call in run.calls if owners.get(call.path, 0) > 1 for tensor in call.inputs]
+    if name := _outside_parameter(model, owners, run, [*later, *ends]):
+        return f"{prefix} code behind the first block reads {name}, which no layer holds"
     for path, bits in flow.asked:
-        if not any(at(path, layer) for layer in places):
-            read = (
-                layer for layer in places if any(bits & bit for name, bit in flow.modules.items() if at(name, layer))
-            )
-            if layer := next(read, ""):
-                return (
-                    f"no pipeline stages: code between layers reads values of what {layer} gives, to decide what runs"
-                )
-    rewritten = next((path for path in seen.rewritten if path in places), "")
-    if rewritten:
-        return f"no pipeline stages: code behind {rewritten} changes in place what it gives"
-    lent = _lent(model, layers, seen, ends)
-    if lent:
-        return f"no pipeline stages: {lent}, a parameter of a module that never runs, is handed to other layers"
-    heard = _heard_of(seen, ends)
-    return f"no pipeline stages: the loss is made of what {heard} gives inside its block, too" if heard else ""
+        if not any(at(path, module) for module in owners):
+            read = (m for m in owners if any(bits & bit for name, bit in flow.modules.items() if at(name, m)))
+            if module := next(read, ""):
+                return f"{prefix} code between layers reads values of what {module} gives, to decide what runs"
+    if rewritten := next((path for path in run.rewritten if path in owners), ""):
+        return f"{prefix} code behind {rewritten} changes in place what it gives"
+    if name := _parameter_of_unused_module(model, layers, run, ends):
+        return f"{prefix} {name}, a parameter of a module that never runs, is handed to other layers"
+    hooked = _hooked_module_in_loss(run, ends)
+    return f"{prefix} the loss is made of what {hooked} gives inside its block, too" if hooked else ""
 
 
-def _lent(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor]) -> str:
+def _parameter_of_unused_module(
+    model: nn.Module, layers: Sequence[Layer], run: Observation, ends: Sequence[Tensor]
+) -> str:
     """A parameter of a layer's module that never runs, which code between layers hands to another layer."""
-    ran, homes = set(seen.order), {path: number for number, layer in enumerate(layers) for path in layer.modules}
-    for path, home in homes.items():
+    ran, owners = set(run.order), {path: index for index, layer in enumerate(layers) for path in layer.modules}
+    for path, owner in owners.items():
         if path not in ran:
-            inside = {home, home + 1} if home == 0 else {home}  # what enters the first block, the layer before it makes
-            entering = [
-                tensor for call in seen.calls if homes.get(call.path, home) not in inside for tensor in call.inputs
-            ]
-            others = [*entering, *(ends if home < len(layers) - 1 else ())]
-            name = _loose_read(model, dict.fromkeys(set(homes) - {path}, 0), seen, others)
+            # the first layer makes the first block's inputs
+            inside = {owner, owner + 1} if owner == 0 else {owner}
+            inputs = [x for call in run.calls if owners.get(call.path, owner) not in inside for x in call.inputs]
+            others = [*inputs, *(ends if owner < len(layers) - 1 else ())]
+            name = _outside_parameter(model, owners.keys() - {path}, run, others)
             if name.startswith(f"{path}."):
                 return name
     return ""
 
 
 def nodes_behind(tensors: Sequence[Tensor], ends: Collection[Node | None]) -> Iterator[Node]:
-    """The calls that tensors were made by, and those before them; what is before ``ends`` left out."""
-    waiting, met = [tensor.grad_fn for tensor in tensors], set(ends)
+    """Walk the autograd graph backward from tensors, not beyond the nodes ``ends``."""
+    waiting, visited = [tensor.grad_fn for tensor in tensors], set(ends)
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in met:
-            met.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
-            waiting += [one for one, _ in node.next_functions]
+            waiting += [following for following, _ in node.next_functions]
 
 
-def _block_ends(seen: Observation) -> set[Node | None]:
-    return {tensor.grad_fn for call in seen.calls for tensor in tensors_of(call.output)}
+def _block_ends(run: Observation) -> set[Node | None]:
+    return {tensor.grad_fn for call in run.calls for tensor in tensors_of(call.output)}
 
 
-def _heard_of(seen: Observation, ends: Sequence[Tensor]) -> str:
-    """A module inside a block of whose output, which a hook of the model took, the loss is made."""
-    heard = {tensor.grad_fn: one.path for call in seen.calls for one in call.heard for tensor in tensors_of(one.output)}
-    behind = nodes_behind(ends if heard else (), _block_ends(seen) - heard.keys())
-    return next((heard[node] for node in behind if node in heard), "")
+def _hooked_module_in_loss(run: Observation, ends: Sequence[Tensor]) -> str:
+    """A module inside a block whose output, taken by a hook of the model, the loss is made of."""
+    hooked = {
+        tensor.grad_fn: inner.path for call in run.calls for inner in call.heard for tensor in tensors_of(inner.output)
+    }
+    behind = nodes_behind(ends if hooked else (), _block_ends(run) - hooked.keys())
+    return next((hooked[node] for node in behind if node in hooked), "")
 
 
-def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tensors: Sequence[Tensor]) -> str:
-    """A parameter that no layer's modules hold and of which code between layers made one of the tensors."""
-    inside = {id(parameter) for path in held for parameter in model.get_submodule(path).parameters()}
-    loose = {id(one): name for name, one in model.named_parameters() if id(one) not in inside}
-    behind = nodes_behind(tensors if loose else (), _block_ends(seen))
+def _outside_parameter(model: nn.Module, modules: Iterable[str], run: Observation, tensors: Sequence[Tensor]) -> str:
+    """A parameter outside of the modules that code between layers made one of the tensors of."""
+    inside = {id(parameter) for path in modules for parameter in model.get_submodule(path).parameters()}
+    outside = {id(parameter): name for name, parameter in model.named_parameters() if id(parameter) not in inside}
+    behind = nodes_behind(tensors if outside else (), _block_ends(run))
     read = chain(tensors, (getattr(node, "variable", None) for node in behind))
-    return next((loose[id(one)] for one in read if id(one) in loose), "")
+    return next((outside[id(tensor)] for tensor in read if id(tensor) in outside), "")
 
 
 def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[DeadParameters, ...]:
-    """Parameters of which no output is made, by the outermost modules that hold no others; shared ones count once.
+    """Find parameters that no output is made of, grouped by the outermost modules that hold no others.
 
-    A parameter counts as living where it may decide what is run, where the model remembers what was made of it, and
-    where a buffer that reaches an output may have been written with it.
+    A parameter is alive if it may decide what runs, if the model remembers what was made of it, and if it may have been
+    written into a buffer that reaches an output. Shared parameters count once.
 
     Args:
-        flow: of its run.
+        flow: of the model's run.
         outputs: what it returned, or the loss.
     """
     living = flow.reaching(everything_in(outputs), model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    dead = {name for name, bit in flow.parameters.items() if not living & bit}
-    return tuple(_outermost(model, "", {key: name for key, name in names.items() if name in dead}, set()))
+    dead = {key for key, name in names.items() if not living & flow.parameters[name]}
+    return tuple(_outermost(model, "", dead, set()))
 
 
-def _outermost(module: nn.Module, path: str, dead: Mapping[int, str], counted: set[int]) -> Iterator[DeadParameters]:
+def _outermost(module: nn.Module, path: str, dead: Collection[int], counted: set[int]) -> Iterator[DeadParameters]:
     parameters = {id(parameter): parameter for parameter in module.parameters()}
-    if path and parameters and parameters.keys() <= dead.keys():
+    if path and parameters and all(key in dead for key in parameters):
         items = sum(parameter.numel() for key, parameter in parameters.items() if key not in counted)
         counted |= parameters.keys()
         if items:
             yield DeadParameters(path, items)
         return
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, parameter in module.named_parameters(path, recurse=False):
         if id(parameter) in dead and id(parameter) not in counted:
             counted.add(id(parameter))
-            yield DeadParameters(_join(path, name), parameter.numel())
+            yield DeadParameters(name, parameter.numel())
     for name, child in module.named_children():
-        yield from _outermost(child, _join(path, name), dead, counted)
+        yield from _outermost(child, f"{path}.{name}" if path else name, dead, counted)
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def everything_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in a value: nests of mappings, sequences, sets, dataclasses and plain objects."""
-    met = set[int]() if seen is None else seen
+def everything_in(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield all tensors in a value: nests of mappings, sequences, sets, dataclasses and plain objects."""
+    visited = set() if visited is None else visited
     if isinstance(value, Tensor):
         yield value
-    elif id(value) not in met and not isinstance(value, (str, bytes, int, float, nn.Module, type, type(None))):
-        met.add(id(value))
+    elif id(value) not in visited and not isinstance(value, (str, bytes, int, float, nn.Module, type, type(None))):
+        visited.add(id(value))
         if is_dataclass(value) and not isinstance(value, Collection):
             value = [getattr(value, field.name) for field in fields(value)]
         elif not isinstance(value, Collection):
             value = getattr(value, "__dict__", {})
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from everything_in(part, met)
+            yield from everything_in(part, visited)

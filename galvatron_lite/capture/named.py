@@ -1,5 +1,7 @@
-"""Graphs of models by name: those of ``configs/models`` by closed forms, those of the zoo and of transformers traced.
-Torch is imported for the latter alone."""
+"""Graphs of models by name: closed forms for ``configs/models``; traces for the zoo, transformers and user functions.
+
+Torch is imported for traces only.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.capture.huggingface import find_config, graph_of_config
 from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
-from galvatron_lite.model.shapes import load_model, model_names
+from galvatron_lite.model.shapes.registry import SUFFIXES, load_model, match_name, model_names
 from galvatron_lite.model.trainable import Trainable
-from galvatron_lite.model.zoo import SIZES, build, size_named
+from galvatron_lite.model.zoo import SIZES, build
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def is_factory(target: str) -> bool:
@@ -31,7 +36,7 @@ def check_function_named(field: str, target: str) -> None:
 
 
 def find_factory(target: str) -> Callable[[], Any]:
-    """The function that ``FILE.py:FACTORY`` names."""
+    """Return the function that ``FILE.py:FACTORY`` names."""
     file, _, name = target.rpartition(":")
     path = Path(file)
     if not path.is_file():
@@ -57,31 +62,6 @@ def load_factory(target: str) -> tuple[Any, Any, Any]:
     return model, batch, loss_fn
 
 
-def graph_of_factory(target: str, precision: str = "bf16", trainable: Trainable | None = None) -> ModelGraph:
-    """The graph of what a factory makes, without memory where it can be called so.
-
-    Raises:
-        InputError: there is no such file or function, or no example batch is known.
-        TraceError: the model cannot be traced.
-    """
-    import torch
-
-    from galvatron_lite.capture.adapters import make_trainable
-    from galvatron_lite.capture.trace import trace
-    from galvatron_lite.model.example import example_batch
-
-    try:
-        with torch.device("meta"):
-            model, batch, loss_fn = load_factory(target)
-            batch = example_batch(model) if batch is None else batch
-    except InputError:
-        raise
-    except Exception:  # whatever a user's function does that there are no shapes for
-        model, batch, loss_fn = load_factory(target)
-        batch = example_batch(model) if batch is None else batch
-    return trace(make_trainable(model, trainable), batch, loss_fn=loss_fn, precision=precision)
-
-
 def graph_named(
     name: str,
     *,
@@ -90,58 +70,58 @@ def graph_named(
     kernels: Kernels | None = None,
     trainable: Trainable | None = None,
 ) -> ModelGraph:
-    """The graph of a model by its name.
+    """Return the graph of a model by its name.
 
     Args:
         name: of ``configs/models`` (``llama2-7b``), the path of such a file, or of the zoo (``gpt-tiny``); or a
             configuration of transformers: ``config.json``, its folder, or a name in the hub's local cache; or
             ``FILE.py:FACTORY``.
-        sequence: tokens a sample; the model's own if not given.
+        sequence: tokens a sample; the model's default if None.
         precision: of compute.
-        kernels: that run a model of ``configs/models``; PyTorch's own if not given. Others run as they are written.
-
-        trainable: which parameters train; None: all.
+        kernels: that run a model of ``configs/models``; PyTorch's own if None. Other models run as they are written.
+        trainable: which parameters train; all if None.
 
     Raises:
-        InputError: no such name: tells all.
+        InputError: an unknown name (lists all), a file without such a function, or no example batch.
         FileFormatError: the file cannot be read.
+        TraceError: the model cannot be traced.
     """
-    graph = _graph_of(name, sequence, precision, kernels, trainable)
-    return graph if trainable is None else replace(graph, trains=trainable.options)
-
-
-def _graph_of(
-    name: str, sequence: int | None, precision: str, kernels: Kernels | None, trainable: Trainable | None
-) -> ModelGraph:
+    check_function_named("--model", name)
+    shipped = model_names()
     if is_factory(name):
         if sequence is not None:
             raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")
-        return graph_of_factory(name, precision, trainable)
-    check_function_named("--model", name)
-    config = find_config(name)
-    if config is not None:
-        return graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)
-    try:
-        return load_model(name, sequence=sequence, precision=precision, kernels=kernels, trainable=trainable)
-    except InputError as error:
-        size = size_named(name)
-        if error.field == "model" and size is None:
-            besides = "Or give a .yaml file, a transformers config.json or FILE.py:FACTORY."
-            shipped = {shipped.replace("-", "") for shipped in model_names()}
-            small = (size for size in SIZES if size.replace("-", "") not in shipped)
-            raise unknown("--model", name, (*model_names(), *small), besides) from error
-        if size is None or name.replace("-", "") in {model_name.replace("-", "") for model_name in model_names()}:
-            raise
-        return _traced(size, sequence, precision, trainable)
+        graph = _trace(lambda: load_factory(name), precision, trainable)
+    elif config := find_config(name):
+        graph = graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)
+    elif Path(name).suffix in SUFFIXES or match_name(name, shipped):
+        graph = load_model(name, sequence=sequence, precision=precision, kernels=kernels, trainable=trainable)
+    elif size := match_name(name, SIZES):
+        sizes = {} if sequence is None else {"sequence": sequence}
+        graph = _trace(lambda: (build(size, **sizes), None, None), precision, trainable, size)
+    else:
+        remedy = "Or give a .yaml file, a transformers config.json or FILE.py:FACTORY."
+        raise unknown("--model", name, (*shipped, *(size for size in SIZES if not match_name(size, shipped))), remedy)
+    return graph if trainable is None else replace(graph, trains=trainable.options)
 
 
-def _traced(size: str, sequence: int | None, precision: str, trainable: Trainable | None) -> ModelGraph:
+def _trace(
+    make: Callable[[], tuple[nn.Module, Any, Any]], precision: str, trainable: Trainable | None, name: str | None = None
+) -> ModelGraph:
+    """Trace a model with its example batch and loss; it is made on the meta device if its code allows that."""
     import torch
 
     from galvatron_lite.capture.adapters import make_trainable
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
 
-    with torch.device("meta"):
-        model = build(size, **({} if sequence is None else {"sequence": sequence}))
-    return trace(make_trainable(model, trainable), example_batch(model), precision=precision, name=size)
+    try:
+        with torch.device("meta"):
+            model, batch, loss_fn = make()
+            batch = example_batch(model) if batch is None else batch
+    except InputError:
+        raise
+    except Exception:  # whatever a user's function does on the meta device
+        model, batch, loss_fn = make()
+        batch = example_batch(model) if batch is None else batch
+    return trace(make_trainable(model, trainable), batch, loss_fn=loss_fn, precision=precision, name=name)

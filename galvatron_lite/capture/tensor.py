@@ -1,4 +1,8 @@
-"""What one device computes, moves and keeps of a block under tensor parallelism and with its experts spread."""
+"""Figures of a layer under tensor and expert parallelism: what one device computes, moves and keeps of it.
+
+A shard of each layer really runs, on the meta device; comparing its figures with those of the full layer tells how each
+figure is divided.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from math import gcd, prod
 from typing import Any
 
@@ -31,58 +36,60 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
 
-class _LeftOut:
-    """Stands in for the blocks: gives what they gave, cut off from what they took, also to whom listens inside them."""
+class _BlockStandIn:
+    """Runs in place of the blocks: returns what they returned, detached from their inputs.
+
+    Hooks of the model on modules inside a block are called with what these modules returned.
+    """
 
     def __init__(self, twin: nn.Module, recorder: Recorder, calls: Sequence[BlockCall], after: Recording) -> None:
-        self.twin, self.recorder, self.calls, self.after = twin, recorder, list(calls), after
-        self.entry: list[Tensor] = []
-        self.leaves: list[Tensor] = []
-        self.numbers: tuple[int, ...] = ()
-        self.earlier: list[int] = []
-        self._done = 0
+        self.twin, self.recorder, self.calls, self.after = twin, recorder, calls, after
+        self.entry: list[Tensor] = []  # inputs of the first block
+        self.leaves: list[Tensor] = []  # outputs of all blocks, and what hooks take from inside them
+        self.last_outputs: tuple[int, ...] = ()  # storages of the last block's outputs
+        self.earlier_outputs: list[int] = []  # storages of other outputs
+        self._next = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._done == 0:
+        if self._next == 0:
             self.entry = [*tensors_of(args), *tensors_of(kwargs)]
         self.recorder.target = None
-        call = self.calls[self._done]
-        for inner in call.heard:  # the model's own hooks on modules inside hear of what they gave
-            leaves, output, numbers = self._cut_off(inner)
-            self.leaves += tensors_of(leaves)
-            self.earlier += numbers
+        call = self.calls[self._next]
+        for inner in call.heard:
+            output, storages = self._detached_output(inner)
+            self.earlier_outputs += storages
             module = self.twin.get_submodule(inner.path)
             with _replaced([module], lambda *_args, output=output, **_kwargs: output):
                 module(*inner.args, **inner.kwargs)
-        self.earlier += self.numbers
-        leaves, output, self.numbers = self._cut_off(call)
-        self.leaves += tensors_of(leaves)
-        self._done += 1
-        if self._done == len(self.calls):
+        self.earlier_outputs += self.last_outputs
+        output, self.last_outputs = self._detached_output(call)
+        self._next += 1
+        if self._next == len(self.calls):
             self.recorder.target = self.after
         return output
 
-    def _cut_off(self, call: BlockCall) -> tuple[Any, Any, tuple[int, ...]]:
-        """New leaves shaped like what a call gave, what is handed on of them, and its storages' numbers."""
+    def _detached_output(self, call: BlockCall) -> tuple[Any, tuple[int, ...]]:
+        """An output made of new leaves, which are noted, and its storages."""
 
         def fresh(tensor: Tensor) -> Tensor:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             return empty.requires_grad_(tensor.requires_grad)
 
         leaves = map_tensors(call.output, fresh)
+        self.leaves += tensors_of(leaves)
         output = map_tensors(leaves, entered)
-        return leaves, output, tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
+        return output, tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
 
 
 @contextmanager
-def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
-    for block in blocks:
-        block.forward = stand_in  # a module's own attribute comes before its class's method
+def _replaced(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    for module in modules:
+        module.forward = forward  # an attribute of the instance takes precedence over the method of its class
     try:
         yield
     finally:
-        for block in blocks:
-            del block.forward
+        for module in modules:
+            del module.forward
 
 
 def run_edges(
@@ -92,15 +99,15 @@ def run_edges(
 
     Args:
         twin: the model on the meta device.
-        calls: the blocks' calls in order; without any, everything counts as before.
+        calls: the blocks' calls in order; without any, everything belongs to the region before them.
 
     Raises:
         TraceError: the model does not run.
-        InputError: it gives no loss.
+        InputError: it returns no loss.
     """
     recorder, before, after = Recorder(), Recording(), Recording()
     blocks = {call.path: twin.get_submodule(call.path) for call in calls}
-    stand_in = _LeftOut(twin, recorder, calls, after)
+    stand_in = _BlockStandIn(twin, recorder, calls, after)
     with (
         keeping_gates(twin),
         explaining("", twin),
@@ -109,20 +116,21 @@ def run_edges(
         _replaced(list(blocks.values()), stand_in),
     ):
         recorder.target = before
-        numbers = tuple(recorder.number(tensor) for tensor in tensors_of(batch))
+        batch_storages = tuple(recorder.number(tensor) for tensor in tensors_of(batch))
         loss = loss_of(call_model(twin, batch), batch, loss_fn)
         recorder.claim(loss, "")
         recorder.claim(stand_in.entry, "")
         last = after if calls else before
         recorder.target = None
-        ends = [one for one in (*twin.parameters(), *stand_in.leaves) if one.requires_grad]
-        trained = [one for one in ends if not calls or recorder.number(one) in after.sizes]  # read behind the blocks
+        ends = [tensor for tensor in (*twin.parameters(), *stand_in.leaves) if tensor.requires_grad]
+        # those that are read behind the blocks
+        trained = [tensor for tensor in ends if not calls or recorder.number(tensor) in after.sizes]
         recorder.start_backward(last)
         if trained and loss.requires_grad:
             # a skip connection around the blocks leads to what runs before them, which runs backward once more
-            trains = {id(getattr(node, "variable", None)) for node in nodes_behind(stand_in.entry, ())}
-            keeps = any(id(parameter) in trains for parameter in trained)
-            torch.autograd.backward([loss], inputs=trained, retain_graph=keeps)
+            variables = {id(getattr(node, "variable", None)) for node in nodes_behind(stand_in.entry, ())}
+            retain = any(id(tensor) in variables for tensor in trained)
+            torch.autograd.backward([loss], inputs=trained, retain_graph=retain)
         recorder.finish(last, twin.parameters())
         end = region_end(stand_in.entry)
         if end is not None:
@@ -130,78 +138,78 @@ def run_edges(
             torch.autograd.backward([end])
             recorder.finish(before, twin.parameters())
         leaving = tuple(recorder.number(tensor) for tensor in stand_in.entry)
+    entering = (*stand_in.last_outputs, *stand_in.earlier_outputs, *batch_storages)
     return (
-        RegionRun(before, numbers, (), leaving=leaving),
-        RegionRun(after, (*stand_in.numbers, *stand_in.earlier, *numbers), (), handed=stand_in.numbers),
+        RegionRun(before, batch_storages, (), leaving=leaving),
+        RegionRun(after, entering, (), handed=stand_in.last_outputs),
     )
 
 
-_CLOSE = 0.05
-_PAIR = 2
+_CLOSE = 0.05  # relative difference of work up to which a call counts as divided
 _NO_PAIR = f"No two matmuls with weights run in it, one to split by columns and one by rows{NOT_OFFERED}."
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFigures:
-    """A region run whole, and one device's share of it."""
+    """Figures of a full region, and of one device's share of it in a tensor group."""
 
     full: RegionFigures  # on one device
     plan: TensorPlan  # how it is split
-    degree: int  # ways it was split to see the share; 1 where it was not
-    share: RegionFigures  # of a tensor group; ``full`` where it was not split
-    tokens: RegionFigures  # of a tensor group with sequence parallelism; ``share`` where that is not offered
+    degree: int  # of the group whose share ran; 1 if the region is not split
+    share: RegionFigures  # ``full`` if the region is not split
+    tokens: RegionFigures  # the share under sequence parallelism; ``share`` if that is not offered
     sharded: frozenset[str] = frozenset()  # names of parameters (inside the layer) that are split
-    loss_bytes: int = 0  # of an edge, see ``LayerKind``
+    loss_bytes: int = 0  # see ``LayerKind``
     boundaries: tuple[TensorBoundary, ...] = ()  # of its regions
 
     def split(self, figure: str) -> TensorSplit:
-        """The parts of a figure of ``RegionFigures`` by how they are divided.
+        """Split a figure of ``RegionFigures`` by how it is divided.
 
-        From share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The sum
-        is always what one device holds that has the whole layer, so copies that only a split layer makes are left out.
+        Solves share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The
+        parts add up to the figure of the full region, so copies that only a split layer makes are left out.
         """
         total, share, tokens = (getattr(region, figure) for region in (self.full, self.share, self.tokens))
         if self.degree == 1:
             return TensorSplit(whole=total)
-        tensor = _part(total - share, self.degree, total)
-        sequence = _part(share - tokens, self.degree, total - tensor)
+
+        def part(saved: int, most: int) -> int:
+            return min(max(0, saved * self.degree // (self.degree - 1)), most)
+
+        tensor = part(total - share, total)
+        sequence = part(share - tokens, total - tensor)
         return TensorSplit(tensor=tensor, sequence=sequence, whole=total - tensor - sequence)
 
     def with_unsplit(self, more: RegionFigures, times: int) -> TensorFigures:
-        """With a region that is not split and runs so many times beside it."""
+        """Add a region that is not split and runs ``times`` times."""
         full, share, tokens = (
             replace(
-                one,
-                calls=one.calls + more.calls * times,
-                kept=one.kept + more.kept * times,
-                selective=one.selective + more.selective * times,
-                working=max(one.working, more.working),
-                forward_working=max(one.forward_working, more.forward_working),
+                region,
+                calls=region.calls + more.calls * times,
+                kept=region.kept + more.kept * times,
+                selective=region.selective + more.selective * times,
+                working=max(region.working, more.working),
+                forward_working=max(region.forward_working, more.forward_working),
             )
-            for one in (self.full, self.share, self.tokens)
+            for region in (self.full, self.share, self.tokens)
         )
         return replace(self, full=full, share=share, tokens=tokens)
 
     def shardings(self) -> dict[tuple[str, OperatorClass], Sharding]:
-        """How each module's calls of each class are divided."""
+        """Return how the calls of each module and class are divided; empty if the region is not split."""
         if self.degree == 1:
             return {}
-        full, share, tokens = (_work(region) for region in (self.full, self.share, self.tokens))
+        full, share, tokens = (_forward_work(region) for region in (self.full, self.share, self.tokens))
 
-        def divided(part: int, total: int) -> bool:
+        def is_divided(part: int, total: int) -> bool:
             return total > 0 and abs(part * self.degree - total) <= _CLOSE * total
 
         shardings = dict.fromkeys(full, Sharding.NONE)
-        shardings |= {key: Sharding.SEQUENCE for key, total in full.items() if divided(tokens[key], total)}
-        return shardings | {key: Sharding.TENSOR for key, total in full.items() if divided(share[key], total)}
+        shardings |= {key: Sharding.SEQUENCE for key, total in full.items() if is_divided(tokens[key], total)}
+        return shardings | {key: Sharding.TENSOR for key, total in full.items() if is_divided(share[key], total)}
 
 
-def _part(less: int, degree: int, most: int) -> int:
-    return min(max(0, less * degree // (degree - 1)), most)
-
-
-def _work(region: RegionFigures) -> Counter[tuple[str, OperatorClass]]:
-    """Forward FLOPs, or bytes where there are none, by module and class."""
+def _forward_work(region: RegionFigures) -> Counter[tuple[str, OperatorClass]]:
+    """FLOPs, or bytes of memory-bound calls, by module and class."""
     work: Counter[tuple[str, OperatorClass]] = Counter()
     for call in region.calls:
         if not call.backward:
@@ -209,8 +217,8 @@ def _work(region: RegionFigures) -> Counter[tuple[str, OperatorClass]]:
     return work
 
 
-def unsplit(figures: RegionFigures, reason: str) -> TensorFigures:
-    """Figures of a layer that tensor parallelism is not offered for."""
+def _unsplit(figures: RegionFigures, reason: str) -> TensorFigures:
+    """Figures of a layer without tensor parallelism."""
     return TensorFigures(figures, TensorPlan(reason=reason), 1, figures, figures)
 
 
@@ -221,36 +229,35 @@ def split_block(
     figures: RegionFigures,
     shared: Collection[str] = (),
 ) -> TensorFigures:
-    """Figures of a block and of one device's share of it.
+    """Run one device's share of a block and return its figures beside those of the full block.
 
     Args:
-        block: on the meta device; it is not changed.
+        block: on the meta device; not changed.
         calls: its call at both batch sizes.
-        chains: places of the inputs that come from the layer before, at both batch sizes.
-        figures: its figures on one device.
+        chains: indices of the inputs that come from the previous layer, at both batch sizes.
+        figures: of the full block.
         shared: names of modules that other layers hold too.
     """
     matmuls = (call for call in figures.calls if call.kind is OperatorClass.MATMUL and not call.backward)
-    if sum(call.weight_bytes > 0 for call in matmuls) < _PAIR:
-        return unsplit(
-            figures, _NO_PAIR
-        )  # told without running the block for real, for which pictures may be too large
+    if sum(call.weight_bytes > 0 for call in matmuls) < 2:
+        return _unsplit(figures, _NO_PAIR)  # before the block runs on real data, for which pictures may be too large
     plan = infer_block(block, calls[1].args, calls[1].kwargs, shared)
     if plan.max_degree == 1:
-        return unsplit(figures, plan.reason)
+        return _unsplit(figures, plan.reason)
     degree = next(factor for factor in range(2, plan.max_degree + 1) if plan.max_degree % factor == 0)
-    divisible = all(calls[1].inputs[place].shape[1] % degree == 0 for place in chains[1])
+    divisible = all(calls[1].inputs[index].shape[1] % degree == 0 for index in chains[1])
     choices = [False, True] if plan.sequence_parallel and divisible else [False]
     try:
-        runs = [_run_share(block, calls, chains, plan, degree, choice) for choice in choices]
+        shares = [_run_share(block, calls, chains, plan, degree, choice) for choice in choices]
     except GalvatronError as error:
-        return unsplit(figures, f"One device's share of it does not run: {error}")
-    boundaries = tuple(one for run in runs for one in run[2])
-    return TensorFigures(figures, plan, degree, runs[0][0], runs[-1][0], runs[0][1], boundaries=boundaries)
+        return _unsplit(figures, f"One device's share of it does not run: {error}")
+    (share, sharded, _), (tokens, _, _) = shares[0], shares[-1]
+    boundaries = tuple(boundary for _, _, found in shares for boundary in found)
+    return TensorFigures(figures, plan, degree, share, tokens, sharded, boundaries=boundaries)
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    """A tensor of its own; of one that a run left in an attribute, without what it was made of."""
+def _fresh_leaf(tensor: Tensor) -> Tensor:
+    """A copy detached from its graph, which a tensor that a run left in an attribute still has."""
     return tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
 
 
@@ -262,33 +269,34 @@ def _run_share(
     degree: int,
     sequence_parallel: bool,
 ) -> tuple[RegionFigures, frozenset[str], tuple[TensorBoundary, ...]]:
+    """One device's figures, names of the parameters that are split, and the collectives of the tensor group."""
     runs = []
     groups = [ListeningGroup(degree) for _ in calls]
     for call, chain, group in zip(calls, chains, groups, strict=True):
-        twin = copy_with(block, _fresh)
+        twin = copy_with(block, _fresh_leaf)
         shards = shard_layer(twin, plan, group, sequence_parallel)
-        taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
-        runs.append(run_block(twin, taken, chain))
+        shard = _shard_tokens(call, chain, degree) if sequence_parallel else call
+        runs.append(run_block(twin, shard, chain))
     rows = {row for region in plan.regions for row in region.rows}
     share = figures(*runs, rows=rows, degree=degree if sequence_parallel else 1)
     counts: dict[int, Counter[str]] = defaultdict(Counter)  # collectives of the group, by bytes a sample
-    for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
-        counts[slope(small, large)][count] += 1
-    boundaries = tuple(TensorBoundary(size, sequence_parallel, **count) for size, count in counts.items())
+    for (kind, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
+        counts[slope(small, large)][kind] += 1
+    boundaries = tuple(TensorBoundary(size, sequence_parallel, **numbers) for size, numbers in counts.items())
     return share, _sharded(shards), boundaries
 
 
-def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
-    """The call with one device's tokens (dim 1) of what comes from the layer before."""
-    supply = iter(range(len(call.inputs)))
+def _shard_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
+    """The call with one device's tokens (dim 1) of the inputs that come from the previous layer."""
+    indices = count()
 
-    def cut(tensor: Tensor) -> Tensor:
-        if next(supply) not in chain:
+    def shard(tensor: Tensor) -> Tensor:
+        if next(indices) not in chain:
             return tensor
-        fewer = tensor.new_empty(tensor.shape[0], tensor.shape[1] // degree, *tensor.shape[2:])
-        return fewer.requires_grad_(tensor.requires_grad)
+        part = tensor.new_empty(tensor.shape[0], tensor.shape[1] // degree, *tensor.shape[2:])
+        return part.requires_grad_(tensor.requires_grad)
 
-    args, kwargs = map_tensors((call.args, call.kwargs), cut)
+    args, kwargs = map_tensors((call.args, call.kwargs), shard)
     return BlockCall(call.path, args, kwargs, call.output)
 
 
@@ -304,13 +312,14 @@ def split_edges(
     loss_fn: LossFn | None,
     wholes: Sequence[RegionFigures],
 ) -> tuple[TensorFigures, TensorFigures]:
-    """Figures of the layers before and after the blocks, and of one device's share of them.
+    """Run one device's share of the layers before and after the blocks; return figures of both.
 
     Args:
-        twin: the model on the meta device; it is not changed.
-        modules: paths of the modules before, and of those after.
+        twin: the model on the meta device; not changed.
+        modules: paths of the modules before the blocks, and of those after.
         batches: on the meta device, at both batch sizes.
         calls: the blocks' calls at both batch sizes.
+        loss_fn: the user's, if any.
         wholes: figures on one device, before and after.
     """
     plans = [infer_edge({path: twin.get_submodule(path) for path in paths}, twin) for paths in modules]
@@ -319,41 +328,43 @@ def split_edges(
     groups = [ListeningGroup(degree) for _ in batches]
     try:
         for batch, chained, group in zip(batches, calls, groups, strict=True):
-            model = copy_with(twin, _fresh)
+            model = copy_with(twin, _fresh_leaf)
             parts = [{path: model.get_submodule(path) for path in paths} for paths in modules]
             shards = [shard_layer(p, plan, group) for p, plan in zip(parts, plans, strict=True)]
             sharded = [_sharded(held) for held in shards]
             runs.append(run_edges(model, batch, chained, loss_fn))
     except GalvatronError as error:
         reason = f"One device's share of it does not run: {error}"
-        return unsplit(wholes[0], reason), unsplit(wholes[1], reason)
+        return _unsplit(wholes[0], reason), _unsplit(wholes[1], reason)
     shares = [figures(*pair) for pair in zip(*runs, strict=True)]
     first, last = (TensorFigures(wholes[i], plans[i], degree, shares[i], shares[i], sharded[i]) for i in (0, 1))
-    returns = any(count == "returns" for count, _ in groups[0].heard)
+    returns = any(kind == "returns" for kind, _ in groups[0].heard)
     silent = (TensorBoundary(0),) if plans[1].heads and not returns else ()  # nothing before it trains
-    # of a loss on shares of logits; none where whole ones were asked for
+    # of a loss on shards of logits; none if full logits were gathered
     sent = slope(*(sum(group.figures) // group.size for group in groups))
     return first, replace(last, loss_bytes=0 if any(group.outputs for group in groups) else sent, boundaries=silent)
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureFigures:
-    """Mixtures of one layer; 0 where it has none whose experts can be spread."""
+    """Figures of a layer's mixtures of experts; 0 if it has none, or experts that cannot be spread."""
 
-    experts: int = 0  # every divisor of it divides the experts of each mixture
+    experts: int = 0  # greatest common divisor of the numbers of experts of all mixtures
     parameters: int = 0  # items of all experts
-    frozen: int = 0  # those among them that get no gradient
+    frozen: int = 0  # items of experts that get no gradient
     dispatched_bytes: int = 0  # per sample, see ``LayerKind``
     routing: Routing = Routing()  # noqa: RUF009  frozen
     reason: str = ""  # why experts cannot be spread
 
 
 def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall], tokens: int) -> MixtureFigures:
-    """Figures of a block's mixtures; routers that correct every expert's score by a buffer are taken to balance by it.
+    """Return the figures of a block's mixtures of experts.
+
+    A router with a buffer of one number per expert is assumed to balance loads by it.
 
     Args:
         block: on any device.
-        calls: what it called, for one sample.
+        calls: of the block, for one sample.
         tokens: of the sample.
     """
     mixtures = find_mixtures(block)
@@ -377,8 +388,8 @@ def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall], tokens: int
 
 
 def _copies(block: nn.Module, mixture: BlockMixture, calls: Sequence[OperatorCall]) -> tuple[int, int]:
-    """Rows that a mixture's first matmul takes, and the bytes of each."""
-    matmuls = (c for c in calls if c.path == mixture.path and c.groups > 1 and not c.backward)
+    """Rows of the input of a mixture's first matmul, and the bytes of each."""
+    matmuls = (call for call in calls if call.path == mixture.path and call.groups > 1 and not call.backward)
     first = next(matmuls, None)
     if first is None:
         return 0, 0

@@ -1,8 +1,8 @@
-"""The example batch and the loss: how a model is called and what training minimises.
+"""The batch and the loss: how a model is called and what training minimises.
 
 A batch is a mapping (``model(**batch)``), a tuple or list (``model(*batch)``) or one tensor (``model(batch)``). The
-samples lie along dim 0 of its tensors. The loss is a mean over samples. What ``forward`` does not take, such as the
-labels of ``loss_fn(output, batch)``, is not passed to the model.
+samples lie along dim 0 of its tensors. The loss is a mean over samples. Entries that ``forward`` does not take, such as
+the labels of ``loss_fn(output, batch)``, are not passed to the model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.trace.meta import left_to_the_plan
 
 LossFn = Callable[[Any, Any], Tensor]
-"""``loss_fn(output, batch)`` gives the scalar mean loss of a model's output."""
+"""``loss_fn(output, batch)`` returns the scalar mean loss of a model's output."""
 
 ITEMS = "num_items_in_batch"
-"""The entry of a batch that says how many labels count in all of it, to the losses of transformers' models."""
+"""The entry of a batch with the number of labels that count, for losses of transformers' models."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
+    """Run a model on a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
 
-    Its own checkpoints run what they hold (see ``trace.meta.left_to_the_plan``).
+    The model's own checkpoints do not recompute (see ``trace.meta.left_to_the_plan``).
     """
     inputs = model_inputs(model, batch)
     with left_to_the_plan():
@@ -41,7 +41,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def model_inputs(model: nn.Module, batch: Any) -> Any:
-    """The entries of a batch that the model's ``forward`` takes; the others are for ``loss_fn`` alone."""
+    """Return the entries of a batch that the model's ``forward`` takes; only ``loss_fn`` reads the others."""
     kind, parameters = inspect.Parameter, inspect.signature(model.forward).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
     if isinstance(batch, Mapping) and kind.VAR_KEYWORD not in kinds:
@@ -58,7 +58,7 @@ def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
     """Refuse entries of a batch that neither the model nor a loss function takes.
 
     Raises:
-        InputError: naming them; without this check, a misspelled entry would be left out silently.
+        InputError: names them; without this check, a misspelled entry would be ignored silently.
     """
     inputs = model_inputs(model, batch)
     if loss_fn is not None or inputs is batch or len(inputs) == len(batch):
@@ -73,17 +73,17 @@ def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
 
 
 def batch_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The batch of ``parallel(batch)`` or of a call like the model's, ``parallel(x, y)`` or ``parallel(x=x, y=y)``."""
+    """Return the batch of a call: ``parallel(batch)``, ``parallel(x, y)`` or ``parallel(x=x, y=y)``."""
     return args[0] if len(args) == 1 and not kwargs else (kwargs or args)
 
 
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar loss of a model's output.
+    """Return the scalar loss of a model's output.
 
     Args:
-        output: what the model returned.
-        batch: what it was given; passed on to ``loss_fn``.
-        loss_fn: how to get the loss; by default a scalar output itself, else ``.loss``, else ``["loss"]``.
+        output: of the model.
+        batch: passed on to ``loss_fn``.
+        loss_fn: computes the loss; by default it is a scalar output itself, else ``.loss``, else ``["loss"]``.
 
     Raises:
         InputError: no scalar tensor can be found.
@@ -104,7 +104,7 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of mappings, tuples, lists and dataclasses, in order."""
+    """Yield all tensors in a nest of mappings, tuples, lists and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -119,10 +119,10 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of mappings, tuples, lists and dataclasses with every tensor replaced by ``change(tensor)``.
+    """Copy a nest of mappings, tuples, lists and dataclasses with each tensor replaced by ``change(tensor)``.
 
-    Named tuples and dataclasses (also mappings that are such: transformers' outputs) keep their type; other mappings
-    become dicts. Dataclasses without tensors are handed on as they are.
+    Named tuples and dataclasses (including mappings that are dataclasses: transformers' outputs) keep their type; other
+    mappings become dicts. Dataclasses without tensors are not copied.
     """
     return map_places(value, lambda _, tensor: change(tensor))
 
@@ -147,7 +147,7 @@ def map_places(value: Any, change: Callable[[str, Tensor], Tensor], place: str =
 
 
 def places(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a nest with its place; see ``map_places``."""
+    """Yield all tensors in a nest with their paths; see ``map_places``."""
     tensors: list[tuple[str, Tensor]] = []
 
     def note(place: str, tensor: Tensor) -> Tensor:
@@ -186,22 +186,21 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def with_share_of_items(batch: Any, share: float) -> Any:
-    """A part of a batch whose loss, where it is a sum over counted items, is to be a mean over equal parts.
+    """Scale ``num_items_in_batch`` of a part of a batch, so that the mean of the parts' losses is the batch's loss.
 
-    Models of transformers divide the sum of their tokens' losses by ``num_items_in_batch`` where a batch says it: how
-    many labels of all of it count. A part is given its share of that number, so that the mean of the parts' losses is
-    the whole's, however many labels of each count.
+    Models of transformers divide the sum of their tokens' losses by this entry, the number of labels that count in the
+    batch, whichever part they are in.
 
     Args:
-        batch: a mapping that may have such an entry; others stay as they are.
-        share: of the whole batch's samples.
+        batch: the part; only a mapping may have such an entry.
+        share: of the batch's samples that are in the part.
     """
     count = batch.get(ITEMS) if isinstance(batch, Mapping) else None
     return batch if count is None else {**batch, ITEMS: count * share}
 
 
 def resize_batch(batch: Any, samples: int) -> Any:
-    """A batch of so many samples on the meta device, shaped like the example."""
+    """Return a batch on the meta device, shaped like the example, with another number of samples."""
     size = batch_size(batch)
 
     def resized(tensor: Tensor) -> Tensor:
@@ -214,11 +213,11 @@ def resize_batch(batch: Any, samples: int) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device | str) -> Any:
-    """The batch with every tensor on another device."""
+    """Copy all tensors of a batch to another device."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def sequence_length(batch: Any) -> int:
-    """Tokens per sample: dim 1 of the batch's first integer tensor of two dims; 1 where there is none."""
+    """Tokens per sample: dim 1 of the batch's first integer tensor of two dims; 1 if there is none."""
     integer: Sequence[Tensor] = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point()]
     return integer[0].shape[1] if integer else 1

@@ -1,4 +1,4 @@
-"""An example batch for a model that can say what it takes."""
+"""Example batches for models that describe their inputs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ SAMPLES = 8
 _LONGEST = 512
 _SOUND, _SPOKEN = 16000, 16  # samples of a second of sound, and tokens spoken in it
 _SIDE = 224
-"""Pixels along each side of pictures where a configuration does not say: a network of convolutions takes any."""
+"""Pixels along each side of pictures if the configuration has no size: a network of convolutions takes any."""
 
 
 _EXAMPLE = "Return (model, batch) from the function, or pass an example batch to auto_parallelize."
 
 
 def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None = None) -> Any:
-    """A batch of random inputs for a model of the zoo or of Hugging Face transformers.
+    """Make a batch of random inputs for a model of the zoo or of Hugging Face transformers.
 
     A model may offer ``example_batch(samples)`` itself. For transformers models the inputs follow the configuration:
-    token ids with labels for language models, pixel values with labels for image models, sound with labels for those
-    that hear it.
+    token ids for language models, pixel values for image models, sound for speech models; each with labels.
 
     Args:
-        model: what it is for.
-        sequence: tokens a sample of a transformers model; as many as it has positions, 512 at most, if not given.
+        model: that takes the batch.
+        samples: of the batch.
+        sequence: tokens a sample of a transformers model; if None its positions, 512 at most.
+
+    Raises:
+        InputError: the model does not describe its inputs.
     """
     method = getattr(model, "example_batch", None)
     if callable(method):
@@ -56,7 +59,7 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
 
 
 def _sound(model: Any, main: str, samples: int, sequence: int | None) -> dict[str, Any]:
-    """Spectra of as many frames as the model has places, or a second of samples; labels of classes or of tokens."""
+    """Spectra of as many frames as the model has positions, or a second of sound; labels are classes or tokens."""
     import torch
 
     config, generator = model.config, torch.Generator().manual_seed(0)

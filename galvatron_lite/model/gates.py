@@ -1,7 +1,7 @@
-"""Gated MLPs keep two tensors for their product, not three: ``silu(gate) * up`` needs the gate and ``up``.
+"""Gated MLPs that save two tensors for ``silu(gate) * up``, not three: the gate and ``up``.
 
-Autograd keeps the gate for the activation function, and its result for the product. The result is made of the gate once
-more in backward, as in Megatron-Core's fused SwiGLU, at the price of one element-wise kernel.
+Autograd saves the gate for the activation function, and the activated gate for the product. Here backward activates the
+gate again, as in Megatron-Core's fused SwiGLU, at the price of one element-wise kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 Function = Callable[..., Any]
 _ACTIVATIONS: frozenset[Any] = frozenset({functional.silu, functional.gelu})
-"""Functions of which autograd keeps the input."""
+"""Functions whose input autograd saves."""
 _NODES = ("SiluBackward0", "GeluBackward0")
 _PLAIN = getattr(Tensor.__torch_function__, "__func__", None)
 _PRODUCTS: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__})
@@ -32,12 +32,12 @@ _MODIFIED = (
 
 
 def keep_gates(module: nn.Module) -> None:
-    """Have gated MLPs inside a module keep no results of their activation functions, in place.
+    """Change a module in place so that gated MLPs inside it do not save activated gates.
 
-    An MLP is a module that holds its activation function: one without parameters and modules of its own.
+    An MLP is a module that holds its activation function as a module without parameters and submodules.
     """
     for parent in module.modules():
-        bare = (one for one in parent.children() if next(one.parameters(), None) is None and not [*one.children()])
+        bare = (child for child in parent.children() if not [*child.parameters(), *child.children()])
         if not isinstance(parent, (nn.Sequential, nn.ModuleList)) and any(map(_is_activation, bare)):
             gated = _GatedForward(parent.forward)
             parent.forward = update_wrapper(partial(_GatedForward.run, gated), gated.forward)
@@ -45,20 +45,20 @@ def keep_gates(module: nn.Module) -> None:
 
 @contextmanager
 def keeping_gates(module: nn.Module) -> Iterator[None]:
-    """As ``keep_gates``, while inside."""
-    before = [(one, vars(one).get("forward")) for one in module.modules()]
+    """``keep_gates`` while inside."""
+    before = [(part, vars(part).get("forward")) for part in module.modules()]
     keep_gates(module)
     try:
         yield
     finally:
-        for one, forward in before:
-            vars(one).pop("forward", None)
+        for part, forward in before:
+            vars(part).pop("forward", None)
             if forward is not None:
-                one.forward = forward
+                part.forward = forward
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether a module is one of the functions; one of the model's own is told by what autograd notes of a copy."""
+    """Whether a module is SiLU or GELU; a class of the user is recognised by the autograd node of a copy's run."""
     if type(module).__module__.startswith("torch.nn."):
         return isinstance(module, (nn.SiLU, nn.GELU))
     if any(True for _ in module.buffers()):  # what it remembers of a pass (an observer of ranges) stays as it is
@@ -74,7 +74,7 @@ def _is_activation(module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _GatedForward:
-    """The forward of a module that may gate; one whose first pass does not runs as it is from then on."""
+    """The forward of a module that may gate; if its first pass does not, later passes run unchanged."""
 
     forward: Function
     gates: bool = True
@@ -90,7 +90,7 @@ class _GatedForward:
 
 @dataclass(slots=True, eq=False)
 class _Activated:
-    """What an activation function gave, and how it is made again."""
+    """The result of an activation function, and how to compute it again."""
 
     result: Tensor | None
     source: Tensor | None
@@ -98,7 +98,7 @@ class _Activated:
 
 
 class _Gating(TorchFunctionMode):
-    """Has products keep the source of what an activation function gave, in its place."""
+    """Lets products save the input of an activation function instead of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,10 +116,10 @@ class _Gating(TorchFunctionMode):
             with self:  # calls on what its tensors hold come here again
                 return wrapping.__torch_function__(func, types, args, kwargs)
         if func in _PRODUCTS:
-            for place, one in enumerate(self._activated):
-                if args[0] is one.result or args[1] is one.result:
+            for index, activated in enumerate(self._activated):
+                if args[0] is activated.result or args[1] is activated.result:
                     self.found = True
-                    return _multiplied(func, self._activated.pop(place), args, kwargs)
+                    return _multiplied(func, self._activated.pop(index), args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if not kwargs.get("inplace"):
@@ -127,23 +127,23 @@ class _Gating(TorchFunctionMode):
         return result
 
 
-def _multiplied(func: Function, one: _Activated, args: Any, kwargs: Any) -> Any:
+def _multiplied(func: Function, activated: _Activated, args: Any, kwargs: Any) -> Any:
     # private, as there is no other way to let hooks around this one (offloading, recomputation) have what is kept;
     # transforms of torch.func allow none
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return func(*args, **kwargs)
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    with saved_tensors_hooks(partial(_pack, one, outer), _unpack):
+    with saved_tensors_hooks(partial(_pack, activated, outer), _unpack):
         product = func(*args, **kwargs)
-    one.result = one.source = None  # autograd holds the hook
+    activated.result = activated.source = None  # autograd holds the hook
     return product
 
 
-def _pack(one: _Activated, outer: tuple[Function, Function] | None, tensor: Tensor) -> Any:
-    """What is kept of a factor; without hooks around, its version: where there are hooks, autograd checks none."""
+def _pack(activated: _Activated, outer: tuple[Function, Function] | None, tensor: Tensor) -> Any:
+    """Pack a factor, with its version if there are no outer hooks: with hooks autograd checks no versions."""
     kept, again = tensor, None
-    if tensor is one.result and one.source is not None:
-        kept, again = one.source, one.again
+    if tensor is activated.result and activated.source is not None:
+        kept, again = activated.source, activated.again
     return (kept, kept._version, None, again) if outer is None else (outer[0](kept), 0, outer[1], again)
 
 

@@ -1,4 +1,4 @@
-"""What is trained: a model as layers, with everything the planner needs to know of each.
+"""The model as the planner sees it: layers, and the figures of each kind of layer.
 
 Conventions
     Every figure is for ONE sample (one row of the batch) unless its name says otherwise, at the graph's sequence
@@ -41,7 +41,7 @@ class Role(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What is thrown away in forward and computed again in backward."""
+    """Which activations are discarded in forward and computed again in backward."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -58,20 +58,20 @@ class Sharding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit(Strict):
-    """A figure in three parts by how tensor parallelism of degree t divides it."""
+    """A figure in three parts, by how tensor parallelism of degree t divides them."""
 
     tensor: Flops = 0  # the part that is divided by t
-    sequence: Flops = 0  # the part that is divided by t where sequence parallelism is on
-    whole: Flops = 0  # the part that every device holds or does in full
+    sequence: Flops = 0  # the part that is divided by t under sequence parallelism only
+    whole: Flops = 0  # the part that is not divided
 
     def at(self, degree: Whole, sequence_parallel: Flag) -> Real:
-        """The figure on one device under tensor parallelism of this degree; an array where there are several."""
+        """The figure on one device under tensor parallelism of this degree; an array for an array of degrees."""
         shared = where(sequence_parallel, self.sequence / degree, self.sequence)
         return self.tensor / degree + shared + self.whole
 
     @property
     def total(self) -> int:
-        """The figure on one device that holds the whole layer."""
+        """The figure without tensor parallelism."""
         return self.tensor + self.sequence + self.whole
 
 
@@ -79,7 +79,7 @@ class TensorSplit(Strict):
 class Operator(Strict):
     """One kind of call inside a layer."""
 
-    name: Name  # where it comes from, for people (``attention.qkv``, ``mlp.act``)
+    name: Name  # of its origin, for people (``attention.qkv``, ``mlp.act``)
     kind: OperatorClass  # what bounds it
     # matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length, key length,
     # head size); convolution (input channels, output channels, groups) and sides; memory: (items per sample,), of a
@@ -96,20 +96,21 @@ class Operator(Strict):
     # of attention: whether a query sees no later key. ``flops`` count the whole score matrix all the same; a fused
     # kernel does half of them
     causal: bool = False
-    # whether selective recompute runs it again; where no operator of a layer says so, all memory-bound ones are
+    # whether selective recompute runs it again; if this is false for all operators of a layer, it runs the memory-bound
+    # ones again
     again: bool = False
-    precision: str = ""  # it computes in, where that is not the graph's (``fp8`` matmuls among bf16 activations)
+    precision: str = ""  # of its compute, if that is not the graph's (``fp8`` matmuls among bf16 activations)
     channels_last: bool = False  # of a convolution: whether a pixel's channels lie side by side in memory (NHWC)
     # items that are summed over all pixels before the operator's result is known (sums and squares of a batch
     # normalisation's channels, a mean over the picture)
     statistics: Flops = 0
     frozen: bool = False  # its weights get no gradient
-    reads: Count = 0  # of a matmul with weights: number of the tensor that it multiplies, in its layer; 0: not known
+    reads: Count = 0  # of a matmul with weights: number of its input tensor in the layer; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class SplitDims(Strict):
-    """Extents along which a layer can be split; 0 where it has no such extent."""
+    """Extents along which a layer can be split; 0 if it has no such extent."""
 
     sequence: Size = 0
     heads: Size = 0
@@ -127,27 +128,25 @@ class SplitDims(Strict):
 
 @dataclass(frozen=True, slots=True)
 class TensorBoundary(Strict):
-    """Tensors of one size with which regions of a tensor group begin or end, and collectives of them in one pass."""
+    """Tensors of one size at which regions of a tensor group begin or end, and numbers of their collectives."""
 
-    bytes: Size  # of a sample, all devices' shares together
-    shared: bool = False  # under sequence parallelism; else without
-    begins: Count = 0  # gathers in forward, of shared tokens
-    ends: Count = 0  # sums in forward, which scatter shared tokens
-    returns: Count = 0  # sums of gradients where regions begin, which scatter shared tokens
-    resumes: Count = 0  # gathers of gradients where regions end, of shared tokens
-    regathers: Count = 0  # gathers in backward of what begins, where a share of it was kept
+    bytes: Size  # per sample, of all devices' shards together
+    shared: bool = False  # whether under sequence parallelism (tokens are sharded) or without
+    begins: Count = 0  # all-gathers in forward, under sequence parallelism
+    ends: Count = 0  # sums in forward: reduce-scatters under sequence parallelism
+    returns: Count = 0  # sums of gradients where regions begin: reduce-scatters under sequence parallelism
+    resumes: Count = 0  # all-gathers of gradients where regions end, under sequence parallelism
+    regathers: Count = 0  # all-gathers in backward of inputs of which a shard was kept
 
 
 @dataclass(frozen=True, slots=True)
 class Routing(Strict):
-    """How the tokens of a mixture go to its experts."""
+    """How a mixture sends tokens to its experts."""
 
-    choices: Size = 0  # experts that a token visits; 0: not known
-    unique: bool = (
-        False  # whether a rank and a node are sent one copy of a token, however many of its experts they hold
-    )
-    groups: Size = 1  # groups that experts form, and of how many of them a token visits experts at most
-    chosen_groups: Size = 1
+    choices: Size = 0  # experts that a token visits; 0: unknown
+    unique: bool = False  # whether a node or rank receives one copy of a token, however many of its experts it holds
+    groups: Size = 1  # of experts
+    chosen_groups: Size = 1  # that a token visits at most
     excess: Amount = 0.0  # tokens of the most loaded expert over the mean, as a share of it
 
 
@@ -169,23 +168,22 @@ class LayerKind(Strict):
     output_bytes: Size  # bytes per sample of the boundary tensors that leave
     dims: SplitDims = SplitDims()  # what can be split
     buffer_bytes: Size = 0  # bytes of non-trained state
-    # the largest tensor-parallel degree the layer's structure allows; a degree is legal where it divides this number.
-    # 1: tensor parallelism is not offered
+    # a tensor-parallel degree is legal if it divides this number. 1: tensor parallelism is not offered
     tensor_degrees: Samples = 1
-    tensor_reason: str = ""  # why tensor parallelism is limited or not offered; empty where nothing is to be said
+    tensor_reason: str = ""  # why tensor parallelism is limited or not offered; may be empty
     # all-gathers plus reduce-scatters (or as many all-reduces with half the pairs) of the boundary tensor that tensor
     # parallelism costs in one forward pass: 4 for a transformer block (two gather/scatter pairs)
     tensor_collectives: Count = 0
     # whether the layer outside its sharded regions works token by token, so that sequence parallelism may be used
     sequence_parallel: bool = False
     # bytes per sample of an output that is gathered over the tensor group after a column-split last matmul (the
-    # logits of an LM head), but where the loss is computed on its shares; 0 where nothing is
+    # logits of an LM head), unless the loss is computed on its shards; 0 if there is none
     gathered_output_bytes: Size = 0
-    # bytes per sample that each device of a tensor group gives of a loss on shares of that output, in one gather of
-    # forward; 0 where the loss needs it whole
+    # bytes per sample that each device of a tensor group sends for a loss on shards of that output, in one gather of
+    # forward; 0 if the loss needs the full output
     loss_bytes: Size = 0
-    # bytes per sample that backward of such a loss works with less than that of one on whole logits, the shares of
-    # all devices together: it needs no logarithms of likelihoods beside the logits
+    # working bytes per sample that backward of such a loss saves, on all devices together: it needs no log-likelihoods
+    # beside the logits
     spared_bytes: Size = 0
     # how many regions whose first matmul is split by columns begin in one forward pass: each gathers the input under
     # sequence parallelism, and in backward sums (and scatters) its gradient. None: half of ``tensor_collectives``
@@ -194,12 +192,12 @@ class LayerKind(Strict):
     # the output, and in backward gathers its gradient under sequence parallelism. None: half of
     # ``tensor_collectives``
     tensor_scatters: Count | None = None
-    # all-gathers of the input in one backward pass under sequence parallelism beyond those, where only a shard of
-    # gathered inputs is kept and nothing is recomputed
+    # further all-gathers in one backward pass under sequence parallelism, of inputs of which only a shard is kept,
+    # without recomputation
     regathers: Count = 0
-    regathers_recomputed: Count = 0  # the same where the layer is recomputed
-    # all of these collectives, where the counts above do not tell: adapters begin and end with narrow tensors, and of
-    # what is frozen not every gradient is summed or gathered. Empty: they do
+    regathers_recomputed: Count = 0  # the same with recomputation
+    # all of these collectives if the counts above are not enough: adapters begin and end with narrow tensors, and not
+    # all gradients of frozen layers are summed or gathered. Empty if they are enough
     boundaries: tuple[TensorBoundary, ...] = ()
     # the part of ``parameters`` that belongs to experts, which expert parallelism divides; of ``parameters.tensor``
     # where tensor parallelism is offered
@@ -208,12 +206,12 @@ class LayerKind(Strict):
     # goes both ways in backward
     dispatched_bytes: Size = 0
     routing: Routing = Routing()  # how tokens go to experts
-    # why the layer's code does not run on shares of ``filters`` or ``channels``, by name; empty where it does
+    # why the layer's code does not run on shards of ``filters`` or ``channels``, by name; empty if it does
     channel_reasons: dict[str, str] = field(default_factory=dict)
-    context_reason: str = ""  # why the layer's code does not run on shares of the tokens; empty where it does
-    expert_reason: str = ""  # why the experts of a mixture cannot be spread; empty where nothing is to be said
+    context_reason: str = ""  # why the layer's code does not run on shards of the tokens; empty if it does
+    expert_reason: str = ""  # why the experts of a mixture cannot be spread; empty if they can
     frozen: TensorSplit = TensorSplit()  # the part of ``parameters`` that gets no gradient
-    frozen_experts: Size = 0  # the part of ``expert_parameters`` that gets none
+    frozen_experts: Size = 0  # the part of ``expert_parameters`` that gets no gradient
 
     @property
     def trainable(self) -> int:
@@ -239,17 +237,17 @@ class LayerKind(Strict):
 
     @property
     def active_parameters(self) -> int:
-        """Parameter items without those of experts that a token does not visit."""
+        """Parameter items except those of experts that a token does not visit."""
         choices, experts = self.routing.choices, self.dims.experts
         idle = self.expert_parameters * (experts - choices) // experts if choices and experts else 0
         return self.parameters.total - idle
 
     def with_copy(self, items: int, frozen: int = 0) -> LayerKind:
-        """The kind with its own copy of so many shared parameters, which tensor parallelism splits as the owner's.
+        """Add a copy of shared parameters, which tensor parallelism splits as those of their owner.
 
         Args:
             items: of the copy.
-            frozen: those among them that get no gradient.
+            frozen: items of the copy that get no gradient.
         """
         if items == 0:
             return self
@@ -259,12 +257,12 @@ class LayerKind(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Layer(Strict):
-    """A submodule, or several that run together, that the planner treats as one unit."""
+    """One or more submodules that the planner treats as one unit."""
 
-    name: Name  # unique name, the module path for a block (``model.layers.0``), ``before`` or ``after`` else
+    name: Name  # unique: the module path of a block (``model.layers.0``), or ``before`` or ``after``
     kind: Name  # key into ``ModelGraph.kinds``
-    role: Role  # where it stands
-    modules: tuple[str, ...] = ()  # paths of the modules it is made of, in the order they run
+    role: Role
+    modules: tuple[str, ...] = ()  # paths of its modules, in the order they run
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,24 +272,24 @@ class Tie(Strict):
     first: Name  # name of the layer that owns them
     second: Name  # name of the layer that uses them too; its kind's ``parameters`` do not count them
     parameters: Size  # items shared; 0: the two only have the same strategy
-    frozen: Size = 0  # those among them that get no gradient
+    frozen: Size = 0  # items shared that get no gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Passed(Strict):
-    """A tensor that goes from the layer that makes it to the layers that read it."""
+    """A tensor that one layer makes and later layers read."""
 
-    producer: Name  # name of the layer that makes it
-    readers: tuple[Name, ...]  # names of layers, in the order they run; all run after the producer
+    producer: Name  # a layer
+    readers: tuple[Name, ...]  # layers after the producer, in the order they run
     size: Size  # bytes per sample
-    # whether autograd keeps it for readers other than the next layer, and their kinds do not count it: it is part of
-    # what the producer keeps, and of a copy where a pipeline stage reads it and did not make it
+    # whether autograd keeps it for readers whose kinds do not count it: the producer's kind does, and a pipeline stage
+    # that reads it without the producer keeps a copy
     borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DeadParameters(Strict):
-    """Parameters of a module that never reach an output, or the loss where one was given."""
+    """Parameters of a module that never reach an output, or the loss of a user's ``loss_fn``."""
 
     path: Name  # of the module, the outermost whose parameters are all dead; or of a single parameter
     items: Size  # parameter items
@@ -307,20 +305,20 @@ class ModelGraph(Strict):
         kinds: what equal layers share, by key.
         sequence: tokens per sample; 1 for models without a sequence.
         precision: of activations and compute (``fp32``, ``bf16``); the byte figures are at this precision.
-        tensors: what goes from layer to layer, by producer; empty means a chain: the next layer alone reads what a
-            layer gives (its kind's ``output_bytes``).
+        tensors: tensors between layers, by producer; empty for a chain: only the next layer reads the output of a
+            layer (its kind's ``output_bytes``).
         ties: shared parameters.
         source: where the graph comes from (``traced``, ``shapes``), for people.
         notes: what the reader should know (blocks without tensor parallelism and why).
-        whole: why the layers cannot be on several pipeline stages; empty where they can.
+        whole: why the layers cannot be on several pipeline stages; empty if they can.
         dead: parameters that train nothing.
-        undivided: why several micro-batches train something else than one; empty where they do not.
-        compares: what chooses what it runs by a number made of all samples; empty where nothing does.
-        trains: of a closed form, which parameters train: what ``--trainable`` says, then the patterns of ``--freeze``;
-            empty where all do.
+        undivided: why several micro-batches train something else than one; empty if they do not.
+        compares: the module that decides what it runs by a number made of all samples; empty if none does.
+        trains: of a closed form, which parameters train: the value of ``--trainable``, then the patterns of
+            ``--freeze``; empty if all do.
         least_samples: the fewest samples that the model runs on in training (batch norm over rows needs two).
-        folded: what a block takes or returns with samples times something else along dim 0, or samples along another
-            dim, so that all layers must have the same samples; empty where there is nothing.
+        folded: an input or output of a block whose dim 0 is samples times something else, or whose samples lie along
+            another dim, so that all layers must have the same samples; empty if there is none.
     """
 
     name: Name
@@ -351,13 +349,13 @@ class ModelGraph(Strict):
 
     @property
     def active_parameters(self) -> int:
-        """Parameter items that one token is multiplied by: of a mixture those of the experts it visits; a table that is
-        looked up (before the blocks) counts none."""
+        """Parameter items that one token is multiplied by: without tables (before the blocks) and experts that it does
+        not visit."""
         return sum(self.kinds[layer.kind].active_parameters for layer in self.layers if layer.role is not Role.BEFORE)
 
     @property
     def trainable(self) -> int:
-        """Those of them that get a gradient."""
+        """Parameter items of the whole model that get a gradient."""
         return sum(self.kinds[layer.kind].trainable for layer in self.layers)
 
     @property
@@ -371,40 +369,39 @@ class ModelGraph(Strict):
         """Pairs of layer names, from producer to reader, in the order of the layers."""
         if not self.tensors:
             return tuple(pairwise(layer.name for layer in self.layers))
-        place = {layer.name: number for number, layer in enumerate(self.layers)}
+        index = {layer.name: number for number, layer in enumerate(self.layers)}
         pairs = {(tensor.producer, reader) for tensor in self.tensors for reader in tensor.readers}
-        return tuple(sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]])))
+        return tuple(sorted(pairs, key=lambda pair: (index[pair[0]], index[pair[1]])))
 
     def crossing(self, cut: int) -> int:
-        """Bytes per sample of all tensors made before layer ``cut`` (a place) and read by it or after it."""
+        """Bytes per sample of all tensors made before the layer of index ``cut`` and read by it or after it."""
         if not self.tensors:
             return self.kinds[self.layers[cut - 1].kind].output_bytes if 0 < cut < len(self.layers) else 0
         return self.crossings()[cut]
 
     def crossings(self) -> tuple[int, ...]:
-        """``crossing`` of every place, 0 to the number of layers."""
+        """``crossing`` of all indices from 0 to the number of layers."""
         if not self.tensors:
             return tuple(self.crossing(cut) for cut in range(len(self.layers) + 1))
-        place = {layer.name: number for number, layer in enumerate(self.layers)}
+        index = {layer.name: number for number, layer in enumerate(self.layers)}
         steps = [0] * (len(self.layers) + 1)
         for tensor in self.tensors:
-            steps[place[tensor.producer] + 1] += tensor.size
-            steps[max(place[reader] for reader in tensor.readers) + 1] -= tensor.size
+            steps[index[tensor.producer] + 1] += tensor.size
+            steps[max(index[reader] for reader in tensor.readers) + 1] -= tensor.size
         return tuple(accumulate(steps))
 
     def exchanges(self, inside: range) -> tuple[tuple[int, int, int], ...]:
-        """Pairs of places of a stage's layers between which tensors go, and the bytes per sample that do.
+        """Pairs of indices of a stage's layers between which tensors go, with their bytes per sample.
 
-        Inside the stage a tensor goes straight from the layer that makes it to each layer that reads it. Tensors made
-        before the stage come in as its first layer has them, and those read after it leave as its last layer has them.
-        What goes between the same two layers goes together.
+        A tensor goes directly from its producer to each reader. The first layer of the stage stands for producers
+        before it, the last layer for readers after it. Tensors between the same two layers add up.
         """
         if not self.tensors:
             return tuple((left, right, self.crossing(right)) for left, right in pairwise(inside))
-        place = {layer.name: number for number, layer in enumerate(self.layers)}
+        index = {layer.name: number for number, layer in enumerate(self.layers)}
         sizes: dict[tuple[int, int], int] = {}
         for tensor in self.tensors:
-            producer, read = place[tensor.producer], [place[reader] for reader in tensor.readers]
+            producer, read = index[tensor.producer], [index[reader] for reader in tensor.readers]
             ends = {min(reader, inside.stop - 1) for reader in read if reader >= inside.start}
             start = max(producer, inside.start)
             for end in ends if producer < inside.stop and tensor.size else ():
@@ -413,7 +410,7 @@ class ModelGraph(Strict):
         return tuple((*pair, size) for pair, size in sorted(sizes.items()))
 
     def borrowed(self, inside: range) -> int:
-        """Bytes per sample that a stage of the layers at ``inside`` keeps as copies of tensors made before it."""
+        """Bytes per sample that a stage of the layers ``inside`` keeps as copies of borrowed tensors made before it."""
         if not any(tensor.borrowed for tensor in self.tensors):
             return 0
         before = {layer.name for layer in self.layers[: inside.start]}
@@ -432,16 +429,16 @@ class ModelGraph(Strict):
 
 
 _ADAM = 16
-"""Bytes that a trainable parameter item costs with Adam in fp32: itself, its gradient and two moments."""
+"""Bytes of a trainable parameter item with Adam in fp32: weight, gradient and two moments."""
 _NAMED = 4  # modules that a note names at most
 
 
 def dead_note(dead: Collection[DeadParameters], parameters: int, goal: str) -> tuple[str, ...]:
-    """A line on dead parameters, where there are some: how many, which, what they cost, what to do."""
+    """A line on dead parameters, if there are any: their number, modules, cost and remedy."""
     if not dead:
         return ()
-    items = sum(one.items for one in dead)
-    largest = [one.path for one in sorted(dead, key=lambda one: -one.items)]
+    items = sum(group.items for group in dead)
+    largest = [group.path for group in sorted(dead, key=lambda group: -group.items)]
     more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
     return (
         f"{format_count(items)} of {format_count(parameters)} parameters never reach {goal}: "

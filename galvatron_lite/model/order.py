@@ -1,11 +1,9 @@
-"""Independent parts of a partial order: what has no path between it and what runs beside it. Names only, no torch.
+"""Series-parallel decomposition of a partial order. Works on names, without torch.
 
-Elements are numbered along a topological order; sets of them are the bits of a whole number, so that a thousand layers
-take milliseconds.
-
-A partial order falls into *groups* that come one after the other: components of "neither reaches the other". Every
-element of a group reaches every element of the next one. A group of more than one element falls into *parts* that run
-beside each other: components of "one reaches the other". This is the series-parallel decomposition of the order.
+A partial order is a series of *groups*: components of "neither reaches the other". Each element of a group reaches each
+element of the next group. A group of more than one element consists of independent *parts*: components of "one reaches
+the other". Elements are numbered along a topological order, and sets of them are the bits of an integer, so that a
+thousand layers take milliseconds.
 """
 
 from __future__ import annotations
@@ -23,24 +21,24 @@ class Order:
     """A partial order."""
 
     names: tuple[str, ...]  # of the elements, in a topological order
-    related: tuple[int, ...]  # per element the elements that reach it or that it reaches, itself among them, as bits
-    after: tuple[int, ...]  # per element those that it reaches, as bits
+    related: tuple[int, ...]  # for each element itself and those that reach it or that it reaches, as bits
+    after: tuple[int, ...]  # for each element those that it reaches, as bits
 
     def groups(self, inside: int) -> list[int]:
         """The groups of a set of elements, in order."""
         return self._components(inside, [inside & ~row for row in self.related])
 
     def parts(self, group: int) -> list[int]:
-        """What runs beside each other in a group, by first element."""
+        """The independent parts of a group, by first element."""
         return self._components(group, [group & row for row in self.related])
 
     def regions(self, inside: int, ties: Sequence[int] = ()) -> Iterator[list[int]]:
-        """The parts, two or more, that each group of a set falls into, in order; of a part where a group does not.
+        """Yield the parts, two or more, of each group of a set; if ties leave less than two, those inside each part.
 
         Args:
             inside: the set.
-            ties: sets of elements that must not be apart: their parts count as one; parts that are tied to what is
-                outside of their group count as none.
+            ties: sets of elements that must stay together: their parts count as one, and parts that are tied to
+                elements outside of their group do not count.
         """
         for group in self.groups(inside):
             parts = self.parts(group)
@@ -70,7 +68,7 @@ class Order:
 
 
 def order_of(graph: networkx.DiGraph[str]) -> Order:
-    """The partial order of a directed graph without cycles: an element reaches another where a path leads there."""
+    """Return the partial order of a directed graph without cycles: an element reaches those that paths lead to."""
     rank = {name: number for number, name in enumerate(graph)}
     import networkx  # here, as most models have no branches and it takes long to load
 

@@ -1,4 +1,4 @@
-"""The sides of pictures that windows pass over, as the shapes of operators tell them."""
+"""Windows of convolutions and pooling along the sides of pictures, from the shapes of operators."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Side:
 
     extent: int  # pixels of the input
     kernel: int = 1  # pixels of the window
-    stride: int = 1  # pixels from one window to the next; where the convolution is transposed, of the output
-    padding: int = 0  # pixels put on at either end
+    stride: int = 1  # pixels from one window to the next; of the output if the convolution is transposed
+    padding: int = 0  # pixels at either end
     dilation: int = 1  # pixels from one of the window's to the next
-    transposed: bool = False  # whether the window is laid on the output, once for each pixel of the input
+    transposed: bool = False  # whether the window passes over the output, once for each pixel of the input
 
     @property
     def reach(self) -> int:

@@ -1,7 +1,7 @@
 """Which parameters of a model train: all, those outside of frozen ones, or low-rank adapters alone.
 
-Adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) stand beside linear layers of the repeated blocks: a layer of m inputs
-and n outputs gets two matrices (m, r) and (r, n) that train, and everything else is frozen.
+Adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) are added to linear layers of the repeated blocks: a layer of m inputs
+and n outputs gets two matrices (m, r) and (r, n) that train; all other parameters are frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Rol
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """What trains. Patterns are those of shells (``layers.[0-9].*``); a module's name stands for all that is in it."""
+    """What trains. Patterns are shell patterns (``layers.[0-9].*``); a module's name stands for all inside it."""
 
     rank: int = 0  # of the adapters; 0: there are none
     targets: tuple[str, ...] = ("*",)  # last parts of the names of linear layers that get adapters
@@ -25,15 +25,15 @@ class Trainable:
 
     @classmethod
     def parse(cls, trainable: str | None, freeze: Sequence[str] = ()) -> Trainable | None:
-        """What two options say; None: everything trains.
+        """Parse two options; None if everything trains.
 
         Args:
-            trainable: ``all``, or ``lora:r=16``, also with the linear layers that get adapters
-                (``lora:r=16,targets=q+v``); all linear layers of blocks if not given.
+            trainable: ``all``, or ``lora:r=16`` for adapters of all linear layers of blocks, or of some
+                (``lora:r=16,targets=q+v``).
             freeze: patterns of names.
 
         Raises:
-            InputError: other words, or a rank that is no positive number.
+            InputError: another value, or a rank that is no positive number.
         """
         if trainable in (None, "all"):
             return cls(freeze=tuple(freeze)) if freeze else None
@@ -48,12 +48,12 @@ class Trainable:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What ``--trainable`` says, then the patterns of ``--freeze``."""
+        """The value of ``--trainable``, then the patterns of ``--freeze``."""
         targets = "" if self.targets == ("*",) else f",targets={'+'.join(self.targets)}"
         return (f"lora:r={self.rank}{targets}" if self.rank else "all", *self.freeze)
 
     def freezes(self, name: str) -> bool:
-        """Whether a parameter or module of the model as it was is frozen."""
+        """Whether a parameter or module of the original model is frozen."""
         return self.rank > 0 or any(_covers(pattern, name) for pattern in self.freeze)
 
     def adapts(self, name: str) -> bool:
@@ -63,7 +63,7 @@ class Trainable:
         return chosen and not any(_covers(pattern, name) for pattern in self.freeze)
 
     def check(self, names: Sequence[str], adapted: int) -> None:
-        """Refuse patterns that match none of a model's names, and adapters that no layer gets."""
+        """Refuse patterns that match none of a model's names, and a rank if no layer gets an adapter."""
         for pattern in self.freeze:
             if not any(_covers(pattern, name) for name in names):
                 raise InputError(
@@ -83,24 +83,24 @@ class LayerTraining:
     """What trains in one layer of a closed form."""
 
     frozen: frozenset[str] = frozenset()  # operators whose weights are frozen
-    adapted: frozenset[str] = frozenset()  # linear layers beside which adapters stand
+    adapted: frozenset[str] = frozenset()  # linear layers with adapters
     rank: int = 0
-    returns: bool = True  # whether gradients go on to the layers before
+    returns: bool = True  # whether gradients flow on to earlier layers
 
 
 _RUNNING: ContextVar[LayerTraining | None] = ContextVar("galvatron_layer_training", default=None)
 
 
 def layer_training() -> LayerTraining | None:
-    """What trains in the layers that are written down now; None: everything."""
+    """Return what trains in the layers that are being built; None if everything does."""
     return _RUNNING.get()
 
 
 def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> ModelGraph:
-    """A closed form's graph of which some parameters train.
+    """Build a closed form's graph of which only some parameters train.
 
     Args:
-        build: makes the graph; called once more for each way in which layers train.
+        build: makes the graph; called once more for each different ``LayerTraining``.
         trainable: matched with names of layers and operators (``layers.3.attention.q``).
     """
     graph = build()
@@ -130,7 +130,7 @@ def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> Mod
 
 
 def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining]:
-    """What trains in each layer, in order; a tied head trains as its table does."""
+    """What trains in each layer, in order; a tied head is frozen if its table is."""
     returns, tables = False, dict[str, bool]()
     tied = {tie.second: tie.first for tie in graph.ties if tie.parameters}
     for layer in graph.layers:
@@ -141,7 +141,9 @@ def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining
         if layer.name in tied:
             frozen = (frozen | {"head"}) if tables[tied[layer.name]] else frozen - {"head"}
         # linear layers of a block, those of experts left out
-        linear = (one.name for one in weighted if one.kind is OperatorClass.MATMUL and one.count == 1)
+        linear = (
+            operator.name for operator in weighted if operator.kind is OperatorClass.MATMUL and operator.count == 1
+        )
         blocks = layer.role is Role.BLOCK
         adapted = {name for name in linear if blocks and trainable.adapts(f"{layer.name}.{name}")}
         yield LayerTraining(frozenset(frozen), frozenset(adapted), trainable.rank, returns)
@@ -150,5 +152,5 @@ def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining
 
 
 def _names(kind: LayerKind) -> list[str]:
-    """Names of operators, those that a compiler joined each by itself."""
+    """Names of operators; those that a compiler fused count separately."""
     return [name for operator in kind.operators for name in operator.name.split("+")]

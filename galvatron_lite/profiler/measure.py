@@ -26,7 +26,7 @@ from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.cluster.probe import probe
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.batch import LossFn, batch_size
-from galvatron_lite.model.discover import BlockNames
+from galvatron_lite.model.blocks import BlockNames
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.model.trace.meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors

@@ -100,12 +100,10 @@ def test_no_loss() -> None:
         trace(model, batch[:1])
 
 
-def test_unknown_precision_and_blocks() -> None:
+def test_unknown_precision() -> None:
     model, batch = plain()
     with pytest.raises(TraceError, match="bf16"):
         trace(model, batch, precision="int4")
-    with pytest.raises(TraceError, match="named_modules"):
-        trace(model, batch, blocks="layers")
 
 
 class Growing(Mixer):

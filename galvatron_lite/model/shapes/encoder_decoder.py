@@ -1,23 +1,23 @@
 """Pairs of encoder and decoder stacks (T5), and vision transformers, from their shapes.
 
-The bridge is the encoder's final norm with the decoder's embedding. From there on two tensors travel: the decoder's
-hidden state and the encoder's output, which every decoder block reads and which is counted once, with the bridge.
+The layer between the stacks, ``bridge``, is the encoder's final norm with the decoder's embedding. It passes two
+tensors on: the decoder's hidden state and the encoder's output, which all decoder blocks read and which counts once.
 
-By PyTorch's own kernels they run as transformers' T5 does: relative biases are added to the mask. Each stack's table of
-buckets is held by the layer before it (``before``, ``bridge``).
+With PyTorch's kernels a T5 runs as in transformers: relative biases are added to the mask. The layer before each stack
+(``before``, ``bridge``) has its table of buckets.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Passed, SplitDims
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Passed, Sharding, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.attention import LayerWriter, attend
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderDecoderShape, VitShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.records import FP32, Division
+from galvatron_lite.model.shapes.records import FP32
 from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, chained
 from galvatron_lite.model.shapes.transformer import (
     NOT_SPLIT,
@@ -51,12 +51,12 @@ def vit_graph(shape: VitShape, precision: str, kernels: Kernels) -> ModelGraph:
         dropout=shape.dropout,
     )
     block = pre_norm_block(LayerWriter(stack, Tape(item_bytes, kernels)), tokens, causal=False)
-    # every patch sees every other, so that plain attention has no mask
+    # attention sees all patches, so plain attention has no mask
     operators = tuple(operator for operator in block.operators if operator.name != "attention.mask")
-    edges = LayerWriter(stack, Tape(item_bytes)), LayerWriter(stack, Tape(item_bytes))
-    kinds = [_patches(edges[0], shape, tokens), replace(block, operators=operators), _classifier(edges[1], tokens)]
+    first, last = LayerWriter(stack, Tape(item_bytes)), LayerWriter(stack, Tape(item_bytes))
+    kinds = [_patches(first, shape, tokens), replace(block, operators=operators), _classifier(last, tokens)]
     if kernels.autocast and item_bytes < FP32:
-        # weights' half-precision copies, which autocast keeps from forward to backward whatever the batch
+        # autocast keeps copies of weights in half precision from forward to backward, whatever the batch
         kinds = [replace(kind, buffer_bytes=kind.buffer_bytes + item_bytes * kind.parameters.total) for kind in kinds]
     layers = blocks("layers", "block", shape.layers)
     return assemble(shape.name, kinds, layers, sequence=tokens, precision=precision)
@@ -64,7 +64,7 @@ def vit_graph(shape: VitShape, precision: str, kernels: Kernels) -> ModelGraph:
 
 def _patches(layer: LayerWriter[DecoderShape], shape: VitShape, tokens: int) -> LayerKind:
     tape, side, channels = layer.tape, shape.image_size, shape.channels
-    image = tape.enter(channels * side * side, Division.WHOLE, grad=False)
+    image = tape.enter(channels * side * side, Sharding.NONE, grad=False)
     flow = ImageFlow(tape, image, channels, (side, side))
     x = flow.convolve(shape.hidden, shape.patch, shape.patch, bias=True, padding=0).value
     tape.count(shape.hidden)
@@ -80,7 +80,7 @@ def _classifier(layer: LayerWriter[DecoderShape], tokens: int) -> LayerKind:
     tape, hidden, classes = layer.tape, layer.shape.hidden, layer.shape.vocab
     x = layer.norm("norm", layer.enter(tokens))
     first = ops.reshape(tape, "class_token", x, hidden)
-    logits = ops.linear(tape, "head", first, hidden, classes, Division.WHOLE, bias=True, keeps=x)
+    logits = ops.linear(tape, "head", first, hidden, classes, Sharding.NONE, bias=True, keeps=x)
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     dims = SplitDims(sequence=tokens, hidden=hidden, vocab=classes)
     return tape.kind(
@@ -92,7 +92,7 @@ Stacks = LayerWriter[EncoderDecoderShape]
 
 
 def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, kernels: Kernels) -> ModelGraph:
-    """``before``, encoder blocks, ``bridge``, decoder blocks, ``after``."""
+    """``before``, encoder blocks, ``bridge`` between the stacks, decoder blocks, ``after``."""
     if kernels == EAGER and shape.positions == "relative":
         kernels = replace(kernels, bias_in_mask=True)
 
@@ -141,7 +141,10 @@ def _count_buckets(layer: Stacks) -> None:
 
 
 def _bridge_kind(layer: Stacks) -> LayerKind:
-    """Keeps the encoder's output too: the decoder blocks' key and value projections read it in backward."""
+    """The encoder's last norm and the decoder's embedding.
+
+    Keeps the encoder's output, which the decoder blocks' key and value projections read in backward.
+    """
     _count_buckets(layer)
     tokens = layer.shape.decoder_seq_len
     memory = layer.dropout("norm.dropout", layer.norm("norm", layer.enter(layer.shape.seq_len)))

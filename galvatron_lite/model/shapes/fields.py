@@ -1,6 +1,6 @@
-"""What a model file holds: one frozen dataclass an architecture family.
+"""Fields of a model file: one frozen dataclass for each architecture family.
 
-Sizes that follow from others may be left at 0: ``kv_heads`` (= heads), ``head_dim`` (= hidden / heads), ``ffn_hidden``
+Sizes that follow from others may be 0: ``kv_heads`` (= heads), ``head_dim`` (= hidden / heads), ``ffn_hidden``
 (= 4 x hidden), ``moe_ffn`` (= ffn_hidden), ``position_entries`` (= seq_len), ``decoder_layers`` (= layers),
 ``decoder_seq_len`` (= seq_len). ``complete`` fills them in.
 """
@@ -8,7 +8,6 @@ Sizes that follow from others may be left at 0: ``kv_heads`` (= heads), ``head_d
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar, get_args
 
@@ -17,49 +16,46 @@ from galvatron_lite.files import Strict
 from galvatron_lite.limits import LAYERS, SAMPLES, Name, is_name
 
 AUXILIARY_LOSS, CORRECTED_SCORES = 0.72, 0.04
-"""Tokens of the most loaded expert over the mean (MaxVio) where an auxiliary loss balances experts, and where a
-correction of each expert's score does (Wang et al. 2024, arXiv:2408.15664, table 2, 1B models)."""
+"""Tokens of the most loaded expert over the mean (MaxVio) if an auxiliary loss balances experts, and if a correction of
+each expert's score does (Wang et al. 2024, arXiv:2408.15664, table 2, 1B models)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape(Strict):
     """Fields that all transformers share."""
 
-    name: Name = ""  # for people; the file's stem where empty
+    name: Name = ""  # for people; the file's stem if empty
     source: str = ""  # address of the published shape
-    layers: int  # blocks (of the encoder, where there are two stacks)
+    layers: int  # blocks (of the encoder, if there are two stacks)
     hidden: int  # width of the hidden state
     heads: int  # query heads
     kv_heads: int = 0  # key-value heads; 0: as many as ``heads``
     head_dim: int = 0  # items of one head; 0: hidden / heads
     ffn_hidden: int = 0  # inner width of the MLP; 0: 4 x hidden
     gated_mlp: bool = False  # whether the MLP multiplies two projections (SwiGLU) instead of activating one
-    activation: Literal["gelu", "silu", "relu"] = "gelu"  # function of the MLP; decides what autograd keeps
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # kind of normalisation
+    activation: Literal["gelu", "silu", "relu"] = "gelu"  # of the MLP
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     fused_norm: bool = True  # whether RMSNorm runs as one kernel (CUDA) or step by step in fp32 (CPU)
     biases: bool = True  # whether linear layers and LayerNorm have biases
-    qkv_bias: bool = False  # whether query, key and value projections have biases even where ``biases`` is false
-    # how places are told: a learned table, rotary, relative buckets (T5), a bias by distance (ALiBi), or none
+    qkv_bias: bool = False  # whether query, key and value projections have biases although ``biases`` is false
+    # position encoding: a learned table, rotary, relative buckets (T5), a bias by distance (ALiBi), or none
     positions: Literal["learned", "rotary", "relative", "alibi", "none"] = "learned"
     vocab: int  # entries of the vocabulary
-    # the tables are padded so that their entries are a multiple of this (tensor parallelism splits them evenly); 1:
-    # not padded
-    vocab_multiple: int = 1
+    vocab_multiple: int = 1  # tables are padded to a multiple of this, so that tensor parallelism splits them evenly
     tied_embeddings: bool = True  # whether the head shares the token table
     seq_len: int  # tokens per sample
     position_entries: int = 0  # entries of the table of learned positions; 0: ``seq_len``
     dropout: float = 0.0  # probability after embedding, attention and MLP, and on attention weights
-    # whether tensor parallelism splits token table and head; None: where they are more than twice as tall as wide
+    # whether tensor parallelism splits token table and head; None: if they have more than twice as many rows as columns
     split_vocabulary: bool | None = None
-    # of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): items of a token's compressed keys and values;
-    # 0: plain attention
-    kv_rank: int = 0
+    # the next four for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)
+    kv_rank: int = 0  # items of a token's compressed keys and values; 0: plain attention
     q_rank: int = 0  # items of a token's compressed query; 0: queries are not compressed
-    rope_dim: int = 0  # of latent attention: items of a head that rotary positions turn, part of ``head_dim``
-    value_dim: int = 0  # of latent attention: items of one head of values; 0: ``head_dim``
-    window: int = 0  # tokens that a query sees at most, its own among them; 0: all before it
-    window_period: int = 1  # the last of so many blocks sees all tokens, the others a window; 1: none has a window
-    head_norm: bool = False  # whether every head of queries and keys is normalised (RMSNorm) before positions
+    rope_dim: int = 0  # items of a head with rotary positions, part of ``head_dim``
+    value_dim: int = 0  # items of one head of values; 0: ``head_dim``
+    window: int = 0  # tokens that a query sees at most, including its own; 0: all before it
+    window_period: int = 1  # every such block sees all tokens, the others a window; 1: none has a window
+    head_norm: bool = False  # whether each head of queries and keys is normalised (RMSNorm) before positions
     sinks: bool = False  # whether each head has a learned logit beside its scores
 
     @property
@@ -106,19 +102,17 @@ class MoeShape(TransformerShape):
     """A causal language model whose MLPs are mixtures of experts (Mixtral)."""
 
     arch: Literal["moe"] = "moe"
-    n_experts: int  # experts a block
-    moe_topk: int = 2  # experts a token visits
+    n_experts: int  # per block
+    moe_topk: int = 2  # experts that a token visits
     moe_ffn: int = 0  # inner width of one expert; 0: ``ffn_hidden``
-    shared_ffn: int = 0  # inner width of all shared experts together, which every token visits; 0: there are none
-    dense_layers: int = 0  # how many of the first blocks have a plain MLP of ``ffn_hidden``
-    # rows of an expert over its even share, where experts take a fixed number; 1: each takes what comes
-    capacity: float = 1.0
-    # how a token's experts are weighted: softmax over all logits, softmax over the chosen ones, or a sigmoid of each
+    shared_ffn: int = 0  # inner width of all shared experts together, which all tokens visit; 0: there are none
+    dense_layers: int = 0  # first blocks with a plain MLP of ``ffn_hidden``
+    capacity: float = 1.0  # rows of an expert over its even share; 1: dropless, each takes the tokens that choose it
+    # weights of a token's experts: softmax over all logits, softmax over the chosen ones, or a sigmoid of each
     router: Literal["softmax", "chosen_softmax", "sigmoid"] = "softmax"
-    expert_groups: int = 1  # groups that experts form, and of how many of them a token visits experts at most
-    chosen_groups: int = 1
-    # how far the load of the most loaded expert is above the mean (``parallelism.expert.cost``); 0: even
-    expert_excess: float = AUXILIARY_LOSS
+    expert_groups: int = 1  # groups of experts
+    chosen_groups: int = 1  # groups that a token visits at most
+    expert_excess: float = AUXILIARY_LOSS  # load of the most loaded expert above the mean, as a share of it; 0: even
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +120,14 @@ class EncoderDecoderShape(TransformerShape):
     """An encoder and a decoder with cross-attention (T5)."""
 
     arch: Literal["encoder_decoder"] = "encoder_decoder"
-    decoder_layers: int = 0  # blocks of the decoder; 0: ``layers``
-    decoder_seq_len: int = 0  # tokens of the decoder's sample; 0: as many as the encoder's
+    decoder_layers: int = 0  # 0: ``layers``
+    decoder_seq_len: int = 0  # tokens per sample of the decoder; 0: ``seq_len``
     buckets: int = 32  # relative position buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureShape(Strict):
-    """Fields that these networks share."""
+    """Fields that all image networks share."""
 
     name: Name = ""  # name, source: for people
     source: str = ""
@@ -173,10 +167,10 @@ class ConvNextShape(PictureShape):
     depths: tuple[int, ...]  # blocks a stage
     widths: tuple[int, ...]  # channels a stage
     kernel: int = 7  # of the depthwise convolutions
-    image_height: int = 0  # image_height, image_width: where the picture is not square; 0: ``image_size``
+    image_height: int = 0  # image_height, image_width: if the picture is not square; 0: ``image_size``
     image_width: int = 0
-    # whether LayerNorm runs as one kernel, or step by step over channels that lie first (as PyTorch's
-    # ``torch/distributed/tensor/examples/convnext_example.py`` has it); the last one, of the mean, always does
+    # whether LayerNorm runs as one kernel, or step by step with channels first (as in PyTorch's
+    # ``torch/distributed/tensor/examples/convnext_example.py``), except the last one, which is always one kernel
     fused_norm: bool = True
 
     @property
@@ -213,9 +207,9 @@ class RegNetShape(PictureShape):
     """A RegNet."""
 
     arch: Literal["regnet"] = "regnet"
-    widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
+    widths: tuple[int, ...]  # channels of each block; the picture is halved where they grow
     group: int  # channels of a group of the 3 x 3 convolutions
-    squeeze: bool = False  # whether blocks squeeze and excite
+    squeeze: bool = False  # whether blocks have squeeze and excitation
     stem: int = 32  # channels of the first convolution
 
 
@@ -226,9 +220,9 @@ class UNetShape(PictureShape):
     arch: Literal["unet"] = "unet"
     base: int = 64  # channels of the first level; doubled from level to level
     levels: int = 4  # halvings of the picture
-    norm: bool = False  # whether batch normalisation follows every convolution (which then has no bias)
-    # whether the way back enlarges by interpolation (the lowest level has half of its channels then), not by
-    # transposed convolution
+    norm: bool = False  # whether batch normalisation follows each convolution (which then has no bias)
+    # whether the picture is enlarged by interpolation (the lowest level then has half the channels) or transposed
+    # convolution
     bilinear: bool = False
     image_size: int = 512
     channels: int = 1
@@ -237,14 +231,13 @@ class UNetShape(PictureShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosmoFlowShape(PictureShape):
-    """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, ``classes`` numbers to be found."""
+    """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, regression of ``classes`` numbers."""
 
     arch: Literal["cosmoflow"] = "cosmoflow"
-    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)  # channels of every convolution
-    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)  # voxels along each side of their kernels
+    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)  # channels of each convolution
+    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)  # voxels along each side
     strides: tuple[int, ...] = (1, 1, 2, 1, 1, 1, 1)  # along each side
-    # whether all convolutions but the last one are padded, so that only strides and pooling shrink volumes
-    padded: bool = False
+    padded: bool = False  # whether all convolutions except the last one are padded and keep the extent
     hidden: tuple[int, ...] = (2048, 256)  # outputs of the fully connected layers before the last one
     bias: bool = False  # whether convolutions and fully connected layers have biases
     image_size: int = 512
@@ -253,7 +246,7 @@ class CosmoFlowShape(PictureShape):
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Voxels along each side that enter each convolution, and what is left after the last one."""
+        """Voxels along each side before each convolution, and after the last one."""
         sides, last = [self.image_size], len(self.kernels) - 1
         for index, (kernel, stride) in enumerate(zip(self.kernels, self.strides, strict=True)):
             around = kernel - 1 if self.padded and index < last else 0
@@ -264,13 +257,13 @@ class CosmoFlowShape(PictureShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceptionShape(PictureShape):
-    """Two encoder-decoders that read one bird's-eye view of LiDAR scans, one channel each, and give a picture each."""
+    """Two encoder-decoders that map one bird's-eye view of LiDAR scans (the channels) to a picture each."""
 
     arch: Literal["perception"] = "perception"
     base: int = 32  # channels of the first level; doubled from level to level
     levels: int = 6  # halvings of the picture, rounded down
-    # whether each level of the segmentation network's way up takes what the level below gives; else, as published,
-    # all but the finest are computed and dropped
+    # whether each level of the segmentation network's decoder reads the output of the level below; else, as published,
+    # all levels except the finest are computed and dropped
     chained: bool = True
     image_size: int = 1000
     channels: int = 16
@@ -292,7 +285,7 @@ Shape = (
     | AlexNetShape | RegNetShape | UNetShape | CosmoFlowShape | PerceptionShape
 )  # fmt: skip
 SHAPES: dict[str, type[Shape]] = {kind.__dataclass_fields__["arch"].default: kind for kind in get_args(Shape)}
-"""Architecture families by the name a file gives under ``arch``."""
+"""Architecture families by the ``arch`` of a file."""
 
 
 T = TypeVar("T", bound=TransformerShape)
@@ -308,54 +301,57 @@ _LARGEST = {"layers": LAYERS, "decoder_layers": LAYERS, "depths": LAYERS // 4, "
 
 
 def complete(shape: Shape) -> Shape:
-    """The shape with sizes that follow from others filled in."""
+    """Check a shape and fill in sizes that follow from others.
+
+    Raises:
+        InputError: a size is out of range, or sizes do not fit one another.
+    """
     _check_sizes(shape)
     match shape:
         case EncoderDecoderShape():
-            filled = replace(
+            shape = replace(
                 shape,
                 decoder_layers=shape.decoder_layers or shape.layers,
                 decoder_seq_len=shape.decoder_seq_len or shape.seq_len,
             )
-            return _complete_transformer(filled)
         case MoeShape():
-            return _complete_moe(shape)
+            _check_moe(shape)
         case VitShape():
-            if shape.hidden % shape.heads:
-                raise InputError("heads", shape.heads, f"Choose a number that divides the hidden size {shape.hidden}.")
-            if shape.image_size % shape.patch:
-                remedy = f"Choose a number that divides the image size {shape.image_size}."
-                raise InputError("patch", shape.patch, remedy)
+            remedy = f"Choose a number that divides the hidden size {shape.hidden}."
+            _require(shape.hidden % shape.heads == 0, "heads", shape.heads, remedy)
+            remedy = f"Choose a number that divides the image size {shape.image_size}."
+            _require(shape.image_size % shape.patch == 0, "patch", shape.patch, remedy)
             return replace(shape, ffn_hidden=shape.ffn_hidden or 4 * shape.hidden)
         case VggShape() | ConvNextShape():
-            _same_number("depths", shape.depths, shape.widths)
+            _require_length("depths", shape.depths, len(shape.widths))
         case AlexNetShape():
-            _same_number("widths", shape.widths, range(5))
+            _require_length("widths", shape.widths, 5)
         case RegNetShape():
             uneven = [width for width in shape.widths if width % min(shape.group, width)]
-            if uneven:
-                raise InputError("group", shape.group, f"Choose a number that divides the widths {uneven}.")
+            _require(not uneven, "group", shape.group, f"Choose a number that divides the widths {uneven}.")
         case UNetShape():
-            if shape.image_size % 2**shape.levels:
-                remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
-                raise InputError("image_size", shape.image_size, remedy)
+            remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
+            _require(shape.image_size % 2**shape.levels == 0, "image_size", shape.image_size, remedy)
         case PerceptionShape():
-            if shape.base % 2:
-                raise InputError("base", shape.base, "Choose an even number: the last level has half of it.")
-            if shape.image_size < 2**shape.levels:
-                remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
-                raise InputError("image_size", shape.image_size, remedy)
-            if shape.classes != 1:
-                raise InputError("classes", shape.classes, "Leave it at 1: each network gives one picture.")
+            _require(shape.base % 2 == 0, "base", shape.base, "Choose an even number: the last level has half of it.")
+            remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
+            _require(shape.image_size >= 2**shape.levels, "image_size", shape.image_size, remedy)
+            _require(shape.classes == 1, "classes", shape.classes, "Leave it at 1: each network gives one picture.")
         case CosmoFlowShape():
-            _same_number("kernels", shape.kernels, shape.widths)
-            _same_number("strides", shape.strides, shape.widths)
-            if shape.sides[-1] != 1:
-                remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
-                raise InputError("image_size", shape.image_size, remedy)
-        case TransformerShape():
-            return _complete_transformer(shape)
-    return shape
+            _require_length("kernels", shape.kernels, len(shape.widths))
+            _require_length("strides", shape.strides, len(shape.widths))
+            remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
+            _require(shape.sides[-1] == 1, "image_size", shape.image_size, remedy)
+    return _complete_transformer(shape) if isinstance(shape, TransformerShape) else shape
+
+
+def _require(condition: bool, field: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise InputError(field, value, remedy)
+
+
+def _require_length(field: str, values: tuple[int, ...], length: int) -> None:
+    _require(len(values) == length, field, values, f"Give {length} numbers.")
 
 
 def _check_sizes(shape: Shape) -> None:
@@ -373,57 +369,43 @@ def _check_sizes(shape: Shape) -> None:
     except ValueError as error:
         raise InputError("name", shape.name, f"{error}.") from error
     probability = getattr(shape, "dropout", 0.0)
-    if not 0 <= probability < 1:
-        raise InputError("dropout", probability, "Give a probability from 0 up to, not including, 1.")
+    _require(0 <= probability < 1, "dropout", probability, "Give a probability from 0 up to, not including, 1.")
 
 
 def _complete_transformer(shape: T) -> T:
-    kv_heads = shape.kv_heads or shape.heads
-    if not shape.head_dim and shape.hidden % shape.heads:
-        raise InputError("heads", shape.heads, f"Choose a number that divides {shape.hidden}, or give head_dim.")
-    if shape.heads % kv_heads:
-        raise InputError("kv_heads", kv_heads, f"Choose a number that divides the {shape.heads} heads.")
-    if shape.kv_rank and not 0 < shape.rope_dim < (shape.head_dim or shape.hidden // shape.heads):
-        raise InputError("rope_dim", shape.rope_dim, "Latent attention turns part of head_dim; give a smaller number.")
+    kv_heads, head_dim = shape.kv_heads or shape.heads, shape.head_dim or shape.hidden // shape.heads
+    remedy = f"Choose a number that divides {shape.hidden}, or give head_dim."
+    _require(bool(shape.head_dim) or shape.hidden % shape.heads == 0, "heads", shape.heads, remedy)
+    remedy = f"Choose a number that divides the {shape.heads} heads."
+    _require(shape.heads % kv_heads == 0, "kv_heads", kv_heads, remedy)
+    remedy = "Latent attention turns part of head_dim; give a smaller number."
+    _require(not shape.kv_rank or 0 < shape.rope_dim < head_dim, "rope_dim", shape.rope_dim, remedy)
     entries = shape.position_entries or shape.seq_len
-    if shape.positions == "learned" and shape.seq_len > entries:
-        raise InputError("seq_len", shape.seq_len, f"The table of learned positions has {entries} (position_entries).")
-    return replace(
-        shape,
-        kv_heads=kv_heads,
-        head_dim=shape.head_dim or shape.hidden // shape.heads,
-        ffn_hidden=shape.ffn_hidden or 4 * shape.hidden,
-        position_entries=entries,
-    )
+    remedy = f"The table of learned positions has {entries} (position_entries)."
+    _require(shape.positions != "learned" or shape.seq_len <= entries, "seq_len", shape.seq_len, remedy)
+    ffn_hidden = shape.ffn_hidden or 4 * shape.hidden
+    filled = replace(shape, kv_heads=kv_heads, head_dim=head_dim, ffn_hidden=ffn_hidden, position_entries=entries)
+    return replace(filled, moe_ffn=filled.moe_ffn or ffn_hidden) if isinstance(filled, MoeShape) else filled
 
 
-def _complete_moe(shape: MoeShape) -> MoeShape:
-    if shape.moe_topk > shape.n_experts:
-        raise InputError("moe_topk", shape.moe_topk, f"There are {shape.n_experts} experts a block.")
-    if shape.dense_layers >= shape.layers:
-        raise InputError("dense_layers", shape.dense_layers, f"Choose fewer than the {shape.layers} layers.")
-    if not 0 <= shape.expert_excess < shape.n_experts:
-        remedy = f"Give a number from 0 (even) up to, not including, the {shape.n_experts} experts."
-        raise InputError("expert_excess", shape.expert_excess, remedy)
-    if shape.n_experts % shape.expert_groups or shape.chosen_groups > shape.expert_groups:
-        remedy = f"Groups must divide the {shape.n_experts} experts, and chosen_groups be among them."
-        raise InputError("expert_groups", (shape.expert_groups, shape.chosen_groups), remedy)
-    if shape.capacity < 1:
-        raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
-    filled = _complete_transformer(shape)
-    return replace(filled, moe_ffn=filled.moe_ffn or filled.ffn_hidden)
-
-
-def _same_number(field: str, values: tuple[int, ...], like: Sequence[int]) -> None:
-    if len(values) != len(like):
-        raise InputError(field, values, f"Give {len(like)} numbers.")
+def _check_moe(shape: MoeShape) -> None:
+    experts = shape.n_experts
+    _require(shape.moe_topk <= experts, "moe_topk", shape.moe_topk, f"There are {experts} experts a block.")
+    remedy = f"Choose fewer than the {shape.layers} layers."
+    _require(shape.dense_layers < shape.layers, "dense_layers", shape.dense_layers, remedy)
+    remedy = f"Give a number from 0 (even) up to, not including, the {experts} experts."
+    _require(0 <= shape.expert_excess < experts, "expert_excess", shape.expert_excess, remedy)
+    fits = experts % shape.expert_groups == 0 and shape.chosen_groups <= shape.expert_groups
+    remedy = f"Groups must divide the {experts} experts, and chosen_groups be among them."
+    _require(fits, "expert_groups", (shape.expert_groups, shape.chosen_groups), remedy)
+    _require(shape.capacity >= 1, "capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
 
 
 _SIDES = re.compile(r"^([1-9]\d*)(?:x([1-9]\d*))?$")
 
 
 def sides_of(image: str) -> tuple[int, int]:
-    """Height and width."""
+    """Parse height and width of a picture, as in ``224`` or ``512x1024``."""
     match = _SIDES.match(image.lower())
     if match is None:
         raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
@@ -431,11 +413,15 @@ def sides_of(image: str) -> tuple[int, int]:
 
 
 def sizes_of(shape: Shape, name: str, image: str) -> dict[str, object]:
-    """Fields of a shape for pictures of another size."""
+    """Return the fields of a shape that set another size of pictures.
+
+    Raises:
+        InputError: the model takes no pictures, or only square ones.
+    """
     height, width = sides_of(image)
-    sizes: dict[str, object] = (
-        {"image_height": height, "image_width": width} if height != width else {"image_size": height}
-    )
+    sizes: dict[str, object] = {"image_size": height}
+    if height != width:
+        sizes = {"image_height": height, "image_width": width}
     if all(hasattr(shape, field) for field in sizes):
         return sizes
     if hasattr(shape, "image_size"):
@@ -444,9 +430,6 @@ def sizes_of(shape: Shape, name: str, image: str) -> dict[str, object]:
 
 
 def not_square(name: str, image: str) -> InputError:
-    """That a model is priced with square pictures only, and what else there is."""
-    side = min(sides_of(image))
-    remedy = (
-        f"models of this family are priced with square pictures: give {side}, or trace your own with SCRIPT:FACTORY."
-    )
-    return InputError("--image", image, f"{name}: {remedy}")
+    """Make the error for a model that is priced with square pictures only."""
+    remedy = f"models of this family are priced with square pictures: give {min(sides_of(image))}"
+    return InputError("--image", image, f"{name}: {remedy}, or trace your own with SCRIPT:FACTORY.")

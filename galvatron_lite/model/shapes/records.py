@@ -1,39 +1,32 @@
-"""What a layer does, written down: values and the calls that make them."""
+"""Values and calls of one layer, and figures of a sequence of calls: kept bytes, peaks, and what a compiler fuses."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from itertools import count, groupby
 
-from galvatron_lite.model.graph import Operator, OperatorClass, TensorSplit
+from galvatron_lite.model.graph import Operator, OperatorClass, Sharding, TensorSplit
 from galvatron_lite.model.kernels import Selective
 
 FP32 = 4  # bytes of an fp32 item
-
 INDEX = 8  # bytes of an index
 
-
-class Division(IntEnum):
-    """How tensor parallelism divides a value; the larger one wins where a value is held in two ways."""
-
-    TENSOR = 0
-    SEQUENCE = 1
-    WHOLE = 2
+_REPLICATION = {sharding: order for order, sharding in enumerate(Sharding)}
+"""Shardings from the most to the least divided: a storage held in two ways counts as the less divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
     """One tensor of one sample."""
 
-    key: int  # which storage; two values of one key are the same memory on one device
-    items: int  # elements per sample
-    item_bytes: int  # bytes of one element
-    part: Division  # how tensor parallelism divides it
+    key: int  # of the storage; two values of one key are the same memory on one device
+    items: int  # per sample
+    item_bytes: int
+    sharding: Sharding  # how tensor parallelism divides it
     grad: bool = True  # whether a gradient flows to it
-    storage: int = 0  # bytes of the storage where the value is a view of part of it; 0: it has its own
+    storage: int = 0  # bytes of the storage that the value is a view of; 0 if it is no view
 
     @property
     def bytes(self) -> int:
@@ -42,7 +35,7 @@ class Value:
 
     @property
     def held(self) -> int:
-        """Bytes per sample that live while it does."""
+        """Bytes per sample of its storage."""
         return self.storage or self.bytes
 
     def view(self, items: int) -> Value:
@@ -54,41 +47,41 @@ class Value:
 class ShapeCall:
     """One operator call."""
 
-    inputs: tuple[Value, ...]  # tensors it reads, parameters left out
-    output: Value  # tensor it makes
-    saved: tuple[Value, ...] = ()  # what autograd keeps for its backward pass
-    # what selective recomputation by operators keeps of it (matmul and attention outputs), empty else
-    anchor: tuple[Value, ...] = ()
+    inputs: tuple[Value, ...]  # without parameters
+    output: Value
+    saved: tuple[Value, ...] = ()  # by autograd, for backward
+    anchor: tuple[Value, ...] = ()  # outputs of matmuls and attention, which selective recomputation of operators keeps
     shares_gradient: bool = False  # whether the inputs' gradients are the output's gradient itself (addition)
-    inplace: bool = False  # whether the input's gradient takes the place of what is saved
+    inplace: bool = False  # whether the input's gradient overwrites what is saved
     core: bool = False  # whether it belongs to the attention core (scores, softmax, dropout, context)
-    fusible: bool = False  # whether a compiler joins it with its neighbours (element-wise and row-wise calls)
-    # what exists again while its backward runs (gathered inputs of which a share is kept)
-    rebuilt: tuple[Value, ...] = ()
+    fusible: bool = False  # whether a compiler fuses it with its neighbours (element-wise and row-wise calls)
+    rebuilt: tuple[Value, ...] = ()  # what exists again during its backward (inputs gathered again from saved shards)
 
 
-Record = tuple[ShapeCall, Operator]  # A call and what it costs
+Record = tuple[ShapeCall, Operator]
+"""A call and its cost."""
 
 
 def split_of(values: Iterable[Value]) -> TensorSplit:
-    """Bytes of different storages, by how tensor parallelism divides them."""
-    widest: dict[int, Value] = {}
+    """Add up the bytes of different storages, by how tensor parallelism divides them."""
+    storages: dict[int, Value] = {}
     for value in values:
-        if value.key not in widest or value.part > widest[value.key].part:
-            widest[value.key] = value
-    sums = [0, 0, 0]
-    for value in widest.values():
-        sums[value.part] += value.held
-    return TensorSplit(*sums)
+        other = storages.setdefault(value.key, value)
+        if _REPLICATION[value.sharding] > _REPLICATION[other.sharding]:
+            storages[value.key] = value
+    sums = dict.fromkeys(Sharding, 0)
+    for value in storages.values():
+        sums[value.sharding] += value.held
+    return TensorSplit(*sums.values())
 
 
 def saved_by(calls: Iterable[ShapeCall]) -> list[Value]:
-    """What autograd keeps of some calls."""
+    """Return what autograd saves for some calls."""
     return [value for call in calls for value in call.saved]
 
 
 def selected(records: Sequence[Record], inputs: Sequence[Value], meaning: Selective) -> list[Value]:
-    """What selective recomputation keeps, by what it means (see ``Selective``)."""
+    """Return what is kept under selective recomputation of a kind (see ``Selective``)."""
     if meaning == "attention":
         entering = [value for call, _ in records if call.core for value in call.inputs]
         outputs = {call.output.key for call, _ in records if call.core}
@@ -97,13 +90,13 @@ def selected(records: Sequence[Record], inputs: Sequence[Value], meaning: Select
     if meaning == "norms":
         cheap = {records[index][0].output.key for index in _norms_and_activations(records)}
         return [value for value in saved_by(call for call, _ in records) if value.key not in cheap]
-    dropped = _every_second(records) if meaning == "alternate" else set()
+    dropped = _second_matmuls(records) if meaning == "alternate" else set()
     anchors = [value for index, (call, _) in enumerate(records) if index not in dropped for value in call.anchor]
     return [*inputs, *anchors]
 
 
 def overwrites_anchors(records: Sequence[Record]) -> bool:
-    """Whether some call writes its output over what a matmul, a convolution or attention before it gave."""
+    """Whether a call overwrites the output of an earlier matmul, convolution or attention."""
     anchors: set[int] = set()
     for call, _ in records:
         if call.output.key in anchors:
@@ -113,31 +106,31 @@ def overwrites_anchors(records: Sequence[Record]) -> bool:
 
 
 def runs_again(records: Sequence[Record], meaning: Selective) -> set[int]:
-    """Indices of the calls that selective recomputation runs again."""
+    """Return the indices of the calls that selective recomputation runs again."""
     if meaning == "attention":
         return {index for index, (call, _) in enumerate(records) if call.core}
     if meaning == "norms":
         return _norms_and_activations(records)
     memory = {index for index, (call, _) in enumerate(records) if not call.anchor}
-    return memory | (_every_second(records) if meaning == "alternate" else set())
+    return memory | (_second_matmuls(records) if meaning == "alternate" else set())
 
 
 def _norms_and_activations(records: Sequence[Record]) -> set[int]:
-    """Indices of normalisations and activations (with a gated MLP's product) of which the sources are kept."""
+    """Indices of normalisations and activations (with a gated MLP's product) whose inputs are kept."""
     return {
         index for index, (call, operator) in enumerate(records)
         if call.fusible and operator.name.rsplit(".")[-1].strip("12345").endswith(("norm", "act", "product"))
     }  # fmt: skip
 
 
-def _every_second(records: Sequence[Record]) -> set[int]:
+def _second_matmuls(records: Sequence[Record]) -> set[int]:
     """Indices of the second, fourth, ... matmul with weights (torchtitan's ``_apply_ac_to_transformer_block``)."""
     matmuls = [i for i, (_, op) in enumerate(records) if op.kind is OperatorClass.MATMUL and op.weight_bytes]
     return set(matmuls[1::2])
 
 
 def excess(live: TensorSplit, kept: TensorSplit) -> TensorSplit:
-    """What is live beyond ``kept``, no part below zero, the parts adding up to the difference of the totals."""
+    """Subtract kept bytes from live ones: no part falls below zero, and parts add up to the difference of totals."""
     parts = [live.tensor - kept.tensor, live.sequence - kept.sequence, live.whole - kept.whole]
     debt = -sum(part for part in parts if part < 0)
     left = [max(part, 0) for part in parts]
@@ -149,104 +142,105 @@ def excess(live: TensorSplit, kept: TensorSplit) -> TensorSplit:
 
 
 def full_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
-    """The same where no tokens are shared, or no more than ``limit`` bytes of them are not."""
+    """Move the part that is sharded by tokens, or at most ``limit`` bytes of it, to the part that is not sharded."""
     changed = split.sequence if limit is None else min(split.sequence, limit)
     return TensorSplit(tensor=split.tensor, sequence=split.sequence - changed, whole=split.whole + changed)
 
 
-def _total(values: Sequence[Value], split: bool = True) -> int:
-    """Bytes of different storages; ``split``: also of those that matmuls split."""
-    return sum({one.key: one.held for one in values if split or one.part is not Division.TENSOR}.values())
+def _bytes_of(values: Sequence[Value], split: bool = True) -> int:
+    """Bytes of different storages; without ``split`` only of those that matmuls do not split."""
+    return sum({v.key: v.held for v in values if split or v.sharding is not Sharding.TENSOR}.values())
 
 
 def _larger(best: list[Value], values: Sequence[Value], split: bool = True) -> list[Value]:
-    return list(values) if _total(values, split) > _total(best, split) else best
+    return list(values) if _bytes_of(values, split) > _bytes_of(best, split) else best
 
 
 def forward_peak(
     calls: Sequence[ShapeCall], inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> tuple[list[Value], list[Value]]:
-    """Tensors alive at the worst moments of forward: inputs, what is saved, and temporary results until last read.
+    """Return the tensors that live at the worst moments of forward.
 
-    The moment of the most bytes, and that of the most that matmuls do not split: the worst where they split much.
+    Inputs and saved tensors live throughout, temporary results until they are last read. The moments are that of the
+    most bytes, and that of the most bytes that matmuls do not split, which is the worst under a large degree.
     """
-    # a gathered tensor and the shard of it that is kept have one key
-    last_read = {(value.key, value.part): index for index, call in enumerate(calls) for value in call.inputs}
-    staying = {(value.key, value.part) for value in (*outputs, *(value for call in calls for value in call.saved))}
-    live, best, widest = list(inputs), list(inputs), list(inputs)
+
+    def identity(value: Value) -> tuple[int, Sharding]:
+        return value.key, value.sharding  # a gathered tensor and its saved shard have one key
+
+    last_read = {identity(value): index for index, call in enumerate(calls) for value in call.inputs}
+    staying = {identity(value) for value in (*outputs, *saved_by(calls))}
+    live, most, most_unsplit = list(inputs), list(inputs), list(inputs)
     for index, call in enumerate(calls):
         live += [*call.inputs, call.output, *call.saved]
-        best, widest = _larger(best, live), _larger(widest, live, split=False)
-        live = [
-            value for value in live
-            if (value.key, value.part) in staying or last_read.get((value.key, value.part), -1) > index
-        ]  # fmt: skip
-    return best, widest
+        most, most_unsplit = _larger(most, live), _larger(most_unsplit, live, split=False)
+        live = [v for v in live if identity(v) in staying or last_read.get(identity(v), -1) > index]
+    return most, most_unsplit
 
 
 def backward_peak(calls: Sequence[ShapeCall], outputs: Sequence[Value]) -> list[Value]:
-    """Tensors alive at the worst moment of backward: what is still saved, and gradients from made to last read."""
+    """Return the tensors that live at the worst moment of backward: what is still saved, and gradients until last
+    read."""
     readers = Counter(key for call in calls for key in {value.key for value in call.saved})
-    everything = (value for call in calls for value in call.saved)
-    saved = {value.key: value for value in sorted(everything, key=lambda value: value.part)}
-    buffers: dict[int, Value] = {}  # of gradients, by numbers below 0
-    of: dict[int, int] = {}  # buffers by the key of the tensor, of which several may share one
+    saved = {value.key: value for value in sorted(saved_by(calls), key=lambda value: _REPLICATION[value.sharding])}
+    gradients: dict[int, Value] = {}  # by numbers below 0
+    gradient_of: dict[int, int] = {}  # number of the gradient of a tensor; several tensors may share one
     numbers = count(-1, -1)
 
-    def new(value: Value) -> int:
+    def new_gradient(value: Value) -> int:
         number = next(numbers)
-        buffers[number] = replace(value, key=number)
+        gradients[number] = replace(value, key=number)
         return number
 
-    def give(value: Value, buffer: int) -> None:
-        """Hand a gradient to a tensor; where it has one already that is shared, the sum takes a new buffer."""
-        old = of.get(value.key)
-        shared = old is not None and Counter(of.values())[old] > 1
-        of[value.key] = new(value) if shared else buffer if old is None else old
+    def accumulate(value: Value, gradient: int) -> None:
+        """Add a gradient to that of a tensor; if others share that one, the sum is a new gradient."""
+        old = gradient_of.get(value.key)
+        shared = old is not None and Counter(gradient_of.values())[old] > 1
+        gradient_of[value.key] = new_gradient(value) if shared else gradient if old is None else old
 
     def release(call: ShapeCall) -> None:
-        """Drop what only this call's backward still needed."""
+        """Drop what was saved for this call alone."""
         for key in {value.key for value in call.saved}:
             readers[key] -= 1
             if not readers[key]:
                 del saved[key]
 
     for value in outputs:
-        give(value, new(value))
-    best = [*saved.values(), *buffers.values()]
+        accumulate(value, new_gradient(value))
+    most = [*saved.values(), *gradients.values()]
     for call in reversed(calls):
         if call.inplace:
             release(call)
-        arrived = of.pop(call.output.key, None)
-        if arrived is not None:
+        gradient = gradient_of.pop(call.output.key, None)
+        if gradient is not None:
             for value in call.inputs:
                 if value.grad:
-                    give(value, arrived if call.shares_gradient else new(value))
-        best = _larger(best, [*saved.values(), *call.rebuilt, *buffers.values()])
-        for key in buffers.keys() - set(of.values()):
-            del buffers[key]
+                    accumulate(value, gradient if call.shares_gradient else new_gradient(value))
+        most = _larger(most, [*saved.values(), *call.rebuilt, *gradients.values()])
+        for key in gradients.keys() - set(gradient_of.values()):
+            del gradients[key]
         if not call.inplace:
             release(call)
-    return best
+    return most
 
 
 def compile_records(records: Sequence[Record], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Record]:
-    """The calls as a compiler runs them."""
-    lean, done, needed = _without_rebuilt(records, inputs), list[Record](), dict[int, list[int]]()
+    """Fuse calls, and drop saved tensors, as a compiler does."""
+    lean, compiled, readers = _without_rebuilt(records, inputs), list[Record](), dict[int, list[int]]()
     for index, (call, _) in enumerate(lean):
         for value in (*call.inputs, *call.saved):
-            needed.setdefault(value.key, []).append(index)
+            readers.setdefault(value.key, []).append(index)
     start = 0
-    for fusible, run in groupby(lean, key=lambda record: record[0].fusible):
-        part = list(run)
-        stop = start + len(part)
-        done += _fused(part, needed, (start, stop), {value.key for value in outputs}) if fusible else part
+    for fusible, group in groupby(lean, key=lambda record: record[0].fusible):
+        run = list(group)
+        stop = start + len(run)
+        compiled += _fused(run, readers, (start, stop), {value.key for value in outputs}) if fusible else run
         start = stop
-    return done
+    return compiled
 
 
 def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list[Record]:
-    """Drop saved tensors that a fusible call can make again, from tensors that are saved, where only such read them."""
+    """Drop saved tensors that only fusible calls read, and that fusible calls make of other saved tensors."""
     saved = {value.key for call, _ in records for value in call.saved} | {value.key for value in inputs}
     wanted = {value.key for call, _ in records if not call.fusible for value in call.saved}
     again: set[int] = set()
@@ -263,18 +257,18 @@ def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list
 def _fused(
     run: Sequence[Record], readers: dict[int, list[int]], span: tuple[int, int], outputs: set[int]
 ) -> list[Record]:
-    """The run's calls, their cost in one operator: what enters is read and what leaves is written, once.
+    """The calls of a run with the cost of one operator: it reads what enters and writes what leaves, once.
 
     Backward reads the gradients of what leaves and what is saved, and writes the gradients of what enters.
     """
-    made = {call.output.key: call.output for call, _ in run}
-    enters = {v.key: v for call, _ in run for v in call.inputs if v.key not in made}
+    results = {call.output.key: call.output for call, _ in run}
+    enters = {v.key: v for call, _ in run for v in call.inputs if v.key not in results}
     saved = {v.key: v for call, _ in run for v in call.saved}
     leaves = [
-        v for key, v in made.items()
+        v for key, v in results.items()
         if key in outputs or key in saved or any(not span[0] <= index < span[1] for index in readers.get(key, ()))
     ]  # fmt: skip
-    new_saved = [v for key, v in saved.items() if key not in enters and key not in made]
+    new_saved = [v for key, v in saved.items() if key not in enters and key not in results]
     moved = sum(v.bytes for v in (*enters.values(), *leaves, *new_saved))
     backward = sum(v.bytes for v in (*(v for v in (*leaves, *enters.values()) if v.grad), *saved.values()))
     operators = [operator for _, operator in run]

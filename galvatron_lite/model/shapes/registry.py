@@ -1,10 +1,11 @@
-"""From a name, a file, a mapping or shape flags to a shape, and from a shape to its ``ModelGraph``."""
+"""Shapes from names, files, mappings and command-line flags; and the ``ModelGraph`` of a shape."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ from galvatron_lite.model.shapes.fields import (
 from galvatron_lite.model.trainable import Trainable, with_trainable
 from galvatron_lite.units import ITEM_BYTES
 
-_SUFFIXES = (".yaml", ".yml", ".json")
-_FLAGS = {"seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts": "n_experts", "topk": "moe_topk"}
+SUFFIXES = (".yaml", ".yml", ".json")
+"""Suffixes of model files."""
+_SHORT_FLAGS = {
+    "seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts": "n_experts", "topk": "moe_topk",
+    "image": "image_size", "tied": "tied_embeddings",
+}  # fmt: skip
 _LISTS = ("depths", "widths", "kernels", "strides")
-_FLAGS |= {"image": "image_size", "tied": "tied_embeddings"}
 
 
 def build_graph(
@@ -42,15 +46,15 @@ def build_graph(
     kernels: Kernels | None = None,
     trainable: Trainable | None = None,
 ) -> ModelGraph:
-    """The graph of a shape: layers and their figures for one sample, nothing measured.
+    """Compute the graph of a shape: layers and their figures for one sample, nothing measured.
 
     Args:
         shape: of any family.
-        sequence: tokens per sample in place of the shape's own; of both stacks of an encoder-decoder.
+        sequence: tokens per sample, of both stacks of an encoder-decoder; the shape's own if None.
         precision: of activations and compute, a key of ``units.ITEM_BYTES``; under ``fp8`` activations are bf16 and
             the blocks' matmuls run in fp8.
-        kernels: which run; None: PyTorch's own on a CUDA device, RMSNorm step by step where the shape says so.
-        trainable: which parameters train; None: all.
+        kernels: that run; if None PyTorch's own on a CUDA device, with RMSNorm step by step if the shape says so.
+        trainable: which parameters train; all if None.
 
     Raises:
         InputError: sizes that do not fit one another, an unknown precision, more tokens than learned positions, or a
@@ -58,15 +62,15 @@ def build_graph(
     """
     if precision not in ITEM_BYTES:
         raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
-    completed = complete(shape if sequence is None else _with_sequence(shape, sequence))
-    chosen = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
-    chosen = replace(chosen, fp8=True) if precision == "fp8" else chosen
+    shape = complete(shape if sequence is None else _with_sequence(shape, sequence))
+    kernels = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
+    build = partial(_graph, shape, precision, replace(kernels, fp8=True) if precision == "fp8" else kernels)
     if trainable is None:
-        return _graph(completed, precision, chosen)
-    if isinstance(completed, PictureShape) and not isinstance(completed, VitShape):
+        return build()
+    if isinstance(shape, PictureShape) and not isinstance(shape, VitShape):
         remedy = "Networks of convolutions by name train whole: give the model itself, FILE.py:FACTORY."
         raise InputError("--freeze", ", ".join(trainable.freeze) or None, remedy)
-    return with_trainable(lambda: _graph(completed, precision, chosen), trainable)
+    return with_trainable(build, trainable)
 
 
 def _with_sequence(shape: Shape, sequence: int) -> Shape:
@@ -79,7 +83,7 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
 
 
 def _graph(shape: Shape, precision: str, kernels: Kernels) -> ModelGraph:
-    """One of the families; its module is imported here, so that one model does not wait for all families."""
+    """The graph of a complete shape; modules are imported here, so that a model does not wait for other families."""
     if isinstance(shape, PictureShape) and not isinstance(shape, VitShape):
         from galvatron_lite.model.shapes.images.convnets import picture_graph
 
@@ -99,8 +103,14 @@ def _graph(shape: Shape, precision: str, kernels: Kernels) -> ModelGraph:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the shipped models, sorted."""
+    """Return the names of the shipped models, sorted."""
     return tuple(sorted(path.stem for path in config_folder("models").glob("*.yaml")))
+
+
+def match_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of several names that equals a name, apart from hyphens; None if none does."""
+    plain = name.replace("-", "")
+    return next((other for other in names if other.replace("-", "") == plain), None)
 
 
 def load_model(
@@ -112,7 +122,7 @@ def load_model(
     kernels: Kernels | None = None,
     trainable: Trainable | None = None,
 ) -> ModelGraph:
-    """The graph of a shipped model or of a model file; see ``build_graph``.
+    """Return the graph of a shipped model or of a model file; see ``build_graph``.
 
     Raises:
         InputError: an unknown name (lists the closest and all), or fields that do not fit.
@@ -123,23 +133,23 @@ def load_model(
 
 
 def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = None) -> Shape:
-    """The shape of a shipped model or of a model file; see ``load_model``."""
+    """Return the shape of a shipped model or of a model file; see ``load_model``."""
     path = Path(name_or_path)
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in SUFFIXES:
         names = model_names()
-        plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
-        if plain is None:
+        name = match_name(name_or_path, names)
+        if name is None:
             raise unknown("model", name_or_path, names, "Or give a .yaml file.")
-        path = config_folder("models") / f"{plain}.yaml"
+        path = config_folder("models") / f"{name}.yaml"
     data = read_data(path)
     if not isinstance(data, dict):
         raise FileFormatError(str(path), kind_of(data), "A model file holds one mapping of fields.")
-    name = os.fsencode(path.stem).decode("utf-8", "replace")  # LC_ALL=C has no characters but those of ASCII
+    name = os.fsencode(path.stem).decode("utf-8", "replace")  # under LC_ALL=C paths hold surrogates for non-ASCII bytes
     return shape_from_data({"name": name} | data | dict(overrides or {}), str(path))
 
 
 def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
-    """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing)."""
+    """Return the shape that a mapping describes; ``arch`` names its family (``decoder`` if missing)."""
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
         raise unknown(f"{field}, arch", arch, SHAPES)
@@ -147,13 +157,13 @@ def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict:
 
 
 def shape_from_flags(flags: Mapping[str, str]) -> Shape:
-    """The shape that command-line flags describe: ``{"layers": "32", "hidden": "4096", "seq": "2048", ...}``.
+    """Return the shape that command-line flags describe: ``{"layers": "32", "hidden": "4096", "seq": "2048", ...}``.
 
-    Names are fields of the family that ``arch`` names (``decoder`` where missing), with ``-`` for ``_``; short ones are
+    Names are fields of the family that ``arch`` names (``decoder`` if missing), with ``-`` for ``_``, or short names:
     ``seq``, ``ffn``, ``experts``, ``topk``, ``image``, ``tied``. Lists are written ``3,4,6,3``.
     """
-    named = {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
-    data: dict[str, Any] = {_FLAGS.get(name, name): value for name, value in named.items()}
+    names = {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
+    data: dict[str, Any] = {_SHORT_FLAGS.get(name, name): value for name, value in names.items()}
     kind = SHAPES.get(str(data.get("arch", "decoder")))
     if kind is not None:
         field_names = {item.name for item in fields(kind)}

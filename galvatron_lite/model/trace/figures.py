@@ -1,6 +1,6 @@
-"""From two recordings of one region, at two batch sizes, to figures for one sample.
+"""Figures for one sample, from recordings of a region at two batch sizes.
 
-What grows with the batch is the sample's; what does not (weights, causal masks, tables of positions) is not.
+The slope of a figure is that of one sample; what does not grow (weights, causal masks, position tables) is left out.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ SAMPLES = (2, 4)  # the two batch sizes a region is run at
 class RegionFigures:
     """One region for one sample; all in bytes, fields as in ``LayerKind``."""
 
-    calls: tuple[OperatorCall, ...]  # every call, in order
-    kept: int  # with no recompute; what leaves counts with the layer that it enters, and is not among it
-    handed: int  # part of ``kept`` that the layer before made
-    held: int  # kept of what leaves
-    overwrites: bool  # whether it changes in place what enters it
-    overwrites_heavy: bool  # whether it changes in place what a matmul, convolution or attention gave
-    selective: int  # kept where outputs of matmuls, convolutions and attention are saved beside the input
-    side: int  # kept of what enters at the side (position tables, masks), which all layers share
+    calls: tuple[OperatorCall, ...]  # in order
+    kept: int  # without recompute; outputs are left out, as they count with the next layer
+    handed: int  # part of ``kept`` that the previous layer made
+    held: int  # kept outputs
+    overwrites: bool  # whether it overwrites its input
+    overwrites_heavy: bool  # whether it overwrites the output of a matmul, convolution or attention
+    selective: int  # kept if the input and the outputs of matmuls, convolutions and attention are saved
+    side: int  # kept inputs that all layers share (position tables, masks)
     working: int  # beyond ``kept`` in backward
     forward_working: int  # beyond ``kept`` in forward
 
 
 def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
-    """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
+    """Compute figures for one sample from runs at the two batch sizes ``SAMPLES``.
 
     Args:
-        small: at the first size.
-        large: at the second.
-        rows: paths of row-split matmuls, of which selective recomputation keeps the sums (``recompute.sums``).
-        degree: devices that share the tokens of these sums.
+        small: run at the first size.
+        large: run at the second size.
+        rows: paths of row-split matmuls, whose sums selective recomputation keeps (``recompute.sums``).
+        degree: devices over which the tokens of these sums are sharded.
     """
     _check_alike(small.recording, large.recording)
     sizes = {number: slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
@@ -52,7 +52,7 @@ def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), d
         return sum(sizes[number] for number in recording.kept if number in storages)
 
     kept, entering = kept_of(events), sum(sizes.get(number, 0) for number in large.chain)
-    # storages that forward matmuls, convolutions and attention write, and what share of each is kept: 1 / so many
+    # storages that forward matmuls, convolutions and attention write, and the number of devices that shard each
     heavy, overwrites, overwrites_heavy = dict[int, int](), False, False
     for call in (call for call in recording.calls if not call.backward):
         overwrites = overwrites or not set(large.chain).isdisjoint(call.outputs)
@@ -87,12 +87,12 @@ def _check_alike(small: Recording, large: Recording) -> None:
 
 
 def slope(small: int, large: int) -> int:
-    """What a figure grows by from one sample to the next, of its values at the batch sizes ``SAMPLES``."""
+    """Return the growth of a figure per sample, from its values at the batch sizes ``SAMPLES``."""
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
 
 
 def _peaks(recording: Recording, sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Most bytes live at once in forward and in backward, of storages made meanwhile that are no parameter gradient."""
+    """Peak bytes in forward and in backward, of storages made in the region except gradients of parameters."""
     most, live = [0, 0], 0
     for place, event in enumerate(recording.events):
         backward = place >= recording.forward_events
@@ -118,16 +118,16 @@ def _per_sample(small: OperatorCall, large: OperatorCall) -> OperatorCall:
 
 _Key = tuple[str, OperatorClass, tuple[int, ...]]
 Shardings = Mapping[tuple[str, OperatorClass], Sharding]
-"""How tensor parallelism divides the calls of one module and class; not at all where it is not given."""
+"""How tensor parallelism divides the calls of a module and class; those that are missing are not divided."""
 
 
 def merge(calls: Sequence[OperatorCall], shardings: Shardings, frozen: Collection[str] = ()) -> tuple[Operator, ...]:
-    """Operators of one layer from its calls, in running order; ``frozen``: paths of modules whose weights do not train.
+    """Merge the calls of one layer into operators, in running order.
 
-    Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module, but for those that
-    pass a window over a picture, of which those of one window are. Backward calls add
-    to the forward entries of their module and class, by share of forward FLOPs or bytes; where there is none (the sum
-    that makes a bias gradient), to the module's first entry, or its parent's.
+    Heavy calls of one module and shape form one operator, and so do the memory-bound calls of one module; windows that
+    pass over a picture form one for each kind of window. Backward calls add to the forward operators of their module
+    and class, by share of forward FLOPs or bytes; without such an operator (the sum that makes a bias gradient), to the
+    first one of the module or of its parent. ``frozen``: paths of modules whose weights do not train.
     """
     forward: dict[_Key, list[OperatorCall]] = {}
     for call in (call for call in calls if not call.backward):
@@ -154,7 +154,7 @@ def merge(calls: Sequence[OperatorCall], shardings: Shardings, frozen: Collectio
 
 
 def _homes(call: OperatorCall, keys: list[_Key]) -> list[_Key]:
-    """Entries a backward call belongs to: those of its module and class, else the nearest of its module or parents."""
+    """Keys of a backward call: those of its module and class, else the first of its module or nearest parent."""
     same = [key for key in keys if key[0] == call.path and key[1] is call.kind]
     path = call.path
     while not same:

@@ -1,4 +1,4 @@
-"""A copy of a model without storages, to be run for its shapes alone; and a model as it is trained."""
+"""Copies of a model without storages, to run for shapes only; and preparation of a model for training."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 LOCAL_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 BATCH_NORMS = (*LOCAL_BATCH_NORMS, nn.SyncBatchNorm)
-"""Modules whose statistics are of the samples that are worked on at once."""
+"""Modules with statistics over samples."""
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module, and what other code made of one to compile it, or to train it on several ranks."""
+    """Refuse objects that are no modules, and modules that are compiled, scripted, lazy or wrapped for many ranks."""
     if not isinstance(model, nn.Module):
         remedy = "Give an nn.Module: an instance, not its class."
     elif hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
@@ -47,9 +47,9 @@ def check_model(model: object) -> None:
 
 
 def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
-    """A copy of a model on the meta device, in training mode, its storages never read.
+    """Copy a model to the meta device, in training mode, without reading its storages; tied parameters stay tied.
 
-    Parameters that are tied stay tied. It runs as the model does in training; see ``prepare_for_training``.
+    The copy runs as the model does in training; see ``prepare_for_training``.
     """
     dtype = None if precision is None else dtype_of(precision)
     _check_hooks(model)
@@ -72,9 +72,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a model with other tensors, its own never read: what ``make`` returns for each parameter, each buffer
-    and each tensor that a module merely holds, also in lists and dicts. Parameters stay parameters, and what is shared
-    stays shared."""
+    """Copy a model with other tensors, without reading its own: ``make`` returns one for each parameter, buffer and
+    other tensor that a module holds, also in lists and dicts. Parameters stay parameters, and shared tensors stay
+    shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in _tensors_in(vars(module)):
@@ -86,7 +86,7 @@ def copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Refuse weights that old hooks compute, of which torch cannot make copies once they have run."""
+    """Refuse weights computed by old-style hooks: torch cannot copy them once they have run."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     old = next((type(hook) for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))), None)
     if old is not None:
@@ -96,7 +96,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _simplify(module: nn.Module) -> None:
-    """Switch off what needs data or other ranks."""
+    """Switch off code that needs data or other ranks."""
     experts: dict[str, str | None] = getattr(module, "get_experts_implementation", dict)()
     if set(experts.values()) & {"eager", "batched_mm"}:
         # loops over experts that tokens chose need data; what is planned for takes them together
@@ -109,8 +109,8 @@ def _simplify(module: nn.Module) -> None:
 
 
 def normalise_alone(module: nn.Module) -> None:
-    """Make a ``SyncBatchNorm`` take statistics of this rank: its forward, in a world of processes, asks for a GPU and
-    for the others. Other modules are left as they are."""
+    """Let a ``SyncBatchNorm`` take statistics of this rank: its forward needs a GPU and the other ranks. Other modules
+    do not change."""
     if isinstance(module, nn.SyncBatchNorm):
         module.forward = partial(_alone, module)  # type: ignore[method-assign]
 
@@ -133,7 +133,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The precision that most of a model's floating parameters have; ``fp32`` for a model without any."""
+    """Return the precision of most floating parameters; ``fp32`` for a model without any."""
     items: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -160,7 +160,7 @@ def prepare_for_training(model: nn.Module) -> None:
 
 @cache
 def _cache_place(forward: Callable[..., Any]) -> int | None:
-    """The position of ``use_cache`` among the arguments of a class's forward, ``self`` left out."""
+    """The index of ``use_cache`` among the arguments of a class's forward, without ``self``."""
     names = list(inspect.signature(forward).parameters)[1:]
     return names.index("use_cache") if "use_cache" in names else None
 
@@ -178,7 +178,7 @@ def _without_cache(
 
 @cache
 def note(line: str) -> None:
-    """Tell rank 0's user once."""
+    """Log a line once, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         LOG.info(f"note: {line}")
 
@@ -190,7 +190,7 @@ _without_reentry = checkpoint._checkpoint_without_reentrant_generator
 
 @contextmanager
 def left_to_the_plan(decides: bool = True) -> Iterator[None]:
-    """Inside, checkpoints of the model's code only run what they hold; with False they are what they say."""
+    """Inside, checkpoints of the model's code do not recompute; with False they do."""
     token = _LEFT_TO_PLAN.set(decides)
     try:
         yield

@@ -1,6 +1,6 @@
-"""What operations on tensors without data return: layers, samples and micro-batches do the same again and again.
+"""Cache of the results of operations on tensors without data, which layers, samples and micro-batches repeat.
 
-torch finds out most shapes by Python code, in some hundred times as long as it takes to look them up.
+torch computes most shapes in Python code, which takes about a hundred times as long as to look them up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 MOST = 20_000
-"""Operations that are remembered at once."""
+"""Operations in the cache at most."""
 Traits = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, torch.device | None]
 """Type, shape, stride, offset and device of a tensor."""
 
@@ -23,30 +23,30 @@ Traits = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, torch.device 
 class OutputSpec:
     """A tensor that an operation returns."""
 
-    source: int  # place among the operation's tensors of that which is returned as it is, or is looked at; -1: none
-    same: bool  # it is returned as it is
-    traits: Traits  # of anything else
+    source: int  # index of the input tensor that is returned, or that the output is a view of; -1: none
+    same: bool  # whether that input is returned itself
+    traits: Traits  # of an output that is no input
 
 
 @dataclass(frozen=True, slots=True)
 class CachedOutputs:
-    """All that an operation returns, and the sequence that it comes in; None: one tensor, or none."""
+    """All outputs of an operation, and the type of the sequence they are in; None for one tensor, or none."""
 
     outputs: tuple[OutputSpec, ...]
     sequence: type | None
 
 
 class OpCache:
-    """Operations that were run on the meta device, and what they returned.
+    """Results of operations on the meta device.
 
-    What is not plain (symbolic sizes, complex or sparse tensors, operators of other packages) is not remembered.
+    Symbolic sizes, complex or sparse tensors, and operators of other packages are not cached.
     """
 
     def __init__(self) -> None:
         self._answers: dict[Any, CachedOutputs | None] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
-        """What the operation returns; ``compute`` runs it where that is not known."""
+        """Return the result of an operation; ``compute`` runs it if it is not in the cache."""
         tensors: list[Tensor] = []
         # operators live as long as torch; hashing them runs Python code
         key: list[Any] = [id(func), torch.get_default_dtype()]
@@ -69,7 +69,7 @@ class OpCache:
         return outputs
 
     def traits_of(self, tensor: Tensor) -> Traits | None:
-        """All that an operation can know of a tensor; None where there may be more."""
+        """Return all properties of a tensor that results depend on; None if there may be others."""
         if type(tensor) not in _KINDS or not tensor.is_meta or tensor.layout is not torch.strided:
             return None
         if tensor.dtype.is_complex:
@@ -77,7 +77,7 @@ class OpCache:
         return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), None
 
     def dress(self, bare: Tensor, device: torch.device | None) -> Tensor:  # noqa: ARG002 - for those that have another
-        """A result, from a tensor on the meta device."""
+        """Make a result of a tensor on the meta device."""
         return bare
 
     def _make(self, one: OutputSpec, tensors: list[Tensor]) -> Tensor:
@@ -146,7 +146,7 @@ _PLAIN_VALUES = frozenset({
 
 @cache
 def _is_plain(func: Any) -> bool:
-    """Whether what an operation returns is told by the shapes it is given, and it changes none of them."""
+    """Whether the result of an operation depends only on its inputs' shapes, and no shape changes."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return False
     changes = torch.Tag.inplace_view in func.tags or func.overloadpacket in _CHANGING
@@ -158,4 +158,4 @@ _CHANGING = frozenset({
     torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.lift_fresh,
     torch.ops.aten.lift, torch.ops.aten.lift_fresh_copy, torch.ops.aten.scalar_tensor,
 })  # fmt: skip
-"""Operations that change what shape a tensor has, or whose values torch keeps beside the tensor."""
+"""Operations that change the shape of a tensor, or whose values torch keeps beside the tensor."""

@@ -1,4 +1,4 @@
-"""What functions of torch are, as the planner's operators: kinds, FLOPs, shapes; fused kernels by their schemas."""
+"""Operators of torch as the planner sees them: classes, FLOPs, shapes; and fused kernels for tensors without data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from galvatron_lite.model.graph import OperatorClass
 _ATTENTION = F.scaled_dot_product_attention
 
 LIBRARY = torch.library.Library("galvatron_lite", "DEF")  # type: ignore[no-untyped-call]
-"""Operators as accelerators have them, with shapes only: for tensors on the meta device."""
+"""Fused operators as accelerators have them, implemented for the meta device only."""
 
 
 def _operator(schema: str, shapes: Callable[..., Any]) -> Any:
-    """Define an operator by what it returns on the meta device."""
+    """Define an operator by its results on the meta device."""
     name = LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
     return getattr(torch.ops.galvatron_lite, name)
@@ -114,20 +114,20 @@ _LOSSES = frozenset({
     F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss, F.mse_loss, F.nll_loss,
     F.smooth_l1_loss,
 })  # fmt: skip
-"""Functions that autocast runs in float32 on every device (``AT_FORALL_FP32`` in ATen's autocast_mode.h)."""
+"""Functions that autocast runs in float32 on all devices (``AT_FORALL_FP32`` in ATen's autocast_mode.h)."""
 
 
 class ShapesOnly(TorchFunctionMode):
-    """While it is entered, ``scaled_dot_product_attention``, ``rms_norm`` and ``grouped_mm`` on meta tensors are the
-    operators above, as accelerators have them; ``ctc_loss``, which torch has not for meta tensors, is a sum. Losses
-    compute in float32, as under autocast, which torch has not for meta tensors either.
+    """Replaces ``scaled_dot_product_attention``, ``rms_norm`` and ``grouped_mm`` on meta tensors by the fused operators
+    above, and ``ctc_loss``, which torch lacks for meta tensors, by a sum. Losses compute in float32, as under autocast,
+    which torch lacks for meta tensors, too.
 
-    Modes do not see calls inside a function they were asked about; inside ``multi_head_attention_forward``
-    (``nn.MultiheadAttention``) attention is therefore replaced by name.
+    A mode does not see calls inside a function that it handles, so inside ``multi_head_attention_forward``
+    (``nn.MultiheadAttention``) attention is replaced by name.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace these calls, pass every other on; the user's constants (weights of a loss) join the meta device."""
+        """Replace these calls and run all others; constants of the user (weights of a loss) move to the meta device."""
         kwargs = kwargs or {}
         if len({tensor.is_meta for tensor in tensors_of((args, kwargs))}) > 1:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
@@ -152,7 +152,7 @@ class ShapesOnly(TorchFunctionMode):
 
 
 def _sums_of_paths(log_probs: Tensor, *others: Any, **options: Any) -> Tensor:
-    """Of the shape of ``ctc_loss``, and as it depends on all of what is taken."""
+    """A value of the shape of ``ctc_loss`` that depends on all inputs."""
     each = log_probs.sum((0, -1))
     reduction = options.get("reduction", others[4] if len(others) > 4 else "mean")
     return each if reduction in ("none", 0) else each.mean()
@@ -177,7 +177,7 @@ def _fused(
 def _normed(
     func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None  # noqa: A002
 ) -> Tensor:  # fmt: skip
-    """Of operands of two precisions it is in steps."""
+    """RMSNorm; step by step if input and weight have different precisions."""
     if not input.is_meta or (weight is not None and weight.dtype != input.dtype):
         plain: Tensor = func(input, normalized_shape, weight, eps)
         return plain
@@ -219,8 +219,8 @@ def classify(func: Any) -> OperatorClass:
 def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> int:
     """FLOPs of one call by PyTorch's own formulas (``torch.utils.flop_counter``); 0 for memory-bound operators.
 
-    Attention counts every query against every key, causal or not, as those formulas do. Theirs for the gradients of a
-    convolution (torch 2.11 to 2.13) forgets its groups; either gradient takes what forward does.
+    Attention counts all pairs of queries and keys, causal or not, as those formulas do. The formula for the gradients
+    of a convolution (torch 2.11 to 2.13) ignores groups, so here each gradient takes as many FLOPs as forward.
     """
     name = name_of(func)
     if func.namespace == "galvatron_lite":
@@ -255,7 +255,7 @@ def _rows(args: Sequence[Any]) -> tuple[int, int, int]:
 
 
 def groups(func: Any, args: Sequence[Any]) -> int:
-    """Matmuls that one call runs side by side: one an expert of a mixture; else 1."""
+    """Number of matmuls in one call: one per expert of a mixture; else 1."""
     weights = {"grouped": 1, "grouped_weight": 3}
     name = name_of(func)
     return args[weights[name]].shape[0] if func.namespace == "galvatron_lite" and name in weights else 1
@@ -289,7 +289,7 @@ def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
 
 
 def moved(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Bytes one call reads and writes: its inputs and outputs once each; a lookup reads only what it gives."""
+    """Bytes that one call reads and writes: inputs and outputs once each; a lookup reads only the rows it returns."""
     name = name_of(func)
     read = sum(_traffic(tensor) for tensor in inputs)
     written = sum(_traffic(tensor) for tensor in outputs)
@@ -301,7 +301,7 @@ def moved(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int
 
 
 def _traffic(tensor: Tensor) -> int:
-    """Bytes of a tensor, those repeated by a stride of zero once."""
+    """Bytes of a tensor; items repeated by a stride of zero count once."""
     repeated = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 0)
     return tensor.numel() * tensor.element_size() // max(repeated, 1)
 
@@ -312,14 +312,14 @@ _ADAPTIVE = {
     "_adaptive_avg_pool2d": 2, "adaptive_max_pool2d": 2, "_adaptive_avg_pool3d": 3, "adaptive_max_pool3d": 3,
 }  # fmt: skip
 _COPIES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-"""Interpolations that read one pixel for each of theirs."""
+"""Interpolations that read one input pixel for each output pixel."""
 _BLENDS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
-"""Those that read the two nearest along each side."""
+"""Interpolations that read the two nearest pixels along each side."""
 _LINES = 3  # dims of a batch of lines
 
 
 def convolution_shape(args: Sequence[Any]) -> tuple[int, ...]:
-    """Channels, groups and sides of ``aten.convolution``'s arguments; strides below 0 where it is transposed."""
+    """Channels, groups and sides of ``aten.convolution``'s arguments; strides are negative if it is transposed."""
     taken, weight, stride, padding, dilation, transposed, groups = (args[place] for place in (0, 1, 3, 4, 5, 6, 8))
     sides = taken.dim() - 2
     steps = [-step if transposed else step for step in _each(stride, sides)]
@@ -368,13 +368,13 @@ def _enlarged(extent: int, output: int, blends: bool) -> tuple[int, int, int]:
 
 
 def _each(figures: Sequence[int] | int, sides: int) -> tuple[int, ...]:
-    """A figure for each side; one may stand for all."""
+    """A number for each side, from one for each or one for all."""
     figures = (figures,) if isinstance(figures, int) else tuple(figures)
     return figures * sides if len(figures) == 1 else figures
 
 
 def statistics_of(name: str, args: Sequence[Any]) -> int:
-    """Items that are summed over all pixels of a picture before the call's result is known.
+    """Return the items that are summed over all pixels of a picture before the result is known.
 
     Sum and square sum of every channel (batch normalisation) or group of channels of a sample (group normalisation),
     and one sum a channel of a sample where the mean of all pixels is taken.

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.shapes.fields import Shape, complete
-from galvatron_lite.model.shapes.registry import load_shape, model_names, shape_from_data
+from galvatron_lite.model.shapes.registry import load_shape, match_name, model_names, shape_from_data
 
 if TYPE_CHECKING:
     from torch import nn
 
 _LANGUAGE = {"gpt": ("gpt", "GPT"), "llama": ("llama", "Llama"), "moe": ("moe", "MoE")}
-"""Module and class of each family of language models; beside the class stands its config."""
+"""Module and class of each family of language models; the config is the class with that name and ``Config``."""
 _IMAGES = {
     "resnet": ("convnets", "ResNet"), "vgg": ("convnets", "VGG"), "alexnet": ("convnets", "AlexNet"),
     "convnext": ("convnets", "ConvNeXt"), "regnet": ("convnets", "RegNet"), "unet": ("unet", "UNet"),
     "cosmoflow": ("convnets", "CosmoFlow"), "perception": ("perception", "Perception"),
 }  # fmt: skip
-"""Module and class of each family of image networks by ``arch``; they take shapes as ``configs/models`` has them."""
+"""Module and class of each family of image networks, by the ``arch`` of their shapes."""
 _SMALL = {"vocab": 256, "layers": 6, "hidden": 256, "heads": 8, "sequence": 256}
 _TINY = {"vocab": 256, "layers": 4, "hidden": 64, "heads": 4, "sequence": 64}
 _PERCEPTION = {"arch": "perception", "base": 4, "levels": 3, "image_size": 36, "channels": 4}
@@ -48,21 +48,21 @@ SIZES: dict[str, dict[str, Any]] = {
     "perception-mini": _PERCEPTION,
     "perception-published-mini": _PERCEPTION | {"chained": False},
 }
-"""Fields of every small size, of a config (language models) or a shape (image networks)."""
+"""Small sizes: fields of a config (language models) or of a shape (image networks)."""
 
 
 def size_named(name: str) -> str | None:
-    """The size that a name means, hyphens as you like: of ``SIZES``, or an image network of ``configs/models``."""
-    plain = name.replace("-", "")
-    small = {size.replace("-", ""): size for size in SIZES}.get(plain)
-    if small is not None or plain not in {shipped.replace("-", "") for shipped in model_names()}:
+    """Return the key of ``SIZES``, or the image network of ``configs/models``, that a name means, with or without
+    hyphens; None if it means neither."""
+    small = match_name(name, SIZES)
+    if small is not None or match_name(name, model_names()) is None:
         return small
     shape = load_shape(name)
     return shape.name if shape.arch in _IMAGES else None
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
-    """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
+    """Make a reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
 
     Args:
         name: see ``size_named``.
@@ -73,30 +73,29 @@ def build(name: str, **overrides: Any) -> nn.Module:
         raise unknown("model", name, (*SIZES, *model_names()))
     family = size.split("-")[0]
     if family in _LANGUAGE:
-        module, label = _LANGUAGE[family]
-        home = import_module(f"{__name__}.{module}")
-        config = getattr(home, f"{label}Config")
+        file, label = _LANGUAGE[family]
+        module = import_module(f"{__name__}.{file}")
+        config = getattr(module, f"{label}Config")
         _check_overrides(overrides, config.__dataclass_fields__)
-        model: nn.Module = getattr(home, label)(config(**SIZES[size] | overrides))
+        model: nn.Module = getattr(module, label)(config(**SIZES[size] | overrides))
         return model
     shape = shape_from_data({"name": size} | SIZES[size]) if size in SIZES else load_shape(size)
-    named = {item.name for item in fields(shape)}
-    changed = replace(shape, **{name: value for name, value in overrides.items() if name in named})
-    options = {name: value for name, value in overrides.items() if name not in named}
-    return build_image(changed, **options)
+    names = {item.name for item in fields(shape)}
+    changed = replace(shape, **{name: value for name, value in overrides.items() if name in names})
+    return build_image(changed, **{name: value for name, value in overrides.items() if name not in names})
 
 
 def build_image(shape: Shape, **options: Any) -> nn.Module:
-    """The image network of a shape, with options of its class.
+    """Make the image network of a shape, with options of its class.
 
     Raises:
         InputError: sizes that do not fit one another, or an unknown option.
     """
-    module, label = _IMAGES[shape.arch]
-    kind = getattr(import_module(f"{__name__}.{module}"), label)
-    named = [item.name for item in fields(shape)]
-    _check_overrides(options, [*named, *list(inspect.signature(kind).parameters)[1:]])
-    model: nn.Module = kind(complete(shape), **options)
+    file, label = _IMAGES[shape.arch]
+    network = getattr(import_module(f"{__name__}.{file}"), label)
+    names = [item.name for item in fields(shape)]
+    _check_overrides(options, [*names, *list(inspect.signature(network).parameters)[1:]])
+    model: nn.Module = network(complete(shape), **options)
     return model
 
 

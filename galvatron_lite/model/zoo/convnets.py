@@ -1,13 +1,13 @@
-"""AlexNet, VGG, ResNet, RegNet, ConvNeXt, and CosmoFlow; and what all reference models of pictures share.
+"""AlexNet, VGG, ResNet, RegNet, ConvNeXt and CosmoFlow, and the base classes of all image networks.
 
 Krizhevsky 2014 (arXiv:1404.5997; one tower); Simonyan and Zisserman 2014 (arXiv:1409.1556, table 1); He et al. 2015
 (arXiv:1512.03385, table 1; the stride is that of the 3 x 3 convolution, version 1.5); Radosavovic et al. 2020
 (arXiv:2003.13678, section 3.3 and tables 8 and 9; Y sizes squeeze and excite); Liu et al. 2022 (ConvNeXt,
 arXiv:2201.03545, section 3; no stochastic depth).
 
-CosmoFlow finds four cosmological parameters in a volume of dark matter: Mathuriya et al. 2018 (arXiv:1808.04728); sizes
-as Kahira et al. 2021 (arXiv:2104.09075) have them in the layer tables of their oracle
-(github.com/TruongThaoNguyen/paraDL-analysis, model/COSMOFLOW.net): 2,128,064 weights. At 512^3 voxels convolutions are
+CosmoFlow predicts four cosmological parameters from a volume of dark matter: Mathuriya et al. 2018 (arXiv:1808.04728);
+sizes as in the layer tables of the oracle of Kahira et al. 2021 (arXiv:2104.09075;
+github.com/TruongThaoNguyen/paraDL-analysis, model/COSMOFLOW.net): 2,128,064 weights. At 512^3 voxels convolutions are
 not padded; the table of 256^3 voxels pads them and halves at the fourth convolution, not the third.
 """
 
@@ -37,12 +37,12 @@ def classification_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
     return logits if labels is None else F.cross_entropy(logits.float(), labels)
 
 
-def random_pictures(samples: int, shape: Sequence[int], classes: int, places: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Random pictures (samples, *shape), and labels below ``classes`` of shape (samples, *places)."""
-    draw = torch.Generator().manual_seed(0)
+def random_pictures(samples: int, shape: Sequence[int], classes: int, pixels: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Random pictures (samples, *shape), and labels below ``classes`` of shape (samples, *pixels)."""
+    generator = torch.Generator().manual_seed(0)
     return {
-        "pictures": torch.rand((samples, *shape), generator=draw),
-        "labels": torch.randint(0, classes, (samples, *places), generator=draw),
+        "pictures": torch.rand((samples, *shape), generator=generator),
+        "labels": torch.randint(0, classes, (samples, *pixels), generator=generator),
     }
 
 
@@ -58,7 +58,7 @@ class ImageClassifier(nn.Module):
         raise NotImplementedError
 
     def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+        """Logits (samples, classes), or their mean cross-entropy with labels (samples,)."""
         return classification_loss(self.logits(pictures), labels)
 
     def example_batch(self, samples: int) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class ImageClassifier(nn.Module):
 
 
 class PlainClassifier(ImageClassifier):
-    """Convolutions one after the other, pooling to a fixed extent, two hidden layers with dropout, a linear layer."""
+    """A chain of convolutions, pooling to a fixed extent, two hidden layers with dropout, a linear layer."""
 
     def __init__(self, config: AlexNetShape | VggShape, features: Iterable[nn.Module], hidden: Iterable[nn.Module]):
         super().__init__(config)
@@ -84,14 +84,14 @@ class PlainClassifier(ImageClassifier):
 
 
 def hidden_layers(config: AlexNetShape | VggShape, dropout_first: bool) -> Iterator[nn.Module]:
-    """Two linear layers with ReLU, and dropout before or behind each."""
+    """Two linear layers with ReLU, and dropout before or after each."""
     for pair in pairwise((config.widths[-1] * config.pooled**2, config.hidden, config.hidden)):
         layer = (nn.Linear(*pair), nn.ReLU(inplace=True))
         yield from (nn.Dropout(config.dropout), *layer) if dropout_first else (*layer, nn.Dropout(config.dropout))
 
 
 class Unit(nn.Module):
-    """A convolution with ReLU, and max pooling of 3 x 3 pixels with stride 2 where asked for."""
+    """A convolution with ReLU, and optionally max pooling of 3 x 3 pixels with stride 2 (see ``ALEXNET``)."""
 
     def __init__(self, inner: int, outer: int, window: tuple[int, int, int, bool]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Unit(nn.Module):
 
 
 class AlexNet(PlainClassifier):
-    """See the sources above."""
+    """See the module's sources."""
 
     def __init__(self, config: AlexNetShape) -> None:
         pairs = pairwise((config.channels, *config.widths))
@@ -119,14 +119,14 @@ def convolutions(
     """Convolutions that keep the extent, each with an activation in place.
 
     Args:
-        widths: channels that enter, and those after each convolution.
-        kernel: of the first convolution; 3 of the others.
+        widths: channels before, and after each convolution.
+        kernel: of the first convolution; that of the others is 3.
         norm: whether batch normalisation follows each convolution.
-        bias: whether they have biases.
+        bias: whether convolutions have biases.
         slope: of the activation below zero.
     """
-    for place, (inner, outer) in enumerate(pairwise(widths)):
-        size = 3 if place else kernel
+    for index, (inner, outer) in enumerate(pairwise(widths)):
+        size = 3 if index else kernel
         yield nn.Conv2d(inner, outer, size, padding=size // 2, bias=bias)
         if norm:
             yield nn.BatchNorm2d(outer)
@@ -134,7 +134,7 @@ def convolutions(
 
 
 class VGG(PlainClassifier):
-    """See the sources above."""
+    """See the module's sources."""
 
     def __init__(self, config: VggShape) -> None:
         pairs = pairwise((config.channels, *config.widths))
@@ -175,7 +175,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(ImageClassifier):
-    """See the sources above."""
+    """See the module's sources."""
 
     def __init__(self, config: ResNetShape) -> None:
         super().__init__(config)
@@ -204,7 +204,7 @@ class ResNet(ImageClassifier):
 
 
 class ConvNorm(nn.Sequential):
-    """A convolution without bias, batch normalisation, and ReLU where asked for."""
+    """A convolution without bias, batch normalisation, and optionally ReLU."""
 
     def __init__(self, inner: int, outer: int, kernel: int, stride: int = 1, groups: int = 1, relu: bool = True):
         conv = nn.Conv2d(inner, outer, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
@@ -212,7 +212,7 @@ class ConvNorm(nn.Sequential):
 
 
 class SqueezeExcitation(nn.Module):
-    """Each channel times a factor that two 1 x 1 convolutions find from the mean of its pixels (Hu et al. 2018)."""
+    """Scales channels by factors that two 1 x 1 convolutions compute from the mean of all pixels (Hu et al. 2018)."""
 
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class RegNetBlock(nn.Module):
 
 
 class RegNet(ImageClassifier):
-    """See the sources above."""
+    """See the module's sources."""
 
     def __init__(self, config: RegNetShape) -> None:
         super().__init__(config)
@@ -268,7 +268,7 @@ class RegNet(ImageClassifier):
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """LayerNorm over the channels of every pixel of (samples, channels, height, width)."""
+    """LayerNorm over the channels of each pixel of (samples, channels, height, width)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Channels last, normalise, channels first again."""
@@ -330,7 +330,7 @@ class ConvNeXt(ImageClassifier):
         return logits
 
     def _init_weights(self, module: nn.Module) -> None:
-        # the name by which a model on the meta device gets its initial values, too
+        # called by this name when a model on the meta device gets its initial values
         if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
@@ -339,7 +339,7 @@ class ConvNeXt(ImageClassifier):
 
 
 class ConvUnit(nn.Module):
-    """A 3-D convolution with leaky ReLU, and mean pooling of 2 voxels along each side where asked for."""
+    """A 3-D convolution with leaky ReLU, and optionally mean pooling of 2 voxels along each side."""
 
     def __init__(
         self, inner: int, outer: int, kernel: int, stride: int, *, padded: bool, bias: bool, pool: bool
@@ -360,7 +360,7 @@ class ConvUnit(nn.Module):
 
 
 class CosmoFlow(nn.Module):
-    """Finds ``classes`` numbers for each of the volumes (samples, channels, depth, height, width)."""
+    """Regression of ``classes`` numbers from volumes (samples, channels, depth, height, width)."""
 
     def __init__(self, config: CosmoFlowShape) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class CosmoFlow(nn.Module):
         self.output = nn.Linear(sizes[-1], config.classes, bias=config.bias)
 
     def forward(self, volumes: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Numbers (samples, classes), or their mean squared error where the right ones are given."""
+        """Numbers (samples, classes), or their mean squared error with targets."""
         x = torch.flatten(self.convolutions(volumes), 1)
         for layer in self.hidden:
             x = F.leaky_relu(layer(x), inplace=True)
@@ -389,9 +389,9 @@ class CosmoFlow(nn.Module):
 
     def example_batch(self, samples: int) -> dict[str, Tensor]:
         """Random volumes and numbers."""
-        config, draw = self.config, torch.Generator().manual_seed(0)
+        config, generator = self.config, torch.Generator().manual_seed(0)
         sides = (config.image_size,) * 3
         return {
-            "volumes": torch.rand((samples, config.channels, *sides), generator=draw),
-            "targets": torch.rand((samples, config.classes), generator=draw),
+            "volumes": torch.rand((samples, config.channels, *sides), generator=generator),
+            "targets": torch.rand((samples, config.classes), generator=generator),
         }

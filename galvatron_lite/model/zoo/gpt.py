@@ -30,7 +30,7 @@ class GPTConfig:
 
 
 def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    """Raise InputError where heads do not divide the hidden size or key-value heads do not divide heads."""
+    """Raise InputError if heads do not divide the hidden size, or key-value heads do not divide heads."""
     if hidden % heads:
         raise InputError("heads", heads, f"Choose a number that divides the hidden size {hidden}.")
     if heads % kv_heads:
@@ -43,13 +43,13 @@ def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def random_tokens(samples: int, sequence: int, vocab: int) -> dict[str, Tensor]:
-    """Random tokens, and as labels the tokens one further on: two (samples, sequence) tensors of indices."""
+    """Random tokens, and as labels the next tokens: two (samples, sequence) tensors of indices."""
     rows = torch.randint(0, vocab, (samples, sequence + 1), generator=torch.Generator().manual_seed(0))
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
 def rotate(channels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (samples, heads, tokens, head size) by the angles whose cosine and sine are (tokens, head size)."""
+    """Rotate (samples, heads, tokens, head size) by angles whose cosine and sine are (tokens, head size)."""
     first, second = channels.chunk(2, dim=-1)
     return channels * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
 
     def forward(self, hidden: Tensor, *angles: Tensor) -> Tensor:
-        """Attend over earlier tokens; ``angles`` are cosine and sine of rotary positions, where there are any."""
+        """Attend over earlier tokens; ``angles`` are cosine and sine of rotary positions, if the model has any."""
         q, k, v = (self._heads(projection(hidden)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if angles:
             q, k = rotate(q, *angles), rotate(k, *angles)
@@ -117,14 +117,14 @@ class GPTBlock(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """What decoder language models share; keeps its config."""
+    """Base class of decoder language models."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
 
     def _init_weights(self, module: nn.Module) -> None:
-        # the name that transformers uses too: how a model on the meta device gets its initial values
+        # called by this name, as in transformers, when a model on the meta device gets its initial values
         initialise(module)
 
     def example_batch(self, samples: int) -> dict[str, Tensor]:
@@ -147,14 +147,14 @@ class GPT(LanguageModel):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, tokens, vocab), or the mean cross-entropy where labels are given.
+        """Logits (samples, tokens, vocab), or the mean cross-entropy with labels.
 
         Args:
             tokens: (samples, tokens) indices.
-            labels: (samples, tokens) indices of the next token at each place; -100 where none counts.
+            labels: (samples, tokens) indices of the next tokens; -100 is ignored.
         """
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.dropout(self.embed(tokens) + self.positions(places))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.dropout(self.embed(tokens) + self.positions(positions))
         for block in self.blocks:
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))

@@ -81,21 +81,16 @@ class Llama(LanguageModel):
             self.head.weight = self.embed.weight
 
     def _rotations(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles (tokens, head size) that turn each pair of channels (Su et al., 2021)."""
+        """Cosines and sines of the angles (tokens, head size) that rotate each pair of channels (Su et al., 2021)."""
         size, device = self.config.hidden // self.config.heads, tokens.device
         powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-        places = torch.arange(tokens.shape[1], device=device, dtype=torch.float32)
-        angles = torch.outer(places, self.config.rope_theta ** (-powers))
+        positions = torch.arange(tokens.shape[1], device=device, dtype=torch.float32)
+        angles = torch.outer(positions, self.config.rope_theta ** (-powers))
         both = torch.cat((angles, angles), dim=-1)
         return both.cos().to(dtype), both.sin().to(dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, tokens, vocab), or the mean cross-entropy where labels are given.
-
-        Args:
-            tokens: (samples, tokens) indices.
-            labels: (samples, tokens) indices of the next token at each place; -100 where none counts.
-        """
+        """Logits (samples, tokens, vocab), or the mean cross-entropy with labels; see ``GPT``."""
         hidden = self.embed(tokens)
         cos, sin = self._rotations(tokens, hidden.dtype)
         for block in self.blocks:

@@ -17,18 +17,18 @@ from galvatron_lite.model.zoo.llama import Llama, LlamaBlock, LlamaConfig
 class MoEConfig(LlamaConfig):
     """Shape of a mixture; ``ffn_hidden`` is the inner width of one expert."""
 
-    experts: int = 8  # of each block
-    choices: int = 2  # experts that a token takes
+    experts: int = 8  # per block
+    choices: int = 2  # experts that a token visits
 
     def __post_init__(self) -> None:
         # super() does not work in dataclasses with slots
         LlamaConfig.__post_init__(self)
         if not 1 <= self.choices <= self.experts:
-            raise InputError("choices", self.choices, f"A token takes 1 to {self.experts} of the experts.")
+            raise InputError("choices", self.choices, f"A token visits 1 to {self.experts} experts.")
 
 
 class Experts(nn.Module):
-    """Gated SiLU MLPs, stacked: maps (tokens, hidden) to the weighted sum of what the chosen experts make of each."""
+    """Gated SiLU MLPs with stacked weights: maps (tokens, hidden) to weighted sums of the chosen experts' outputs."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Rows of all tokens sorted by expert, one grouped matmul a projection.
+        """Sort copies of tokens by expert, and run one grouped matmul per projection.
 
         Args:
             hidden: (tokens, hidden).
@@ -51,13 +51,13 @@ class Experts(nn.Module):
         rows = hidden[order // index.shape[-1]]
         gate, up = (_grouped(rows, weight, ends) for weight in (self.gate_proj, self.up_proj))
         output = _grouped(self.act(gate) * up, self.down_proj, ends)
-        # index_copy would keep the rows for backward
+        # index_copy would save the rows for backward
         copies = torch.empty_like(output).index_put((order,), output).view(*index.shape, hidden.shape[-1])
         return (copies * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows (rows, inner) of each expert by its weight (experts, columns, inner)."""
+    """Multiply the rows (rows, inner) of each expert, up to its end, by its weight (experts, columns, inner)."""
     return F.grouped_mm(rows.to(weight.dtype), weight.transpose(-2, -1), offs=ends)
 
 
@@ -71,7 +71,7 @@ class Mixture(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Each token takes the experts of its largest logits, weighted by their softmax."""
+        """Send each token to the experts of its largest logits, weighted by their softmax."""
         tokens = hidden.flatten(0, -2)
         logits, index = self.router(tokens).float().topk(self.choices, dim=-1)
         mixed: Tensor = self.experts(tokens, index, logits.softmax(-1).to(hidden.dtype))
@@ -79,7 +79,7 @@ class Mixture(nn.Module):
 
 
 class MoEBlock(LlamaBlock):
-    """A Llama's block with a mixture for its MLP."""
+    """A Llama block whose MLP is a mixture."""
 
     inner = Mixture
 

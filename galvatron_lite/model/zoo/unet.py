@@ -1,7 +1,4 @@
-"""U-Net: levels that halve the picture, and the way back with the pictures of the way down beside it.
-
-Ronneberger et al. 2015 (arXiv:1505.04597, figure 1) with padded convolutions, so that pictures keep their size.
-"""
+"""U-Net (Ronneberger et al. 2015, arXiv:1505.04597, figure 1) with padded convolutions, which keep extents."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """The picture enlarged, that of the way down beside it, and two convolutions."""
+    """Enlarges the picture, concatenates that of the encoder, and applies two convolutions."""
 
     def __init__(self, inner: int, outer: int, norm: bool, bilinear: bool) -> None:
         super().__init__()
@@ -48,7 +45,7 @@ class Up(nn.Module):
             self.conv = DoubleConv(inner, outer, norm)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Enlarge ``x`` to the size of ``skip``, put both side by side, convolve."""
+        """Enlarge ``x`` to the size of ``skip``, concatenate, convolve."""
         if self.bilinear:
             x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
         else:
@@ -59,25 +56,24 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Classifier of every pixel of pictures (samples, channels, height, width)."""
+    """Classifies each pixel of pictures (samples, channels, height, width)."""
 
     def __init__(self, config: UNetShape) -> None:
         super().__init__()
         self.config = config
         widths = [config.base * 2**level for level in range(config.levels + 1)]
-        less = 2 if config.bilinear else 1
-        lowest = [*widths[:-1], widths[-1] // less]
+        factor = 2 if config.bilinear else 1
+        encoder_widths = [*widths[:-1], widths[-1] // factor]
         self.inc = DoubleConv(config.channels, widths[0], config.norm)
-        self.downs = nn.ModuleList(Down(inner, outer, config.norm) for inner, outer in pairwise(lowest))
+        self.downs = nn.ModuleList(Down(inner, outer, config.norm) for inner, outer in pairwise(encoder_widths))
         self.ups = nn.ModuleList(
-            Up(width, max(width // 2 // less, config.base), config.norm, config.bilinear)
+            Up(width, max(width // 2 // factor, config.base), config.norm, config.bilinear)
             for width in reversed(widths[1:])
         )
         self.outc = nn.Conv2d(config.base, config.classes, 1)
 
     def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes, height, width), or their mean cross-entropy where labels (samples, height, width)
-        are given."""
+        """Logits (samples, classes, height, width), or their mean cross-entropy with labels of each pixel."""
         kept = [self.inc(pictures)]
         for down in self.downs:
             kept.append(down(kept[-1]))
@@ -87,6 +83,6 @@ class UNet(nn.Module):
         return classification_loss(self.outc(x), labels)
 
     def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random pictures and labels of every pixel."""
+        """Random pictures, and labels of each pixel."""
         config, sides = self.config, (self.config.image_size,) * 2
         return random_pictures(samples, (config.channels, *sides), config.classes, sides)

@@ -21,7 +21,8 @@ from galvatron_lite.model.batch import (
     resize_batch,
     tensors_of,
 )
-from galvatron_lite.model.discover import BlockNames, discover_layers
+from galvatron_lite.model.blocks import BlockNames
+from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.meta import copy_with, meta_copy
 from galvatron_lite.model.trace.record import Recorder

@@ -1,4 +1,4 @@
-"""Networks that shapes describe: RegNet, ConvNeXt, VGG, AlexNet, CosmoFlow; and any image shape's graph.
+"""Graphs of image networks from their shapes; RegNet, ConvNeXt, VGG, AlexNet and CosmoFlow are defined here.
 
 Sources: Radosavovic et al. 2020 (arXiv:2003.13678); Liu et al. 2022 (ConvNeXt); Simonyan and Zisserman 2014
 (arXiv:1409.1556); Krizhevsky 2014 (arXiv:1404.5997); Mathuriya et al. 2018 (arXiv:1808.04728).
@@ -6,7 +6,9 @@ Sources: Radosavovic et al. 2020 (arXiv:2003.13678); Liu et al. 2022 (ConvNeXt);
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
@@ -25,42 +27,27 @@ from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.mirrored import perception_graph, unet_graph
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify, compare
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
-from galvatron_lite.model.shapes.records import Division
 
 
 def picture_graph(
     shape: PictureShape, precision: str, kernels: Kernels = EAGER, *, autocast: bool = False
 ) -> ModelGraph:
-    """The graph of any image network.
+    """Compute the graph of an image network.
 
     Args:
         shape: of the network.
         precision: of activations and compute.
-        kernels: which run; only ConvNeXt has a choice.
+        kernels: that run; only ConvNeXt has a choice.
         autocast: whether parameters and pictures are fp32 and cast where they are used.
     """
     extent = (shape.image_size,) * (3 if isinstance(shape, CosmoFlowShape) else 2)
     net = NetworkBuilder(shape.name, precision, shape.channels, extent, autocast=autocast)
-    match shape:
-        case ResNetShape():
-            spec = Residual(depths=shape.depths, width=shape.width, expansion=shape.expansion)
-            return residual_graph(net, spec, shape.classes)
-        case ConvNextShape():
-            net.kernels, net.extent = kernels, shape.extent
-            return _convnext(net, shape)
-        case RegNetShape():
-            return _regnet(net, shape)
-        case VggShape():
-            return _vgg(net, shape)
-        case AlexNetShape():
-            return _alexnet(net, shape)
-        case CosmoFlowShape():
-            return _cosmoflow(net, shape)
-        case UNetShape():
-            return unet_graph(net, shape)
-        case PerceptionShape():
-            return perception_graph(net, shape)
-    raise TypeError(type(shape).__name__)
+    if isinstance(shape, ResNetShape):
+        spec = Residual(depths=shape.depths, width=shape.width, expansion=shape.expansion)
+        return residual_graph(net, spec, shape.classes)
+    if isinstance(shape, ConvNextShape):
+        net.kernels, net.extent = kernels, shape.extent
+    return _GRAPHS[type(shape)](net, shape)
 
 
 def _regnet(net: NetworkBuilder, shape: RegNetShape) -> ModelGraph:
@@ -110,9 +97,9 @@ def _convolutions(
     flow: ImageFlow, width: int, depth: int = 1, kernel: int = 3, stride: int = 1, padding: int | None = None,
     bias: bool = True, around: int = 0, pool: tuple[int, int] | None = None, maximum: bool = True,
 ) -> None:  # fmt: skip
-    """Convolutions with activations, on a copy with ``around`` pixels more, and a pooling window (kernel, stride)."""
+    """Convolutions with activations, after a copy with ``around`` more pixels, and pooling of (kernel, stride)."""
     if around:
-        flow.surround(around)
+        flow.pad(around)
     for _ in range(depth):
         flow.convolve(width, kernel, stride, bias=bias, padding=padding).activate()
     if pool:
@@ -120,7 +107,7 @@ def _convolutions(
 
 
 def _vgg(net: NetworkBuilder, shape: VggShape) -> ModelGraph:
-    """Groups of 3 x 3 convolutions with max pooling, fully connected layers with dropout behind them."""
+    """Groups of 3 x 3 convolutions with max pooling, fully connected layers with dropout."""
     net.begin()
     for group, (depth, width) in enumerate(zip(shape.depths, shape.widths, strict=True)):
         net.block(_convolutions, f"features.{group}", depth=depth, width=width, pool=(2, 2))
@@ -128,8 +115,9 @@ def _vgg(net: NetworkBuilder, shape: VggShape) -> ModelGraph:
 
 
 def _fully_connected(flow: ImageFlow, shape: VggShape | AlexNetShape) -> None:
-    """Two hidden layers with dropout, of a VGG behind them, of an AlexNet before them; classifier."""
-    flow.shrink(shape.pooled).flatten()
+    """Two hidden layers and a classifier; dropout follows each hidden layer of a VGG, and precedes those of an
+    AlexNet."""
+    flow.adaptive_mean(shape.pooled).flatten()
     for _ in range(2):
         if isinstance(shape, VggShape):
             flow.linear(shape.hidden).activate().dropout(shape.dropout)
@@ -139,7 +127,7 @@ def _fully_connected(flow: ImageFlow, shape: VggShape | AlexNetShape) -> None:
 
 
 ALEXNET = ((11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False), (3, 1, 1, True))
-"""Kernel, stride and padding of each convolution of an AlexNet, and whether max pooling follows it."""
+"""Kernel, stride and padding of each convolution of an AlexNet, and whether max pooling follows."""
 
 
 def _alexnet(net: NetworkBuilder, shape: AlexNetShape) -> ModelGraph:
@@ -153,7 +141,7 @@ def _alexnet(net: NetworkBuilder, shape: AlexNetShape) -> ModelGraph:
 
 
 def _cosmoflow(net: NetworkBuilder, shape: CosmoFlowShape) -> ModelGraph:
-    """Convolutions with mean pooling; padding is a copy where it is not the same on either side."""
+    """Convolutions with mean pooling; padding that differs between both ends of a side is a copy."""
     net.begin()
     last = len(shape.widths) - 1
     for index, (width, kernel, stride) in enumerate(zip(shape.widths, shape.kernels, shape.strides, strict=True)):
@@ -172,7 +160,13 @@ def _cosmoflow_head(flow: ImageFlow, shape: CosmoFlowShape) -> None:
     for width in shape.hidden:
         flow.linear(width, bias=shape.bias).activate()
     prediction = flow.linear(shape.classes, bias=shape.bias).value
-    targets = flow.tape.value(shape.classes, Division.WHOLE, grad=False)
-    loss = flow.tape.value(1, Division.WHOLE)
+    targets = flow.tape.value(shape.classes, grad=False)
+    loss = flow.tape.value(1)
     pair, moved = (prediction, targets), prediction.bytes + targets.bytes
     flow.value = flow.tape.memory("loss", pair, loss, moved, 3 * prediction.bytes, like=prediction, saved=pair)
+
+
+_GRAPHS: dict[type[PictureShape], Callable[[NetworkBuilder, Any], ModelGraph]] = {
+    RegNetShape: _regnet, ConvNextShape: _convnext, VggShape: _vgg, AlexNetShape: _alexnet, CosmoFlowShape: _cosmoflow,
+    UNetShape: unet_graph, PerceptionShape: perception_graph,
+}  # fmt: skip

@@ -1,7 +1,7 @@
-"""Image networks that no shape describes: NFNet, CSPNet and Darknet, DenseNet, RepVGG, XCiT, ConvMixer; by name.
+"""Image networks without a shape of their own: NFNet, CSPNet and Darknet, DenseNet, RepVGG, XCiT, ConvMixer.
 
 Networks without normalisation standardise their weights, which costs passes over weights, not pictures; they and
-Darknets are data (``configs/networks/families.yaml``). Sources of the others: Huang et al. 2017 (arXiv:1608.06993,
+Darknets are listed in ``configs/networks/families.yaml``. Sources of the others: Huang et al. 2017 (arXiv:1608.06993,
 table 1: DenseNet); Ding et al. 2021 (arXiv:2101.03697, tables 2 and 3: RepVGG); El-Nouby et al. 2021
 (arXiv:2106.09681, table 1: XCiT); Trockman and Kolter 2022 (arXiv:2201.09792: ConvMixer).
 """
@@ -26,8 +26,8 @@ class NormFree:
     stem: tuple[tuple[int, int], ...] = ((16, 2), (32, 1), (64, 1), (128, 2))  # channels and stride of convolutions
     pool: bool = False  # the stem is one 7 x 7 convolution and max pooling
     group: int = 128  # channels a group; 0: dense
-    bottleneck: float = 0.5  # inner / output channels, of a RegNet inner / input channels
-    regular: bool = False  # blocks of a RegNet, which squeeze their inner channels
+    bottleneck: float = 0.5  # inner / output channels; inner / input channels if ``regular``
+    regular: bool = False  # whether blocks are those of a RegNet, which squeeze their inner channels
     convolutions: int = 2  # grouped ones a block
     head: int = 3072  # channels of the last convolution; 0: none
     squeeze: float = 0.5  # hidden channels / channels; 0: none; negative: ECA
@@ -63,7 +63,7 @@ def normfree_graph(net: NetworkBuilder, spec: NormFree) -> ModelGraph:
 
 
 def _normfree_block(flow: ImageFlow, spec: NormFree, width: int, inner: int, stride: int) -> None:
-    """Activation before every convolution, products with plain numbers (beta, gain, alpha) instead of norms."""
+    """Activation before each convolution, products with constants (beta, gain, alpha) instead of norms."""
 
     def gate() -> None:
         if spec.squeeze:
@@ -91,7 +91,7 @@ def _normfree_block(flow: ImageFlow, spec: NormFree, width: int, inner: int, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossStage:
-    """A Darknet; its stages pass one half of the channels through the blocks, or all."""
+    """A Darknet, or a CSPNet, whose stages pass one half of the channels through the blocks."""
 
     depths: tuple[int, ...]  # blocks a stage
     widths: tuple[int, ...]  # channels a stage
@@ -100,7 +100,7 @@ class CrossStage:
     stem_stride: int = 2  # of the first of them
     inner: float = 1.0  # channels inside a block / outside
     edge: bool = False  # a block is 3 x 3 then 1 x 1 instead of 1 x 1 then 3 x 3
-    cross: bool = True  # the stage splits its channels; else mean pooling halves the picture
+    cross: bool = True  # whether stages split their channels (CSPNet), or pass all on after mean pooling (Darknet)
     squeeze: float = 0.0  # hidden channels of squeeze-and-excitation / channels; 0: none
     function: Activation = "silu"
 
@@ -145,14 +145,14 @@ _DENSE = {"121": (6, 12, 24, 16), "161": (6, 12, 36, 24), "169": (6, 12, 32, 32)
 
 
 def dense_graph(net: NetworkBuilder, depth: str) -> ModelGraph:
-    """A DenseNet: blocks of layers that copy all channels so far, transitions between them."""
+    """A DenseNet: blocks of layers that each add channels to a copy of all before, and transitions between blocks."""
     growth = 48 if depth in ("161", "264") else 32
 
     def transition(flow: ImageFlow) -> None:
         flow.normalise().activate().convolve(flow.channels // 2).pool(2, 2, maximum=False, padding=0)
 
     def layer(flow: ImageFlow) -> None:
-        """All channels so far are copied together with the new ones."""
+        """New channels are concatenated to the input."""
         x = flow.fork()
         flow.normalise().activate().unit(4 * growth).convolve(growth, 3)
         x.concatenate(flow)
@@ -173,7 +173,7 @@ _BRANCHED = {"a0": (0.75, 2.5), "a1": (1.0, 2.5), "a2": (1.5, 2.75), "b0": (1.0,
 
 
 def branched_graph(net: NetworkBuilder, size: str) -> ModelGraph:
-    """A RepVGG in training: every block is the sum of a 3 x 3 convolution, a 1 x 1 one and its input."""
+    """A RepVGG in training: each block is the sum of a 3 x 3 convolution, a 1 x 1 convolution and its input."""
     factor, last = _BRANCHED[size]
     widths = (int(64 * factor), int(128 * factor), int(256 * factor), int(512 * last))
 
@@ -213,11 +213,11 @@ _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 
 
 
 def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelGraph:
-    """Blocks, then two layers whose attention is the class token's only."""
+    """An XCiT: blocks, then two layers in which only the class token attends."""
     width, heads = _XCIT[size]
 
     def stem(flow: ImageFlow) -> None:
-        """3 x 3 convolutions that halve the picture; 64 waves make positions."""
+        """3 x 3 convolutions that halve the picture, and positions from 64 waves."""
         for left in reversed(range(3 if patch == "8" else 4)):
             flow.convolve(width // 2**left, 3, 2).normalise()
             if left:
@@ -226,7 +226,7 @@ def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelG
         flow.mix("positions", (3, 1), keeps=False)
 
     def block(flow: ImageFlow) -> None:
-        """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
+        """Attention between channels, 3 x 3 depthwise convolutions and an MLP, each scaled and added to its input."""
         x = flow.fork()
         _scaled_sum(flow.layer_norm().linear(3 * width).covary(heads).linear(width), x)
         x = flow.fork()
@@ -236,7 +236,7 @@ def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelG
         _scaled_sum(flow.layer_norm().linear(4 * width).activate("gelu").linear(width), x)
 
     def class_layer(flow: ImageFlow) -> None:
-        """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
+        """Keys and values of all tokens; the cost of the class token's query, projection and MLP is left out."""
         x = flow.fork()
         flow.layer_norm()
         flow.fork().linear(2 * width).mix("attend", (2, 4))
@@ -251,10 +251,10 @@ def xcit_graph(net: NetworkBuilder, size: str, depth: str, patch: str) -> ModelG
 
 
 def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
-    """Scale and residual sum, which autocast leaves in fp32, so that the next norm need not cast its input.
+    """Scale and residual sum, which autocast runs in fp32, so that the next norm does not cast its input.
 
-    In passes at half precision, forward: product 1 more, sum 3 more, norm 2 less; backward: product 8 more, sum of both
-    gradients of ``x`` 3 more, norm 2 less.
+    More passes at half precision, forward: product 1, sum 3, norm -2; backward: product 8, sum of both gradients of
+    ``x`` 3, norm -2.
     """
     flow.scale().add(x)
     if flow.value.item_bytes < FP32:

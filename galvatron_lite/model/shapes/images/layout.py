@@ -1,12 +1,12 @@
-"""Graphs as software runs them: pictures channels last, fused norms, partitions recomputed as one.
+"""Graphs of image networks as other software runs them: channels last, fused norms, recomputed partitions.
 
 cuDNN has such kernels for 16 bits channels last (CUDNN_BATCHNORM_OPS_BN_ADD_ACTIVATION; "cuDNN Developer Guide",
 cudnnBatchNormalizationForwardTrainingEx), which NVIDIA's MXNet, PaddlePaddle and OneFlow use; XLA makes them for any
-precision. Of three passes over a picture in forward and five in backward, as normalisation alone has them,
-none is added by ReLU; the addition reads the shortcut, and backward writes its gradient.
+precision. Normalisation alone passes three times over a picture in forward and five times in backward; a fused ReLU
+adds none, and a fused addition reads the shortcut in forward and writes its gradient in backward.
 
 torchgpipe checkpoints a partition of its pipeline, not the layers in it (Kim et al. 2020, arXiv:2004.09910, section 3):
-of every micro-batch only what enters the partition is kept.
+it keeps only the input of the partition for each micro-batch.
 """
 
 from __future__ import annotations
@@ -24,50 +24,53 @@ from galvatron_lite.model.graph import (
     OperatorClass,
     Recompute,
     Role,
+    Sharding,
     TensorSplit,
 )
-from galvatron_lite.model.shapes.records import Division
 from galvatron_lite.model.shapes.tape import Tape, assemble
 
 
 def channels_last(graph: ModelGraph) -> ModelGraph:
-    """The same graph, every convolution of which reads and writes pictures channels last (NHWC)."""
+    """Return the graph with convolutions that read and write pictures channels last (NHWC)."""
 
-    def turned(kind: LayerKind) -> LayerKind:
-        operators = (replace(one, channels_last=one.kind is OperatorClass.CONVOLUTION) for one in kind.operators)
+    def with_channels_last(kind: LayerKind) -> LayerKind:
+        operators = (replace(op, channels_last=op.kind is OperatorClass.CONVOLUTION) for op in kind.operators)
         return replace(kind, operators=tuple(operators))
 
-    return replace(graph, kinds={name: turned(kind) for name, kind in graph.kinds.items()})
+    return replace(graph, kinds={name: with_channels_last(kind) for name, kind in graph.kinds.items()})
 
 
 def fused_norms(graph: ModelGraph) -> ModelGraph:
-    """The same graph; what it keeps is left as it is."""
-    return replace(graph, kinds={name: _fused(kind) for name, kind in graph.kinds.items()})
+    """Return the graph with ReLU and additions fused into the norms before them; what it keeps does not change."""
+    return replace(graph, kinds={name: _with_fused_norms(kind) for name, kind in graph.kinds.items()})
 
 
-def _fused(kind: LayerKind) -> LayerKind:
+def _with_fused_norms(kind: LayerKind) -> LayerKind:
     operators: list[Operator] = list(kind.operators[:1])
-    for before, one in pairwise(kind.operators):
-        if _is(one, "add") and _is(before, "norm"):
-            # One pass of three in forward; in backward gradients are added up where the shortcut begins, and it has
-            # its own to be written
-            item = one.moved // 3
-            operators.append(replace(one, moved=item, backward_moved=one.backward_moved + item, count=0))
-        elif not (_is(one, "relu") and (_is(before, "norm") or _is(before, "add"))):
-            operators.append(one)
+    for before, operator in pairwise(kind.operators):
+        if _is_memory(operator, "add") and _is_memory(before, "norm"):
+            passed = operator.moved // 3  # bytes of the shortcut, read in forward, and of its gradient
+            backward_moved = operator.backward_moved + passed
+            operators.append(replace(operator, moved=passed, backward_moved=backward_moved, count=0))
+        elif not (_is_memory(operator, "relu") and (_is_memory(before, "norm") or _is_memory(before, "add"))):
+            operators.append(operator)
     return replace(kind, operators=tuple(operators))
 
 
-def _is(one: Operator, name: str) -> bool:
-    return one.kind is OperatorClass.MEMORY and one.name.rstrip("0123456789").rsplit(".", 1)[-1] == name
+def _is_memory(operator: Operator, name: str) -> bool:
+    """Whether an operator is memory-bound and has a name, apart from its number."""
+    return operator.kind is OperatorClass.MEMORY and operator.name.rstrip("0123456789").rsplit(".", 1)[-1] == name
 
 
 def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
-    """The same network with one block a partition; what stands before the blocks joins the first.
+    """Join the layers of each partition to one block; the layers before the blocks join the first.
 
     Args:
         graph: a chain of layers.
-        balance: layers of each partition; the last layer (the head) is one of the last partition's and stays apart.
+        balance: layers of each partition; the last layer (the head) counts in the last partition and stays apart.
+
+    Raises:
+        InputError: layers do not add up, or a partition has none.
     """
     if sum(balance) != len(graph.layers) or min(balance) < 1 or balance[-1] < 2:
         raise InputError("balance", list(balance), f"Give layers a partition that add up to {len(graph.layers)}.")
@@ -76,15 +79,15 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
     ends[-1] -= 1
     starts = [0, *ends[:-1]]
     joined, blocks, where = list[LayerKind](), list[Layer](), {graph.layers[-1].name: "after"}
-    for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        joined.append(_joined(f"partition{place}", kinds[start:end]))
-        blocks.append(Layer(f"partitions.{place}", joined[-1].name, Role.BLOCK))
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        joined.append(_joined(f"partition{index}", kinds[start:end]))
+        blocks.append(Layer(f"partitions.{index}", joined[-1].name, Role.BLOCK))
         where |= {layer.name: blocks[-1].name for layer in graph.layers[start:end]}
     tape = Tape(1)
-    before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Division.WHOLE, grad=False),), kinds[0].dims)
+    before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Sharding.NONE, grad=False),), kinds[0].dims)
     all_kinds = [before, *joined, kinds[-1]]
     assembled = assemble(graph.name, all_kinds, blocks, sequence=graph.sequence, precision=graph.precision)
-    tensors = []  # that go from one partition to others
+    tensors = []  # from one partition to others
     for tensor in graph.tensors:
         producer = where[tensor.producer]
         readers = [name for name in dict.fromkeys(where[reader] for reader in tensor.readers) if name != producer]
@@ -93,12 +96,12 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
 
 
 def _joined(name: str, kinds: Sequence[LayerKind]) -> LayerKind:
-    """Layers one after the other as one; recomputed, it keeps what enters the first."""
+    """Consecutive layers as one; recomputed, it keeps the input of the first."""
     before = [0, *accumulate(kind.kept[Recompute.NONE].total for kind in kinds)]
     kept = before[-1]
 
     def beyond(figure: str) -> TensorSplit:
-        """Bytes at the worst moment of any layer, all before it kept, beyond what all keep."""
+        """Bytes at the worst moment of any layer, with all that earlier layers keep, beyond what all layers keep."""
         moments = (
             held + kind.kept[Recompute.NONE].total + getattr(kind, figure).total
             for held, kind in zip(before, kinds, strict=False)

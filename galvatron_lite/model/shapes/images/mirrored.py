@@ -1,12 +1,12 @@
-"""Networks whose layers read what layers further back gave: U-Nets, the perception network, AmoebaNet-D.
+"""Networks with skip connections between layers: U-Nets, the perception network, AmoebaNet-D.
 
 Sources: Ronneberger et al. 2015 (arXiv:1505.04597, figure 1: 572 x 572, convolutions without padding); Isensee et al.
 2021 (nnU-Net; plans of BraTS as NVIDIA's DeepLearningExamples train them: patches of 192 x 160 and of 128^3, 32
-channels doubled to at most 512 and 320, strided convolutions on the way down, instance normalisation); Sah and Chinara
-2024 (arXiv:2412.18165), as the reference model (``model.zoo.perception``) has them: layers are the levels of each
-network's way down and up, and the convolutions through which pictures go across.
+channels doubled to at most 512 and 320, strided convolutions in the encoder, instance normalisation); Sah and Chinara
+2024 (arXiv:2412.18165), as in the reference model (``model.zoo.perception``): layers are the levels of each network's
+encoder and decoder, and the convolutions of the skip connections.
 
-AmoebaNet-D, whose cells take the outputs of the two cells before them: Real et al. 2018 (arXiv:1802.01548, figure 5 and
+AmoebaNet-D, whose cells read the outputs of the two previous cells: Real et al. 2018 (arXiv:1802.01548, figure 5 and
 appendix), as GPipe (Huang et al. 2018, arXiv:1811.06965) and torchgpipe (Kim et al. 2020, arXiv:2004.09910, section 4)
 train it: the outputs of a normal cell are its states 0, 3, 4 and 6.
 """
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 
-from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, dead_note
+from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, Sharding, dead_note
 from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare, skipping
-from galvatron_lite.model.shapes.records import FP32, Division, Value
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, Picture, Step, classify, compare
+from galvatron_lite.model.shapes.records import FP32, Value
 from galvatron_lite.model.shapes.tape import Tape, with_skips
 from galvatron_lite.units import activation_bytes
 
@@ -33,9 +34,9 @@ class Levels:
     widths: tuple[int, ...]  # channels of each level, the lowest last
     classes: int  # of a pixel
     padded: bool = True  # whether convolutions keep the extent
-    strided: bool = False  # whether a convolution halves the picture, else maximum pooling before it
-    norm: bool = False  # whether normalisation follows every convolution
-    bilinear: bool = False  # whether interpolation doubles the picture, else a transposed convolution
+    strided: bool = False  # whether a convolution halves the picture, or maximum pooling
+    norm: bool = False  # whether normalisation follows each convolution
+    bilinear: bool = False  # whether interpolation doubles the picture, or a transposed convolution
 
 
 MEDICAL = {
@@ -43,7 +44,7 @@ MEDICAL = {
     "nnunet_2d": (4, (192, 160), Levels((32, 64, 128, 256, 512, 512), 4, strided=True, norm=True)),
     "nnunet_3d": (4, (128, 128, 128), Levels((32, 64, 128, 256, 320, 320), 4, strided=True, norm=True)),
 }
-"""Channels and pixels of the picture, and levels, by the names of published runs."""
+"""Channels and extent of the picture, and levels, by the names of published runs."""
 
 
 def medical_graph(net: NetworkBuilder, name: str) -> ModelGraph:
@@ -61,8 +62,7 @@ def unet_graph(net: NetworkBuilder, shape: UNetShape) -> ModelGraph:
 
 
 def _levels_graph(net: NetworkBuilder, spec: Levels, named: bool) -> ModelGraph:
-    """Down and up again; each picture on the way down goes to its neighbour on the way up (its middle, where that is
-    larger)."""
+    """Encoder and decoder; each level of the decoder reads the encoder's picture of its size, or the middle of it."""
     net.stem(_level, spec=spec, width=spec.widths[0])
     down, readers = ["before"], {}
     for level, width in enumerate(spec.widths[1:]):
@@ -70,7 +70,12 @@ def _levels_graph(net: NetworkBuilder, spec: Levels, named: bool) -> ModelGraph:
     for level, (producer, skip) in enumerate(zip(down[-2::-1], spec.widths[-2::-1], strict=True)):
         width = max(skip // 2, spec.widths[0]) if spec.bilinear else skip
         readers[producer] = net.block(_level_up, f"ups.{level}" * named, spec=spec, skip=skip, width=width)
-    return skipping(net.end(lambda flow: compare(flow.convolve(spec.classes, bias=True))), readers)
+    graph = net.end(lambda flow: compare(flow.convolve(spec.classes, bias=True)))
+    tensors = []
+    for left, right in pairwise(graph.layers):
+        names = dict.fromkeys((right.name, readers.get(left.name, right.name)))
+        tensors.append(Passed(left.name, tuple(names), graph.kind_of(left).output_bytes))
+    return replace(graph, tensors=tuple(tensors))
 
 
 def _level(flow: ImageFlow, spec: Levels, width: int, stride: int = 1, middle: int = 0) -> None:
@@ -84,13 +89,13 @@ def _level_down(flow: ImageFlow, spec: Levels, width: int) -> None:
 
 
 def _level_up(flow: ImageFlow, spec: Levels, skip: int, width: int) -> None:
-    (flow.interpolate() if spec.bilinear else flow.transpose(skip, 2, 2)).beside(skip)
+    (flow.interpolate() if spec.bilinear else flow.transpose(skip, 2, 2)).concatenate_skip(skip)
     _level(flow, spec, width, middle=flow.channels // 2 if spec.bilinear else 0)
 
 
 def pooled_graph(net: NetworkBuilder, count: str, base: str) -> ModelGraph:
-    """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910): the picture before each pooling goes across; ``count``
-    convolutions a level, five levels that double ``base`` channels."""
+    """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910), whose skip connections begin before each pooling:
+    ``count`` convolutions a level, five levels that double ``base`` channels."""
     each, side, skips = int(count), net.extent[0], list[Passed]()
     widths = [int(base) * 2**level for level in range(5)]
     net.stem(_pooled_level, widths=(widths[0],) * each, halves=True)
@@ -104,8 +109,8 @@ def pooled_graph(net: NetworkBuilder, count: str, base: str) -> ModelGraph:
 
 
 def _pooled_level(flow: ImageFlow, widths: Sequence[int], halves: bool) -> None:
-    """Convolutions, each with dropout of whole channels, normalisation of each sample and leaky ReLU into new tensors,
-    and maximum pooling."""
+    """Convolutions, each with dropout of channels, normalisation of each sample and leaky ReLU into new tensors, and
+    maximum pooling."""
     for width in widths:
         flow.convolve(width, 3).mix("dropout", (2, 2), keeps=False).mix("norm", (3, 5)).mix("relu", (2, 3))
     if halves:
@@ -113,15 +118,15 @@ def _pooled_level(flow: ImageFlow, widths: Sequence[int], halves: bool) -> None:
 
 
 def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
-    """Every pixel four times, the picture of the way down beside it, convolutions."""
+    """Nearest-neighbour enlargement in one copy with the encoder's picture, convolutions."""
     x, flow.extent = flow.value, tuple(2 * side for side in flow.extent)
     flow.channels += skip
-    flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
+    flow.value = flow.tape.value(flow.channels * flow.pixels)
     flow.tape.memory("enlarge", (x,), flow.value, 2 * flow.value.bytes, count=2)
     _pooled_level(flow, widths, halves=False)
 
 
-_VIEW = "before"  # what gives the bird's-eye view
+_VIEW = "before"  # the layer whose output is the bird's-eye view
 
 
 @dataclass(slots=True)
@@ -129,37 +134,37 @@ class _Wiring:
     """Adds layers that read outputs of any earlier layers."""
 
     net: NetworkBuilder
-    places: dict[str, Place]  # the output of each layer
-    readers: dict[str, list[str]] = field(default_factory=dict)  # of each output, in the order they run
+    outputs: dict[str, Picture]  # by layer
+    readers: dict[str, list[str]] = field(default_factory=dict)  # of each layer's output, in the order they run
 
-    def layer(self, name: str, step: Step, source: str, beside: str = "", **settings: object) -> str:
-        """A layer that reads one output, and another one beside it. Returns its name."""
-        self.net.go_on(self.places[source])
+    def layer(self, name: str, step: Step, source: str, skip_from: str = "", **settings: object) -> str:
+        """Add a layer that reads the output of ``source``, and perhaps of another layer; return its name."""
+        self.net.go_back(self.outputs[source])
         self.net.block(step, name, "", **settings)
-        self.places[name] = self.net.place
-        for producer in filter(None, (source, beside)):
+        self.outputs[name] = self.net.picture
+        for producer in filter(None, (source, skip_from)):
             self.readers.setdefault(producer, []).append(name)
         return name
 
     def tensors(self, graph: ModelGraph) -> tuple[Passed, ...]:
-        """Tensors between layers; the bird's-eye view is the batch's, which every stage has."""
+        """Tensors between layers; the bird's-eye view is part of the batch, which each stage has."""
         sizes = {layer.name: graph.kind_of(layer).output_bytes for layer in graph.layers} | {_VIEW: 0}
         names = (layer.name for layer in graph.layers if layer.name in self.readers)
         return tuple(Passed(name, tuple(self.readers[name]), sizes[name]) for name in names)
 
 
 def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
-    """Both networks' levels, the segmentation network's first, and the loss, which reads what both give."""
+    """The levels of the segmentation network, those of the reconstruction network, and the loss of both outputs."""
     net.begin()
-    wiring = _Wiring(net, {_VIEW: net.place})
-    for last in (_segmentation(wiring, shape), _reconstruction(wiring, shape)):
-        wiring.readers[last] = ["after"]
+    wiring = _Wiring(net, {_VIEW: net.picture})
+    for name in ("segmentation", "reconstruction"):
+        wiring.readers[_network(wiring, shape, name)] = ["after"]
     graph = net.end(_loss)
     layers = tuple(
         replace(layer, modules=(layer.name,)) if layer.role is Role.BLOCK else layer for layer in graph.layers
     )
     dead: tuple[DeadParameters, ...] = ()
-    if not shape.chained:  # all levels of the segmentation network but the finest are computed and dropped
+    if not shape.chained:  # all levels of the segmentation network except the finest are computed and dropped
         lower = range(1, shape.levels)
         names = [f"segmentation.{part}.{level}" for part in ("downs", "sides") for level in lower]
         names += [f"segmentation.ups.{level - 1}" for level in lower]
@@ -169,30 +174,21 @@ def perception_graph(net: NetworkBuilder, shape: PerceptionShape) -> ModelGraph:
     return replace(graph, layers=layers, tensors=wiring.tensors(graph), dead=dead, notes=notes)
 
 
-def _segmentation(wiring: _Wiring, shape: PerceptionShape) -> str:
-    below, sides = _VIEW, list[str]()
+def _network(wiring: _Wiring, shape: PerceptionShape, name: str) -> str:
+    """Add a network's encoder and decoder; the segmentation network has skip connections. Returns its last layer."""
+    below, sides, skips = _VIEW, list[str](), name == "segmentation"
     for level, width in enumerate(shape.widths):
-        below = wiring.layer(f"segmentation.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
-        sides.append(wiring.layer(f"segmentation.sides.{level}", _view_unit, below, width=width))
-    below = sides[-1]
-    for place, level in enumerate(reversed(range(shape.levels))):
-        half = shape.widths[level] // 2
+        below = wiring.layer(f"{name}.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
+        if skips:
+            sides.append(wiring.layer(f"{name}.sides.{level}", _view_unit, below, width=width))
+    below = sides[-1] if skips else below
+    for index, level in enumerate(reversed(range(shape.levels))):
+        half, skip_from = shape.widths[level] // 2, (sides[level - 1] if level else _VIEW) if skips else ""
         below = wiring.layer(
-            f"segmentation.ups.{place}", _up, below if shape.chained else sides[level],
-            sides[level - 1] if level else _VIEW, more=shape.sides[level] % 2,
-            skip=half if level else shape.channels, widths=(half, half if level else 1), kernel=3 if level else 1,
+            f"{name}.ups.{index}", _up, below if shape.chained or not skips else sides[level], skip_from,
+            more=shape.sides[level] % 2, skip=(half if level else shape.channels) * skips,
+            widths=(*(half,) * skips, half if level else 1), kernel=3 if level or not skips else 1,
         )  # fmt: skip
-    return below
-
-
-def _reconstruction(wiring: _Wiring, shape: PerceptionShape) -> str:
-    below = _VIEW
-    for level, width in enumerate(shape.widths):
-        below = wiring.layer(f"reconstruction.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
-    for place, level in enumerate(reversed(range(shape.levels))):
-        widths = (shape.widths[level] // 2 if level else 1,)
-        more = shape.sides[level] % 2
-        below = wiring.layer(f"reconstruction.ups.{place}", _up, below, more=more, skip=0, widths=widths, kernel=3)
     return below
 
 
@@ -206,37 +202,43 @@ def _down(flow: ImageFlow, width: int, kernel: int) -> None:
 
 
 def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: int) -> None:
-    """Twice the size (and a pixel more) with half of the channels, another picture beside, convolutions."""
+    """Transposed convolution to twice the size (and ``more`` pixels) and half the channels, skip connection,
+    convolutions."""
     flow.transpose(flow.channels // 2, 2, 2 + more).normalise().activate()
     if skip:
-        flow.beside(skip)
-    for place, width in enumerate(widths):
-        _view_unit(flow, width, 3 if place else kernel)
+        flow.concatenate_skip(skip)
+    for index, width in enumerate(widths):
+        _view_unit(flow, width, 3 if index else kernel)
 
 
 def _loss(flow: ImageFlow) -> None:
-    """Differences of both networks' pictures from their targets, and of their edges; the first one's picture is the
-    second one's target. Autocast runs each of the two kinds of differences on copies in fp32 of its own."""
+    """Differences of both networks' pictures from their targets, and of the edges of both.
+
+    The segmentation network's picture is the reconstruction network's target. Under autocast each kind of difference
+    (MSE, smooth L1) has its own copies in fp32.
+    """
     tape, rebuilt = flow.tape, flow.value
-    segmented = tape.value(rebuilt.items, Division.WHOLE)
-    targets, aim = tape.value(rebuilt.items, Division.WHOLE, FP32, grad=False), replace(segmented, grad=False)
+    segmented = tape.value(rebuilt.items)
+    targets, aim = tape.value(rebuilt.items, item_bytes=FP32, grad=False), replace(segmented, grad=False)
     height, width = flow.extent
     inner = (height - 2) * (width - 2)
     for picture, target in ((segmented, targets), (rebuilt, aim)):
         edges = [_edges(tape, value, inner) for value in (picture, target)]
         for first, second in ((picture, target), edges):
-            saved = [one for _ in range(2) for one in map(tape.widened, (first, second))]
-            loss, moved = tape.value(1, Division.WHOLE), 4 * first.bytes
+            saved = [value for _ in range(2) for value in map(tape.widened, (first, second))]
+            loss, moved = tape.value(1), 4 * first.bytes
             flow.value = tape.memory(
                 "loss", (first, second), loss, moved, 2 * moved, like=first, saved=tuple(saved), count=2
             )
 
 
 def _edges(tape: Tape, picture: Value, inner: int) -> Value:
-    """Sums of neighbours along both sides, slopes across them, and the slopes' length at ``inner`` pixels; the latter
-    two are kept where the picture is trained."""
+    """Sobel edges: sums of neighbours along both sides, slopes across them, and their length at ``inner`` pixels.
+
+    Slopes and lengths are kept if the picture takes a gradient.
+    """
     sizes = (2 * picture.items, 2 * inner, inner)
-    sums, slopes, steep = (tape.value(items, Division.WHOLE, picture.item_bytes, picture.grad) for items in sizes)
+    sums, slopes, steep = (tape.value(items, Sharding.NONE, picture.item_bytes, picture.grad) for items in sizes)
     back = 16 * picture.bytes * picture.grad
     tape.memory("sums", (picture,), sums, 16 * picture.bytes, back, like=picture, count=6)
     tape.memory("slopes", (sums,), slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
@@ -245,7 +247,7 @@ def _edges(tape: Tape, picture: Value, inner: int) -> Value:
 
 
 def _narrow(flow: ImageFlow, stride: int, kernels: tuple[Extent, ...]) -> ImageFlow:
-    """Convolutions at a quarter of the channels between two 1 x 1 ones; the first of them strides."""
+    """Convolutions at a quarter of the channels between two 1 x 1 ones; the first of them has the stride."""
     channels = flow.channels
     _unit(flow, channels // 4, (1, 1))
     for index, kernel in enumerate(kernels):
@@ -273,12 +275,8 @@ _REDUCTION = (
     ((0, "max"), (0, "mean")), ((2, "none"), (1, "conv3")), ((2, "conv7"), (2, "mean")), ((3, "none"), (1, "max")),
     ((2, "mean"), (3, "conv")),
 )  # fmt: skip
-"""Pairs of operations whose results are summed into a new state, each with the state it takes (3 x 3 maxima are means
-in torchgpipe's port)."""
-
-
-Picture = tuple[int, Extent]
-"""Channels and extent."""
+"""Pairs of operations whose results are summed into a new state, each with the index of its input (3 x 3 maxima are
+means in torchgpipe's port)."""
 
 
 def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
@@ -290,14 +288,14 @@ def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
     net.autocast = False
     width = channels
     net.stem(lambda flow: flow.rectify().convolve(width, 3, 2).normalise())
-    names, pictures = ["before"], [(net.channels, net.extent)]
+    names, pictures = ["before"], [net.picture]
     for reduction in (True, True, *normal, True, *normal, True, *normal):
         channels *= 2 if reduction else 1
         before = pictures[-2] if len(pictures) > 1 else None
         names.append(
             net.block(_cell, f"cells.{len(net.layers)}", before=before, channels=channels, reduction=reduction)
         )
-        pictures.append((net.channels, net.extent))
+        pictures.append(net.picture)
 
     def classifier(flow: ImageFlow) -> None:
         """The mean of all pixels by a window of their extent."""
@@ -305,28 +303,29 @@ def evolved_graph(net: NetworkBuilder, layers: str, filters: str) -> ModelGraph:
         compare(flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(1000))
 
     graph = net.end(classifier)
-    readers = [tuple(names[place + 1 : place + 3]) or ("after",) for place in range(len(names))]
+    readers = [tuple(names[index + 1 : index + 3]) or ("after",) for index in range(len(names))]
     sizes = [_items(picture) * activation_bytes(net.precision) for picture in pictures]
     return replace(graph, tensors=tuple(map(Passed, names, readers, sizes)))
 
 
 def _items(picture: Picture) -> int:
-    return picture[0] * prod(picture[1])
+    channels, extent, _ = picture
+    return channels * prod(extent)
 
 
 def _enter(flow: ImageFlow, picture: Picture) -> ImageFlow:
     """Another picture that enters the layer."""
-    return ImageFlow(flow.tape, flow.tape.enter(_items(picture), Division.WHOLE), *picture)
+    return ImageFlow(flow.tape, flow.tape.enter(_items(picture), Sharding.NONE), *picture[:2])
 
 
 def _cell(flow: ImageFlow, before: Picture | None, channels: int, reduction: bool) -> None:
-    """A cell.
+    """Apply one cell.
 
     Args:
-        flow: the previous cell's output.
-        before: the output two cells back; None: the same tensor.
+        flow: output of the previous cell.
+        before: output of the cell before that; the same tensor if None.
         channels: of the cell's states.
-        reduction: whether it halves the picture.
+        reduction: whether the cell halves the picture.
     """
     flow.passed = (flow.value,)
     extent = flow.extent

@@ -1,6 +1,6 @@
-"""Networks of inverted bottlenecks: MobileNet V2 and V3, MNASNet, EfficientNet and its kin, MixNet.
+"""Networks of inverted bottlenecks: MobileNet V2 and V3, MNASNet, EfficientNet and its variants, MixNet.
 
-Their tables and names are data, with the sources (``configs/networks/mobile.yaml``).
+Their tables, names and sources are in ``configs/networks/mobile.yaml``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """Equal blocks in a row: one line of a paper's table."""
+    """Consecutive equal blocks: one row of a paper's table."""
 
     repeats: int  # blocks
-    kernels: tuple[int, ...]  # of the depthwise (or fused) convolution; several share the channels
+    kernels: tuple[int, ...]  # of the depthwise (or fused) convolution, each on its part of the channels
     stride: int  # of the first block
     expand: float  # inner channels / input channels
     channels: int  # out
@@ -30,9 +30,9 @@ class BlockSpec:
     # inverted bottleneck, ``fused`` (one dense convolution for the first two), ``plain`` (one convolution),
     # ``separable`` (no expansion)
     kind: str = "inverted"
-    fixed: bool = False  # repeats do not grow with the depth factor
-    of_output: bool = False  # expansion counts from the output channels
-    shares: tuple[int, int] = (1, 1)  # convolutions that expand and that project, each on its share of the channels
+    fixed: bool = False  # whether repeats do not grow with the depth factor
+    of_output: bool = False  # whether expansion is relative to the output channels
+    shares: tuple[int, int] = (1, 1)  # convolutions that expand and that project, each on its part of the channels
     function: Activation | None = None  # activation; None: the network's
 
 
@@ -45,13 +45,13 @@ class Mobile:
     depth: float = 1.0  # factor on repeats
     stem: int = 32  # channels of the first convolution
     head: int = 1280  # channels of the last convolution
-    fixed_stem: bool = False  # stem does not grow with ``width``
-    fixed_head: bool = False  # nor does the head
-    late_head: bool = False  # the last convolution follows the pooling (MobileNet V3)
-    function: Activation = "relu"  # activation
-    squeeze_of_inner: bool = False  # squeeze counts against the expanded channels (MobileNet V3)
+    fixed_stem: bool = False  # whether the stem does not grow with ``width``
+    fixed_head: bool = False  # whether the head does not grow with ``width``
+    late_head: bool = False  # whether the last convolution follows the pooling (MobileNet V3)
+    function: Activation = "relu"
+    squeeze_of_inner: bool = False  # whether squeeze is relative to the expanded channels (MobileNet V3)
     limit: float = 0.9  # of ``rounded``
-    nearest: bool = False  # repeats times depth are rounded to the nearest, not up
+    nearest: bool = False  # whether repeats times depth are rounded to the nearest number, not up
 
     def scaled(self, channels: int, fixed: bool = False) -> int:
         """Channels times width, rounded."""
@@ -109,7 +109,7 @@ _ROW = re.compile(
 
 
 def _rows(text: str) -> tuple[BlockSpec, ...]:
-    """Rows in the notation of the papers' authors: ``ir_r2_k3_s2_e6_c24_se0.25`` is kind, repeats, kernel, stride,
+    """Parse rows in the papers' notation: ``ir_r2_k3_s2_e6_c24_se0.25`` is kind, repeats, kernel, stride,
     expansion, channels and squeeze; ``k3.5`` are two kernels, ``g1.2`` convolutions that expand and that project."""
     rows = []
     for word in text.split():
@@ -128,7 +128,7 @@ def _rows(text: str) -> tuple[BlockSpec, ...]:
 
 @cache
 def mobile_networks() -> dict[str, Mobile]:
-    """By their published names."""
+    """Return the networks by their published names."""
     data = read_data(config_folder("networks") / "mobile.yaml")
     tables = {name: _rows(text) for name, text in data["tables"].items()}
     return {name: Mobile(rows=tables[fields.pop("table")], **fields) for name, fields in data["networks"].items()}

@@ -1,8 +1,8 @@
-"""From an image network's published name to its graph, by rules a family.
+"""Graphs of image networks by their published names.
 
-Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``):
-suffixes that only say how or by whom the weights were trained are dropped. Of a name that no rule covers, a graph from
-totals may do (``summary``).
+Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``);
+suffixes that name only how, or by whom, weights were trained are dropped. For other names a graph from totals may do
+(``summary``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from galvatron_lite.model.shapes.registry import build_graph, shape_from_data
 
 
 def canonical(name: str) -> str:
-    """A name as model zoos write it: lower case, underscores, no spaces, no mark of ResNet's version 1.5."""
+    """Write a name as model zoos do: lower case, underscores, no spaces, no mark of ResNet's version 1.5."""
     plain = re.sub(r"v1\.5$", "", name.strip().lower()).replace("-", "_").replace(" ", "_")
     plain = re.sub(r"^se_resne", "seresne", plain)
     return re.sub(r"^efficientnet_v2_", "efficientnetv2_", plain)
@@ -49,7 +49,7 @@ def _listed() -> dict[str, Shape]:
 
 
 def convnext_of(name: str, side: int = 224) -> ConvNextShape | None:
-    """The ConvNeXt that a name means; None: none of this family."""
+    """Return the ConvNeXt of a name; None if it is of another family."""
     shape = _listed().get(re.sub(TRAINED + "$", "", name))
     return replace(shape, name=name, image_size=side) if isinstance(shape, ConvNextShape) else None
 
@@ -58,12 +58,12 @@ _TOKENS = re.compile(r"vit|deit|beit|swin|mixer|mlp|cait|xcit|pit|nest|volo|twin
 
 
 def works_on_tokens(name: str) -> bool:
-    """Whether a name is of a network of linear layers over tokens (transformers, mixers) rather than convolutions."""
+    """Whether a network has linear layers over tokens (transformers, mixers) rather than convolutions."""
     return _TOKENS.search(name) is not None and not name.startswith(("convmixer", "mobilevit", "semobilevit"))
 
 
 def normalises_inplace(name: str) -> bool:
-    """Whether a name is of a network with activated batch normalisation in place (Ridnik et al. 2020, TResNet)."""
+    """Whether a network has activated batch normalisation in place (Ridnik et al. 2020, TResNet)."""
     return name.startswith("tresnet")
 
 
@@ -71,9 +71,9 @@ _BLOCKS_OF_24 = {"tiny": 12, "small": 24, "base": 24, "large": 24, "huge": 24, "
 
 
 def once_a_batch(name: str, side: int) -> tuple[float, float]:
-    """Activations and multiply-adds that published totals count for every sample but that are made once a batch.
+    """Return activations and multiply-adds that published totals count per sample but that run once per batch.
 
-    Swin V2's continuous positions: a small MLP (2, 384, heads) over all pairs of places in a window, a block
+    They are Swin V2's continuous positions: in each block an MLP (2, 384, heads) over all pairs of tokens in a window
     (Liu et al. 2022, arXiv:2111.09883, section 3.3); the window of these variants is the side / 32.
     """
     match = re.fullmatch(r"swinv2_cr_(\w+?)(?:_ns)?_\d+", name)
@@ -83,18 +83,13 @@ def once_a_batch(name: str, side: int) -> tuple[float, float]:
     return pairs * 384.0, pairs * 384.0 * 2
 
 
-_VIT = {
-    "tiny": (192, 3, 12),
-    "small": (384, 6, 12),
-    "base": (768, 12, 12),
-    "large": (1024, 16, 24),
-    "huge": (1280, 16, 32),
-}
+_VIT = {"tiny": (192, 3, 12), "small": (384, 6, 12), "base": (768, 12, 12), "large": (1024, 16, 24),
+        "huge": (1280, 16, 32)}  # fmt: skip
 """Width, heads and blocks (Dosovitskiy et al. 2021, table 1; Touvron et al. 2021, table 1)."""
 
 
 def vit_of(name: str, side: int = 224) -> VitShape | None:
-    """The vision transformer that a name means (ViT, DeiT, BEiT); None: none of these."""
+    """Return the vision transformer of a name (ViT, DeiT, BEiT); None if it is of another family."""
     match = re.fullmatch(
         r"(?:vit|deit3?|beit)_(\w+?)(?:_distilled)?_patch(\d+)_\d+(?:_(?:in21k|in21ft1k|in22k|sam|dino))*", name
     )
@@ -105,13 +100,13 @@ def vit_of(name: str, side: int = 224) -> VitShape | None:
 
 
 def graph_of_name(name: str, side: int, precision: str, kernels: Kernels | None = None) -> ModelGraph | None:
-    """The graph of an image network, but for ConvNeXt and ViT under autocast; None: no rule covers the name.
+    """Return the graph of an image network, under autocast except ConvNeXt and ViT; None if no rule covers the name.
 
     Args:
-        name: see ``canonical``.
+        name: as ``canonical`` returns it.
         side: pixels along each side of a picture.
         precision: of compute.
-        kernels: of a ConvNeXt or ViT; None: PyTorch's own.
+        kernels: of a ConvNeXt or ViT; PyTorch's own if None.
     """
     if shape := convnext_of(name, side) or vit_of(name, side):
         return build_graph(shape, precision=precision, kernels=kernels)
@@ -143,7 +138,7 @@ _NAMES: tuple[tuple[str, Callable[..., ModelGraph]], ...] = (
     (r"amoebanet_d_l(\d+)_d(\d+)", evolved_graph),
     (r"unet_b(\d+)_c(\d+)", pooled_graph),
 )
-"""Names, and what takes the parts of them."""
+"""Patterns of names, and the functions that their groups are passed to."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Residual networks: ResNet and its kin by their published names, SSD300.
+"""Residual networks by their published names: ResNet and its variants, SSD300.
 
 Sources: He et al. 2015 (arXiv:1512.03385), the stride in the 3 x 3 convolution as in ResNet v1.5; Xie et al. 2017
 (ResNeXt); He et al. 2019 (arXiv:1812.01187: variants C and D); Hu et al. 2018 (SE); Bello et al. 2021
@@ -15,7 +15,7 @@ from galvatron_lite.model.shapes.images.flow import ImageFlow, rounded
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
 
 TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols))*"
-"""Suffixes that only say how or by whom the weights were trained."""
+"""Suffixes that name only how, or by whom, weights were trained."""
 _DEPTHS = {
     "10": (1, 1, 1, 1), "14": (1, 1, 1, 1), "18": (2, 2, 2, 2), "26": (2, 2, 2, 2), "34": (3, 4, 6, 3),
     "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3), "269": (3, 30, 48, 8),
@@ -39,16 +39,16 @@ class Residual:
     basic: bool = False  # two 3 x 3 convolutions a block instead of a bottleneck
     groups: int = 1  # of the 3 x 3 convolutions
     group_width: int = 64  # channels of the first stage's bottleneck for every 64 of width and group
-    stem: tuple[int, ...] = (0,)  # channels of the stem's convolutions; one: a single 7 x 7; 0: ``width``
-    pool: bool = True  # whether max pooling follows the stem (else a convolution with stride)
+    stem: tuple[int, ...] = (0,)  # channels of the stem's convolutions, a single one is 7 x 7; 0: ``width``
+    pool: bool = True  # whether max pooling follows the stem, or a convolution with stride
     average_down: bool = False  # shortcuts pool before they project (variant D)
     squeeze: float = 0.0  # hidden channels of squeeze-and-excitation as a share of the block's; 0: none; negative: ECA
     blur: bool = False  # anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it
     preactive: bool = False  # normalisation before convolution (ResNet v2)
     grouped_norm: bool = False  # group instead of batch normalisation; only where ``preactive``
     radix: int = 0  # pictures that split attention weighs (ResNeSt); 0: a plain 3 x 3 convolution
-    pool_first: bool = False  # where split attention halves, the mean pooling goes before it
-    early: bool = False  # the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet)
+    pool_first: bool = False  # whether mean pooling that halves the picture precedes split attention
+    early: bool = False  # whether the first 1 x 1 convolution has the stride, not the 3 x 3 (the original ResNet)
 
 
 def residual_graph(net: NetworkBuilder, spec: Residual, classes: int = 1000) -> ModelGraph:
@@ -85,16 +85,16 @@ def _bottleneck(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> No
     """1 x 1, 3 x 3 and 1 x 1 convolutions, each normalised, added to the input."""
     x, width = flow.fork(), planes * spec.group_width // 64 * spec.groups
     flow.unit(width, 1, stride if spec.early else 1)
-    if not spec.radix:
+    if spec.radix:
+        if stride > 1 and spec.pool_first:
+            flow.pool(3, 2, maximum=False)
+        flow.unit(spec.radix * width, 3, 1, spec.groups * spec.radix)
+        flow.split_attention(spec.radix, max(32, rounded(width * spec.radix / 4)), spec.groups)
+        if stride > 1 and not spec.pool_first:
+            flow.pool(3, 2, maximum=False)
+    else:
         _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
-        return _close(flow, x, spec, spec.expansion * planes, stride, 1)
-    if stride > 1 and spec.pool_first:
-        flow.pool(3, 2, maximum=False)
-    flow.unit(spec.radix * width, 3, 1, spec.groups * spec.radix)
-    flow.split_attention(spec.radix, max(32, rounded(width * spec.radix / 4)), spec.groups)
-    if stride > 1 and not spec.pool_first:
-        flow.pool(3, 2, maximum=False)
-    return _close(flow, x, spec, spec.expansion * planes, stride, 1)
+    _close(flow, x, spec, spec.expansion * planes, stride, 1)
 
 
 def _preactive(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> None:
@@ -125,7 +125,7 @@ def _basic(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> None:
 
 
 def _strided(flow: ImageFlow, spec: Residual, width: int, stride: int, groups: int) -> None:
-    """The 3 x 3 convolution; an anti-aliased one strides in a fixed depthwise blur after it."""
+    """The 3 x 3 convolution; if anti-aliased, a fixed depthwise blur after it has the stride."""
     if spec.blur and stride > 1:
         flow.unit(width, 3, 1, groups).convolve(width, 3, stride, width)
     else:
@@ -133,7 +133,7 @@ def _strided(flow: ImageFlow, spec: Residual, width: int, stride: int, groups: i
 
 
 def _close(flow: ImageFlow, x: ImageFlow, spec: Residual, out: int, stride: int, kernel: int) -> None:
-    """The last convolution, squeeze and excitation, the shortcut."""
+    """The last convolution, squeeze and excitation, and the shortcut."""
     flow.convolve(out, kernel).normalise()
     if spec.squeeze:
         flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze, 8, 0.0))
@@ -147,15 +147,15 @@ def _close(flow: ImageFlow, x: ImageFlow, spec: Residual, out: int, stride: int,
 
 _CLASSES = 81  # of SSD300: COCO's and the background
 _EXTRA = ((256, 512, 2, 1), (256, 512, 2, 1), (128, 256, 2, 1), (128, 256, 1, 0), (128, 256, 1, 0))
-"""Channels of the 1 x 1 and the 3 x 3 convolution, stride and padding of the latter, map after map."""
-_BOXES = (4, 6, 6, 6, 4, 4)  # default boxes a place, map after map
+"""Channels of the 1 x 1 and the 3 x 3 convolution, and stride and padding of the latter, for each further map."""
+_BOXES = (4, 6, 6, 6, 4, 4)  # default boxes per pixel of each map
 
 
 def detector_graph(net: NetworkBuilder) -> ModelGraph:
     """SSD300: ResNet-50 without its last stage, the third not halving the picture; more maps; heads on every map."""
 
     def maps(flow: ImageFlow) -> None:
-        """Places and classes of the boxes of each map, with their losses in fp32."""
+        """Positions and classes of the boxes of each map, with their losses in fp32."""
         for boxes, extra in zip(_BOXES, (*_EXTRA, None), strict=True):
             for columns in (4 * boxes, _CLASSES * boxes):
                 flow.fork().convolve(columns, 3, bias=True).mix("loss", (6, 6), count=4)
@@ -169,7 +169,7 @@ def detector_graph(net: NetworkBuilder) -> ModelGraph:
 
 
 def residual_of(name: str) -> Residual | None:
-    """The residual network of a name; None: none of this family."""
+    """Return the residual network of a name; None if it is of another family."""
     if match := re.fullmatch(r"resnetv2_(50|101|152)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name):
         return Residual(
             depths=_DEPTHS[match[1]], width=64 * int(match[2] or 1), stem=_STEMS.get(match[3], (0,)), preactive=True,
