@@ -125,7 +125,7 @@ class ChannelDimension(Dimension):
         if degree == 1:
             return True
         alone = 1 in (chosen["filters"], chosen["channels"])
-        return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.near(degree)
+        return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.fits_node(degree)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A slice of the weights, and the collectives that bring pictures together.
@@ -143,7 +143,7 @@ class ChannelDimension(Dimension):
         items = work.parameters if context.pictures.whole_weights else items
         moved = [one for by in BY for one in _moved(kind, strategy, by, share, context.pictures.gathers_each)]
         frozen = items * (kind.frozen.total / max(1, kind.parameters.total))
-        return work.sliced(items, frozen).sending(*moved)
+        return work.with_parameters(items, frozen).with_communications(*moved)
 
 
 def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:

@@ -40,8 +40,8 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     StrategyField,
-    sent,
-    sliced,
+    drop_unused,
+    slice_degree,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import extents_of
@@ -115,11 +115,11 @@ class SpatialDimension(Dimension):
         devices = grid[0] * grid[1] * grid[2]
         if devices == 1:
             return True
-        if chosen["context"] * chosen["expert"] * sliced(chosen) > 1:
+        if chosen["context"] * chosen["expert"] * slice_degree(chosen) > 1:
             return False
         if room.node is None or self.degree != SIDES[-1]:
-            return room.near(devices)
-        return room.near(devices) and grid in sensible_grids(kind, devices)
+            return room.fits_node(devices)
+        return room.fits_node(devices) and grid in sensible_grids(kind, devices)
 
     def reason(self, kind: LayerKind) -> str:
         """Why pictures that are too small stay whole."""
@@ -158,10 +158,10 @@ def pixels_of(kind: LayerKind, strategy: Either) -> GridLayout:
     if not isinstance(strategy, Strategies):
         return layout_on(kind, (strategy.depth, strategy.height, strategy.width))
     key = ("pixels", id(kind.operators))
-    cached: tuple[object, GridLayout] | None = strategy.known.get(key)
+    cached: tuple[object, GridLayout] | None = strategy.cache.get(key)
     if cached is None:
-        # with the operators, so that their place in memory is not another's meanwhile
-        cached = strategy.known[key] = (kind.operators, _pixels_of_many(kind, strategy))
+        # the entry holds the operators, so that no other object gets their ``id``
+        cached = strategy.cache[key] = (kind.operators, _pixels_of_many(kind, strategy))
     return cached[1]
 
 
@@ -177,11 +177,11 @@ def _pixels_of_many(kind: LayerKind, many: Strategies) -> GridLayout:
 
 def _grids_of(many: Strategies) -> tuple[list[Grid], IntArray]:
     """The grids of strategies, and which of them each has."""
-    if "grids" not in many.known:
+    if "grids" not in many.cache:
         columns = np.column_stack((many.depth, many.height, many.width))
         distinct, place = np.unique(columns, axis=0, return_inverse=True)
-        many.known["grids"] = [tuple(map(int, grid)) for grid in distinct], place.reshape(-1)
-    grids: tuple[list[Grid], IntArray] = many.known["grids"]
+        many.cache["grids"] = [tuple(map(int, grid)) for grid in distinct], place.reshape(-1)
+    grids: tuple[list[Grid], IntArray] = many.cache["grids"]
     return grids
 
 
@@ -217,7 +217,7 @@ def exchanges(kind: LayerKind, strategy: Either, share: Real, local_norms: bool 
         share: samples of one micro-batch x bytes of an activation item.
         local_norms: whether normalisations take each device's own statistics.
     """
-    return sent(*_exchanges(kind, strategy, pixels_of(kind, strategy).borders, share, local_norms))
+    return drop_unused(*_exchanges(kind, strategy, pixels_of(kind, strategy).borders, share, local_norms))
 
 
 def _exchanges(
