@@ -38,12 +38,12 @@ class ProcessGroups:
         """Return the group of ranks for a purpose; ``dist.GroupMember.NON_GROUP_MEMBER`` if this rank is not in it."""
         key = purpose, tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = (
-                self._before[key]
-                if key in self._before
-                else dist.new_group(list(ranks), timeout=self._timedelta, group_desc=purpose)
-            )
+            self._groups[key] = self._before[key] if key in self._before else self._new(ranks, purpose)
         return self._groups[key]
+
+    def _new(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timedelta, group_desc=purpose)
+        return group
 
     def create(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
         """Create groups; return the one that this rank is in, or None."""
