@@ -1,4 +1,5 @@
-"""Axes of the mesh of a stage's ranks, and lines of ranks along some of them. No torch here."""
+"""Axes of the mesh of a stage's ranks, and groups of ranks ("lines") that differ along some axes only. No torch
+here."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from galvatron_lite.arrays import Whole
 
 
 class Part(StrEnum):
-    """What the ranks along an axis have different parts of: of what goes between layers, by the field of ``Layout``
-    that counts the ways, or (``SLICES``) of the parameters alone, for the same samples."""
+    """What the ranks along an axis have different parts of: a dim of the activations between layers, named as the field
+    of ``Layout``, or (``SLICES``) the parameters."""
 
     SAMPLES = "batch"
     TOKENS = "tokens"
@@ -25,12 +26,12 @@ class Part(StrEnum):
 
 
 SLICES = frozenset((Part.MATMULS, Part.CHANNELS))
-"""Slices of matmuls, and of convolutions with their running statistics."""
+"""Parts of parameters: slices of matmuls, and of convolutions with their running statistics."""
 
 
 class Purpose(StrEnum):
-    """What a group of ranks exchanges. Groups of equal ranks are separate by purpose, so that traffic of one kind waits
-    for no other."""
+    """What a group of ranks exchanges. Each purpose has process groups of its own, so that traffic of one purpose does
+    not wait for that of another."""
 
     GRADIENTS = "gradients"
     STATES = "states"
@@ -44,64 +45,64 @@ class Purpose(StrEnum):
 class MeshAxis:
     """An axis of a stage's mesh."""
 
-    degree: str  # the field of ``Strategy`` that is its size
+    degree: str  # the field of ``Strategy`` with its size
     part: Part  # what its ranks have different parts of
-    replicates: bool = False  # whether its ranks hold the same states also where states are sharded
+    replicates: bool = False  # whether its ranks hold the same states even if states are sharded
 
 
 @dataclass(frozen=True, slots=True)
 class RankAxis:
-    """Ranks that differ along one axis only."""
+    """An axis of the mesh as a group of ranks sees it."""
 
     size: Whole
-    stride: Whole  # ranks from one to the next
+    stride: Whole  # difference of neighbouring ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankLine:
-    """Ranks of a stage that differ along some axes only; places are counted from the stage's first rank."""
+    """Groups of ranks that differ along some axes only. Places are ranks counted from the stage's first."""
 
     purpose: Purpose  # what they exchange
-    axes: tuple[RankAxis, ...] = ()  # the outermost first; none: each rank is alone
+    axes: tuple[RankAxis, ...] = ()  # the outermost first; none: groups of one rank
 
     @property
     def size(self) -> int:
-        """Ranks of a line."""
+        """Ranks of a group."""
         return prod(axis.size for axis in self.axes)
 
     def index(self, place: Whole) -> Whole:
-        """Which of the ranks of its line the one at a place is."""
+        """The index of a place in its group."""
         index: Whole = 0
         for axis in self.axes:
             index = index * axis.size + place // axis.stride % axis.size
         return index
 
     def through(self, place: int) -> tuple[int, ...]:
-        """Places on the line through one of them, in order."""
+        """The places of the group that contains ``place``, in order."""
         first = place - sum(place // axis.stride % axis.size * axis.stride for axis in self.axes)
-        moves = product(*(range(0, axis.size * axis.stride, axis.stride) for axis in self.axes))
-        return tuple(first + sum(move) for move in moves)
+        offsets = product(*(range(0, axis.size * axis.stride, axis.stride) for axis in self.axes))
+        return tuple(first + sum(offset) for offset in offsets)
 
-    def every(self, devices: int) -> Iterator[tuple[int, ...]]:
-        """All lines of a stage of so many ranks."""
+    def groups(self, devices: int) -> Iterator[tuple[int, ...]]:
+        """All groups of a stage of ``devices`` ranks."""
         return (self.through(place) for place in range(devices) if self.index(place) == 0)
 
     def around(self, rank: int, devices: int) -> tuple[int, ...]:
-        """World ranks on the line through one, where stages have so many ranks."""
+        """The world ranks of the group that contains ``rank``, in stages of ``devices`` ranks."""
         start = rank - rank % devices
         return tuple(start + place for place in self.through(rank % devices))
 
 
 ALONE = RankLine(Purpose.STATES)
-"""Each rank by itself."""
+"""Groups of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpread:
-    """Where some parameters of a layer lie."""
+    """The ranks that hold some parameters of a layer."""
 
-    shards: RankLine  # ranks that share their states
+    shards: RankLine  # ranks that shard their states
     replicas: RankLine  # ranks that hold the same shard
-    gradients: RankLine  # ranks that use them on other samples, tokens or pixels: both together
-    over: RankLine | None = None  # ranks that each have others of them, and exchange what works on them; None: none
+    gradients: RankLine  # shards and replicas: ranks that use them on other samples, tokens or pixels
+    over: RankLine | None = None  # ranks that hold different ones of them, and exchange activations; None: none
     sharing: int = 1  # ranks that share each of them

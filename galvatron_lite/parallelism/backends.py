@@ -1,4 +1,4 @@
-"""What can run a plan: the strategies and schedules that a backend trains with. No torch here."""
+"""Backends: what can run a plan, and the strategies and schedules that each supports. No torch here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mode(StrEnum):
 
 
 class TrainedBy(StrEnum):
-    """What trains by a plan."""
+    """The engine that trains a plan."""
 
     GALVATRON = "galvatron"
     DEEPSPEED = "deepspeed"
@@ -30,36 +30,50 @@ class TrainedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a way to train supports."""
+    """What an engine, or other software, supports.
 
-    name: str  # as given to ``--backend``
-    pipeline: Callable[[Schedule], bool]  # which pipeline schedules it runs
-    # what fields of ``Strategy`` may be; a field that is absent may have any value
+    Attributes:
+        name: of ``--backend`` or ``--for``.
+        pipeline: whether it runs a pipeline schedule.
+        values: the values of fields of ``Strategy`` that it runs; other fields may have any value.
+        missing: what it does not support, one line each, printed with each plan.
+        rule: whether it runs a combination of values; None: all combinations.
+        pipelines: the modes in which it runs several stages.
+        modes: the modes in which it runs plans.
+        pictures: whether it trains networks whose blocks work on pictures.
+        uniform: fields of ``Strategy`` with the same value in all layers with parameters; the search tries each value
+            (``search.families.family``).
+        block_uniform: further fields with the same value in all blocks.
+        block_rule: like ``rule``, of blocks only.
+        edges: fields of the layers around the blocks, with their values; None: the values of the blocks.
+        piped: values of ``uniform`` fields in pipelines; other fields may have any value.
+        alone: the same without a pipeline.
+        even: whether all stages have the same number of blocks, the first and last perhaps one fewer.
+        stack: the software whose costs are estimated; empty: this package's runtime.
+        beside: whether it runs plans that are not stages in the order of the model: branches on separate devices, and
+            delayed gradients.
+        split_backward: fields of ``Strategy`` with the value that schedules with a split backward require.
+        reserved: fields of ``Strategy`` with the value that the search uses while a plan fits, unless the user pins another.
+    """
+
+    name: str
+    pipeline: Callable[[Schedule], bool]
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()  # what it leaves out, a line each, told with every plan
-    rule: Callable[[Strategy], bool] | None = None  # what it asks of fields together; None: nothing
-    pipelines: tuple[Mode, ...] = tuple(Mode)  # the modes in which it runs several stages
-    modes: tuple[Mode, ...] = tuple(Mode)  # what it runs plans for
-    pictures: bool = True  # whether it trains networks whose blocks work on pictures
-    # fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each value in
-    # turn (``search.families.family``)
+    missing: tuple[str, ...] = ()
+    rule: Callable[[Strategy], bool] | None = None
+    pipelines: tuple[Mode, ...] = tuple(Mode)
+    modes: tuple[Mode, ...] = tuple(Mode)
+    pictures: bool = True
     uniform: tuple[str, ...] = ()
-    block_uniform: tuple[str, ...] = ()  # fields that have one value in all blocks besides
-    block_rule: Callable[[Strategy], bool] | None = None  # what it asks of blocks alone; None: nothing
-    # fields of the layers around the blocks and their values; None: the blocks' own
+    block_uniform: tuple[str, ...] = ()
+    block_rule: Callable[[Strategy], bool] | None = None
     edges: tuple[tuple[str, object], ...] = ()
-    # ``uniform`` fields and the values they may have under a pipeline, and without one; others may have any
     piped: tuple[tuple[str, tuple[object, ...]], ...] = ()
     alone: tuple[tuple[str, tuple[object, ...]], ...] = ()
-    # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer
     even: bool = False
-    stack: str = ""  # the software whose costs plans for it are estimated with; empty: our own runtime's
-    # whether it runs plans other than stages in the model's order: branches on devices of their own, and delayed
-    # gradients
+    stack: str = ""
     beside: bool = True
-    # fields of ``Strategy``, and the value that each must have under a schedule that splits backward
     split_backward: tuple[tuple[str, object], ...] = ()
-    # by field of ``Strategy``: the value that the search keeps to while something fits
     reserved: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -68,63 +82,57 @@ class Backend:
         return tuple(filter(self.pipeline, schedules()))
 
     def required(self, schedule: Schedule) -> tuple[tuple[str, object], ...]:
-        """Fields of ``Strategy``, and the value that each must have in a pipeline under a schedule."""
+        """Return fields of ``Strategy`` with the value that a schedule requires."""
         return self.split_backward if schedule.splits_backward else ()
 
     def leaves_out(self, mode: Mode) -> tuple[str, ...]:
-        """What is missing in a mode, a line each."""
+        """Return what it does not support in a mode, one line each."""
         if mode in self.pipelines:
             return self.missing
         return (*self.missing, f"{self.name} runs no pipelines in {mode.value} (--backend {ANY.name} prices them)")
 
     @property
     def limits(self) -> Mapping[str, tuple[object, ...]]:
-        """``values``, and of dimensions that are none of the fields of ``Strategy``."""
+        """``values``, and those of added dimensions (``registry.add``)."""
         if self.name in (GALVATRON.name, ANY.name) or not added_dimensions():
             return self.values
-        return {
-            **{
-                added_dimension.name: (1,)
-                for added_dimension in added_dimensions()
-                if self.name not in added_dimension.software
-            },
-            **self.values,
-        }
+        unsupported = (dimension for dimension in added_dimensions() if self.name not in dimension.software)
+        return {**{dimension.name: (1,) for dimension in unsupported}, **self.values}
 
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
-        return all(getattr(strategy, name) in values for name, values in self.limits.items()) and self.says(strategy)
+        supported = all(getattr(strategy, name) in values for name, values in self.limits.items())
+        return supported and self.combines(strategy)
 
-    def says(self, strategy: Strategy) -> bool:
-        """Whether the fields of a strategy, each of which it runs, go together."""
+    def combines(self, strategy: Strategy) -> bool:
+        """Whether it runs the combination of a strategy's values, each of which it runs."""
         return self.rule is None or self.rule(strategy)
 
 
 def _trains(strategy: Strategy) -> bool:
-    """Whether our own runtime trains with what a strategy asks for together.
+    """Whether this package's runtime runs a combination of values.
 
-    One of matmuls, pixels, filters and channels is shared. Where activations go to host memory there is no selective
-    recomputation: its own store of what it keeps is out of reach. Experts are spread beside the first alone: sliced
-    by the whole tensor group, or whole where that group shares the tokens; not where ZeRO gathers them among
-    activations that go to the host.
+    Only one of matmuls, pixels, filters and channels is shared. Offloaded activations exclude selective recomputation,
+    whose cache cannot be offloaded. Experts are spread only beside shared matmuls: sliced by the full tensor group, or
+    unsliced if that group shares tokens; and not with offloaded activations if ZeRO gathers parameters.
     """
     if strategy.offloads_activations and strategy.recompute is Recompute.SELECTIVE:
         return False
-    inside = [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels]
+    degrees = [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels]
     if strategy.expert == 1:
-        return inside.count(1) >= 3
+        return degrees.count(1) >= 3
     if strategy.offloads_activations and strategy.zero_stage > 1:
         return False
-    ways = strategy.expert * strategy.tensor if strategy.expert_tensor == 0 else strategy.expert
-    sliced_experts = strategy.expert_tensor == 1 and strategy.tensor > 1 and strategy.sequence_parallel
-    return inside[1:] == [1, 1, 1] and strategy.devices % ways == 0 and (strategy.expert_tensor == 0 or sliced_experts)
+    ranks = strategy.expert * strategy.tensor if strategy.expert_tensor == 0 else strategy.expert
+    unsliced = strategy.expert_tensor == 1 and strategy.tensor > 1 and strategy.sequence_parallel
+    return degrees[1:] == [1, 1, 1] and strategy.devices % ranks == 0 and (strategy.expert_tensor == 0 or unsliced)
 
 
 SPLIT_BACKWARD: tuple[tuple[str, object], ...] = (
     ("zero", 1), ("offload", Offload.NONE), ("depth", 1), ("height", 1), ("width", 1), ("filters", 1), ("channels", 1),
 )  # fmt: skip
-"""What split backward asks of strategies: ZeRO reduces gradients, and offload takes them, when backward ends, before
-those of weights are made; products with shares of pixels and channels make them in backward."""
+"""Values that a split backward requires: ZeRO reduces gradients and offload copies them at the end of backward, before
+gradients of weights exist; operators on shares of pixels and channels compute gradients of weights in backward."""
 _EXECUTABLE: Callable[[Schedule], bool] = attrgetter("executable")
 GALVATRON = Backend(
     "galvatron",
@@ -141,7 +149,7 @@ ANY = Backend(
     _EXECUTABLE,
     missing=("any offers all that is priced; host memory is taken as large enough for what is offloaded",),
 )
-"""Everything that is priced: plans for other software, or to see what one would gain."""
+"""All that can be priced: plans for other software, or to see what it would gain."""
 DEEPSPEED = Backend(
     TrainedBy.DEEPSPEED.value,
     attrgetter("simple"),
@@ -165,12 +173,12 @@ DEEPSPEED = Backend(
 
 
 def _megatron(strategy: Strategy) -> bool:
-    """All replicas share optimizer states (the distributed optimizer), and nothing else."""
+    """All replicas shard optimizer states (the distributed optimizer), and nothing else."""
     return strategy.data == 1 and strategy.zero_stage == (strategy.zero * strategy.context > 1)
 
 
 def _fully_sharded(strategy: Strategy) -> bool:
-    """FSDP2 shares states wherever there are replicas; experts are whole, and spread over the ranks of one replica."""
+    """FSDP2 shards states over all replicas; experts are unsliced, and spread over the ranks of one replica."""
     spread = strategy.expert == 1 or (
         (strategy.tensor == 1 or strategy.expert_tensor == 1)
         and strategy.zero * strategy.context * strategy.tensor % strategy.expert == 0
@@ -179,7 +187,7 @@ def _fully_sharded(strategy: Strategy) -> bool:
 
 
 def _sequence_parallel(strategy: Strategy) -> bool:
-    """Tensor groups of blocks share tokens between matmuls, too."""
+    """Tensor groups of blocks also share tokens between matmuls."""
     return strategy.sequence_parallel == (strategy.tensor > 1)
 
 
@@ -187,7 +195,7 @@ _TRANSFORMERS_ALONE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("depth", "height", "width", "filters", "channels"), (1,)),
     "offload": (Offload.NONE,),
 }
-"""What tools for language models do not have."""
+"""Values of tools for language models."""
 _BY_BLOCK = ("sequence_parallel", "expert", "expert_tensor", "recompute")
 MEGATRON = Backend(
     "megatron",
@@ -204,9 +212,9 @@ MEGATRON = Backend(
     stack="megatron-core",
     pictures=False,
 )
-"""What Megatron-LM can be told: the distributed optimizer, and one strategy for all layers."""
+"""Megatron-LM: the distributed optimizer, and one strategy for all layers."""
 NEMO = replace(MEGATRON, name="nemo", stack="megatron-bridge")
-"""The same for NeMo's recipes, which train with Megatron-Bridge."""
+"""NeMo's recipes, which train with Megatron-Bridge."""
 TORCHTITAN = Backend(
     "torchtitan",
     lambda schedule: "torchtitan" in schedule.software,
@@ -214,8 +222,8 @@ TORCHTITAN = Backend(
     rule=_fully_sharded,
     modes=(Mode.TRAINING,),
     uniform=("data", "tensor", "context", "zero_stage"),
-    # torch.distributed.pipelining gathers parameters and reduces gradients once a step, which is what ZeRO-1 moves and
-    # holds (backward_maybe_with_nosync)
+    # torch.distributed.pipelining gathers parameters and reduces gradients once a step, as ZeRO-1 does
+    # (backward_maybe_with_nosync)
     piped=(("zero_stage", (0, 1)),),
     alone=(("zero_stage", (0, 2, 3)),),
     block_uniform=_BY_BLOCK,
@@ -226,7 +234,7 @@ TORCHTITAN = Backend(
     stack="torchtitan",
     pictures=False,
 )
-"""What torchtitan's command line can be told: FSDP2, and one strategy for all layers."""
+"""torchtitan's command line: FSDP2, and one strategy for all layers."""
 ACCELERATE = Backend(
     "accelerate",
     attrgetter("simple"),
@@ -248,7 +256,7 @@ ACCELERATE = Backend(
     beside=False,
     stack="torchtitan-eager",
 )
-"""What accelerate's configuration can be told: FSDP2, and one strategy for all layers."""
+"""accelerate's configuration: FSDP2, and one strategy for all layers."""
 DEEPSPEED_FILE = replace(
     DEEPSPEED,
     name="deepspeed-file",
@@ -258,18 +266,18 @@ DEEPSPEED_FILE = replace(
     edges=ACCELERATE.edges,
     stack="deepspeed",
 )
-"""What DeepSpeed's configuration file can be told, for a training script of the user's own."""
+"""DeepSpeed's configuration file, for a training script of the user's."""
 TARGETS = {"megatron": MEGATRON, "nemo": NEMO, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED_FILE,
            "accelerate": ACCELERATE}  # fmt: skip
-"""Other software that plans are made for, by the name of ``--for``."""
+"""Other software, by the name of ``--for``."""
 BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY, *TARGETS.values())}
 
 
 def target_named(name: str, field: str = "--for") -> Backend:
-    """What other software can be told.
+    """Return other software by name.
 
     Raises:
-        InputError: no such software.
+        InputError: no software has this name.
     """
     if name not in TARGETS:
         raise unknown(field, name, TARGETS)
@@ -277,17 +285,17 @@ def target_named(name: str, field: str = "--for") -> Backend:
 
 
 def in_mode(backend: Backend, mode: Mode) -> Backend:
-    """A backend with what it has no use for in a mode left out: nothing is computed again, or waits for a backward."""
+    """Return a backend for a mode: inference without recomputation and offload, which only backward needs."""
     if mode is Mode.TRAINING:
         return backend
     return replace(backend, values={**backend.values, "recompute": (Recompute.NONE,), "offload": (Offload.NONE,)})
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of a name.
+    """Return a backend by name.
 
     Raises:
-        InputError: there is none.
+        InputError: no backend has this name.
     """
     if name not in BACKENDS:
         raise unknown("--backend", name, BACKENDS)
@@ -295,10 +303,10 @@ def backend_named(name: str) -> Backend:
 
 
 def check_mode(mode: Mode, backend: Backend, field: str = "--mode") -> None:
-    """Raise where a backend runs nothing in a mode.
+    """Check that a backend runs plans in a mode.
 
     Raises:
-        InputError: see above.
+        InputError: it does not.
     """
     if mode not in backend.modes:
         modes = ", ".join(mode.value for mode in backend.modes)

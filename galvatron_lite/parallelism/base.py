@@ -1,8 +1,8 @@
-"""What a dimension (a way to split a layer) is to the planner. No torch here.
+"""The interface of a dimension: a way to split a layer, as the planner sees it. No torch here.
 
-A ``Strategy`` names a choice for every dimension. A ``Dimension`` lists the legal choices for a kind of layer and says
-what a choice does to one device's work: fewer samples, sharded states, more communication. ``cost`` turns that work
-into seconds and bytes. Neither ``cost`` nor ``search`` knows any dimension by name.
+A ``Strategy`` has a choice for every dimension. A ``Dimension`` lists the legal choices for a kind of layer and
+computes what a choice does to the work of one device: fewer samples, sharded states, more communication. ``cost`` turns
+this ``LayerWork`` into seconds and bytes. Neither ``cost`` nor ``search`` names a dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Moment(StrEnum):
-    """When a communication happens: in every micro-batch's forward or backward, or once a step."""
+    """When a communication happens: in the forward or backward of each micro-batch, or once a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -34,153 +34,146 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One communication of one layer on one device; arrays where there is one under each of several strategies."""
+    """A communication of one layer on one device, under one strategy or (then figures are arrays) under many."""
 
-    collective: Collective  # its kind
-    size: Real  # bytes of the whole (unsharded) tensor: what an all-gather yields and a reduce-scatter takes
-    group: RankGroup  # the ranks that take part
-    moment: Moment  # when it happens
+    collective: Collective
+    size: Real  # bytes of the full (unsharded) tensor: the output of an all-gather, the input of a reduce-scatter
+    group: RankGroup
+    moment: Moment
     overlaps: bool  # whether compute of the same layer or its neighbours can hide it
-    count: Whole = 1  # how many times; 0 where a strategy does not need it
-    cause: str = ""  # the dimension it comes from, for people
-    load: Real = 1.0  # bytes of the rank that exchanges most over ``size``, the mean: all wait for it
+    count: Whole = 1  # how often; 0 under strategies that do not need it
+    cause: str = ""  # name of the dimension that it comes from
+    load: Real = 1.0  # bytes of the rank that exchanges most, over ``size`` (the mean): all ranks wait for it
 
 
-def sent(*communications: Communication) -> tuple[Communication, ...]:
-    """Those that any strategy needs."""
+def drop_unused(*communications: Communication) -> tuple[Communication, ...]:
+    """Leave out communications that no strategy needs."""
     return tuple(communication for communication in communications if not never(communication.count))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one device does and holds for one layer, one micro-batch at a time; arrays under several strategies."""
+    """What one device computes and holds for one layer, a micro-batch at a time; arrays under several strategies."""
 
-    samples: Real  # samples of one micro-batch on this device
+    samples: Real  # of one micro-batch on this device
     tensor: Whole  # degree that divides the sharded operators
     sequence_parallel: Flag  # whether tokens are shared between sharded operators
-    recompute: Recompute | IntArray  # what is computed again in backward
-    parameters: Real  # items of parameters this device computes with (after tensor splitting)
+    recompute: Recompute | IntArray
+    parameters: Real  # items of parameters that this device computes with (after tensor splitting)
     state_items: Real  # items whose optimizer state this device holds and updates
     parameter_items: Real  # items of parameters held at rest
     gradient_items: Real  # items of gradients held at rest, between micro-batches and at the optimizer
     gathered_items: Real = 0.0  # items of parameters gathered for as long as the stage computes (ZeRO-2)
-    transient_items: Real = 0.0  # items of parameters gathered only while this one layer computes (ZeRO-3)
-    communications: tuple[Communication, ...] = ()  # what it sends and receives
-    # items of whole gradients made in this layer's backward and reduced right after it; 0 where gradients go straight
-    # into their buffers
+    transient_items: Real = 0.0  # items of parameters gathered only while this layer computes (ZeRO-3)
+    communications: tuple[Communication, ...] = ()
+    # items of full gradients that this layer's backward produces and that are reduced right after it; 0 where backward
+    # writes into the buffers of gradients
     reduce_items: Real = 0.0
-    # whether gradients live in buffers all the time, or come into being in the first backward of a step and go after
-    # the update
+    # whether gradients stay allocated; if not, from the first backward of a step to the update
     gradients_persist: Flag = True
-    # items of ``gradient_items`` that live so even where the others do not (experts that no other rank has)
-    lasting_gradient_items: Real = 0.0
-    microbatch_overhead: Real = 0.0  # host seconds once a micro-batch, half in forward, half in backward
-    step_overhead: Real = 0.0  # host seconds once a step
-    expert_items: Real = 0.0  # the part of ``parameters`` that belongs to experts which are spread over ranks
-    host_items: Real = 0.0  # items of ``state_items`` whose optimizer state lies and is updated in host memory
-    host_kept: Real = 0.0  # share (0 or 1) of what is kept from forward to backward that waits in host memory
-    # bytes of neighbours' pixels, or of whole logits, that are kept from forward to backward, one micro-batch
-    edge_bytes: Whole = 0
-    edge_working: tuple[Whole, Whole] = (0, 0)  # bytes that backward and forward work with beside them
-    frozen_items: Real = 0.0  # the part of ``parameters`` that gets no gradient
-    frozen_experts: Real = 0.0  # the part of ``expert_items`` that gets none
-    # the part of ``parameter_items`` in the precision of compute, and items of their masters on this device (ZeRO-1)
-    narrow_items: Real = 0.0
-    master_items: Real = 0.0
+    lasting_gradient_items: Real = 0.0  # that persist even if the others do not (experts without replicas)
+    microbatch_overhead: Real = 0.0  # host seconds a micro-batch, half in forward, half in backward
+    step_overhead: Real = 0.0  # host seconds a step
+    expert_items: Real = 0.0  # the part of ``parameters`` in experts that are spread over ranks
+    host_items: Real = 0.0  # the part of ``state_items`` whose optimizer state is kept and updated in host memory
+    host_kept: Real = 0.0  # 1 where activations wait in host memory from forward to backward, else 0
+    edge_bytes: Whole = 0  # neighbours' pixels, or full logits, saved from forward to backward of a micro-batch
+    edge_working: tuple[Whole, Whole] = (0, 0)  # their transient bytes in backward and in forward
+    frozen_items: Real = 0.0  # the part of ``parameters`` without gradient
+    frozen_experts: Real = 0.0  # the part of ``expert_items`` without gradient
+    narrow_items: Real = 0.0  # the part of ``parameter_items`` in the precision of compute (ZeRO-1)
+    master_items: Real = 0.0  # items of their float32 masters on this device
 
-    def sliced(self, items: Real, frozen: Real) -> LayerWork:
-        """The same with a slice of so many items of the parameters, some of them frozen."""
+    def with_parameters(self, items: Real, frozen: Real) -> LayerWork:
+        """Replace the parameters by a slice of them, in items, of which ``frozen`` get no gradient."""
         trained = items - frozen
         return replace(
             self, parameters=items, parameter_items=items, state_items=trained, gradient_items=trained,
             frozen_items=frozen,
         )  # fmt: skip
 
-    def sending(self, *communications: Communication) -> LayerWork:
-        """The same with more communications, as far as any strategy needs them."""
-        return replace(self, communications=(*self.communications, *sent(*communications)))
+    def with_communications(self, *communications: Communication) -> LayerWork:
+        """Add the communications that any strategy needs."""
+        return replace(self, communications=(*self.communications, *drop_unused(*communications)))
 
 
 @dataclass(frozen=True, slots=True)
 class PictureSplit:
-    """What software that splits pictures does beside what is needed (all False: our own runtime)."""
+    """How other software splits pictures, where it does more than necessary; the defaults are this package's
+    runtime."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    # filters: the output of every convolution is gathered at once, and in backward its gradient is reduced and
-    # scattered; channels: every output is all-reduced, and in backward the gradient of every input is gathered. All
-    # else works on whole pictures, on every device
+    # After each convolution all devices have full pictures. Filters: outputs are all-gathered, and their gradients
+    # reduce-scattered in backward. Channels: outputs are all-reduced, and gradients of inputs all-gathered in backward
     gathers_each: bool = False
-    own_statistics: bool = False  # batch normalisation takes the statistics of each device's own pixels
-    # of a group that shares channels each device sums gradients of, and updates, whole weights
-    whole_weights: bool = False
-    # samples a second that a process reads where the first of a group reads for all of it; 0: reading is not counted
+    own_statistics: bool = False  # batch normalisation uses the statistics of local pixels only
+    whole_weights: bool = False  # devices that share channels each reduce and update full weights
+    # samples a second that the first process of a group reads for the group; 0: reading is not counted
     read_rate: float = 0.0
 
 
 SPARING = PictureSplit()
-"""Nothing beside what is needed."""
+"""The pictures of this package's runtime: nothing that is not necessary."""
 
 
 @dataclass(frozen=True, slots=True)
 class DimensionContext:
-    """What a dimension may look at besides the layer."""
+    """What the work of a device depends on besides layer and strategy."""
 
-    devices: Whole  # devices of the stage
-    node_devices: int  # devices of one node (the innermost level)
-    activation_item_bytes: int  # bytes of one activation item
-    gather_item_bytes: int  # bytes of one item where parameters are gathered for their use
-    parameter_item_bytes: int  # bytes of one item of parameters at rest
-    reduce_item_bytes: int  # bytes of one item where gradients are reduced
-    microbatches: int  # micro-batches a step
-    # fixed host seconds by the dimension's name (see ``HostOverhead``)
-    host: Mapping[str, float] = field(default_factory=dict)
+    devices: Whole  # of the stage
+    node_devices: int  # of one node (the innermost level)
+    activation_item_bytes: int
+    gather_item_bytes: int  # of parameters, when they are gathered
+    parameter_item_bytes: int  # of parameters at rest
+    reduce_item_bytes: int  # of gradients, when they are reduced
+    microbatches: int  # a step
+    host: Mapping[str, float] = field(default_factory=dict)  # host seconds by name of dimension (``HostOverhead``)
     accumulates: bool = False  # see ``Profile``
-    # whether ZeRO-1 keeps parameters in the precision in which they are gathered, beside masters of the shares
-    masters: bool = False
-    shard_share: float = 0.0  # share of a layer's states by which each shard is larger than an even one
-    pictures: PictureSplit = SPARING  # how pictures are split
+    masters: bool = False  # whether ZeRO-1 keeps parameters in the gathered precision, beside float32 masters of shards
+    shard_share: float = 0.0  # share of a layer's states by which each shard is larger than an even shard
+    pictures: PictureSplit = SPARING
 
 
 Chosen = Mapping[str, Any]
-"""Fields of ``Strategy`` and what is chosen for them; those not yet chosen have their defaults."""
+"""Values of fields of ``Strategy``; those that are not chosen yet have their defaults."""
 
 
-def sliced(chosen: Chosen) -> int:
-    """Devices that hold slices of the same parameters, as tensor and channel parallelism make them."""
+def slice_degree(chosen: Chosen) -> int:
+    """Devices that hold slices of the same parameters (tensor and channel parallelism)."""
     return int(chosen["tensor"] * chosen["filters"] * chosen["channels"])
 
 
-def shared(chosen: Chosen) -> int:
+def sample_degree(chosen: Chosen) -> int:
     """Devices that share the tokens or pixels of each sample."""
     return int(chosen["context"] * chosen["depth"] * chosen["height"] * chosen["width"])
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableDevices:
-    """Where a strategy is to run, and how far sense goes beyond legality."""
+    """The devices of a stage, and what decides whether a legal strategy is sensible on them."""
 
     devices: int  # of the stage
-    node: int | None = None  # devices of a node; None: every legal choice counts as sensible
-    tokens: int = 1  # the fewest tokens of a sample that are worth a device of its own
+    node: int | None = None  # devices of a node; None: all legal choices are sensible
+    tokens: int = 1  # fewest tokens of a sample for which another device pays off
 
-    def near(self, size: int) -> bool:
-        """Whether a group of so many neighbours always lies within one node."""
+    def fits_node(self, size: int) -> bool:
+        """Whether groups of ``size`` consecutive devices never cross a node."""
         return self.node is None or (size <= self.node and (self.node % size == 0 or self.devices <= self.node))
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyField:
-    """A field of ``Strategy`` as people pin it."""
+    """How people pin a field of ``Strategy`` (``--fix``)."""
 
     field: str
-    name: str  # as the project calls it
-    aliases: tuple[str, ...] = ()  # what else it is called
-    means: str = ""  # for people
+    name: str  # on the command line
+    aliases: tuple[str, ...] = ()
+    means: str = ""  # what it means, for people
     words: Mapping[str, object] | None = None  # values by word; None: whole numbers
-    least: int = 1  # of whole numbers
+    least: int = 1  # smallest and largest whole number; None: no limit
     most: int | None = None
     splits: bool = False  # whether its value multiplies into the devices of a stage
-    remedy: str = ""  # what to give instead of another word, or of a number above ``most``
+    remedy: str = ""  # of the error for another word, or for a number above ``most``
 
 
 SWITCH: Mapping[str, object] = {
@@ -190,61 +183,61 @@ SWITCH: Mapping[str, object] = {
 
 
 def degree_in(word: str, name: str) -> int | None:
-    """The degree of a word such as ``tensor4``; None where it is another word."""
+    """Read the degree of a word such as ``tensor4``; None if the word is not the name and a degree."""
     number = word.removeprefix(name)
     return int(number) if number != word and re.fullmatch(r"[1-9]\d*", number, re.ASCII) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` has a subclass of this."""
+    """A way to split a layer. Each has a folder under ``parallelism``, whose ``cost.py`` defines a subclass."""
 
-    name: str = ""  # what people and error messages call it; the key of its host time in ``HostOverhead``
-    degree: str = ""  # the field of ``Strategy`` that multiplies into its devices; empty where none does
+    name: str = ""  # for people; the key of its host time in ``HostOverhead``
+    degree: str = ""  # the field of ``Strategy`` that multiplies into its devices; empty for none
     means: str = ""  # what its degree is, for people
-    aliases: tuple[str, ...] = ()  # what else people call it
-    software: tuple[str, ...] = ()  # other training software that has it, by the names of backends
+    aliases: tuple[str, ...] = ()
+    software: tuple[str, ...] = ()  # backends of other training software that has it
 
-    axes: ClassVar[tuple[MeshAxis, ...]] = ()  # of the mesh of a stage's ranks, whose sizes are its degrees
-    # fields on which it depends what one device runs of a layer: a profile has figures for their values; and whether
-    # those of a layer that it does not split stand in for figures that a profile lacks
+    axes: ClassVar[tuple[MeshAxis, ...]] = ()  # its axes of a stage's mesh of ranks
+    # fields that change what one device runs of a layer: profiles have figures for each of their values
     runs: ClassVar[tuple[str, ...]] = ()
-    stands_in: ClassVar[bool] = False
-    # of the messages that it sends in a step, and whether they are all-reduces or all others; None: either
-    purposes: ClassVar[tuple[Purpose, ...]] = ()
-    sums: ClassVar[bool | None] = None
-    causes: ClassVar[tuple[str, ...]] = ()  # what its communications are called besides its name
-    fields: ClassVar[tuple[StrategyField, ...]] = ()  # how its fields are pinned
-    # what ``--forbid`` takes, and the parts that it leaves out; parts, and the fields of ``Strategy`` that each sets
-    forbids: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    examples: ClassVar[str] = ""  # words of strategies
+    stands_in: ClassVar[bool] = False  # whether figures of the unsplit layer replace those that a profile lacks
+    purposes: ClassVar[tuple[Purpose, ...]] = ()  # of the messages that it sends in a step
+    sums: ClassVar[bool | None] = None  # whether these are all-reduces (True), other messages (False) or both (None)
+    causes: ClassVar[tuple[str, ...]] = ()  # values of ``Communication.cause`` besides its name
+    fields: ClassVar[tuple[StrategyField, ...]] = ()
+    forbids: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # words of ``--forbid``, and the parts that each excludes
+    parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # its parts, and the fields of ``Strategy`` that each sets
+    examples: ClassVar[str] = ""  # of ``word``
 
     def word(self, strategy: Strategy) -> str:
-        """What a strategy's short name says of it; empty where it is not used."""
+        """Return its word in the short name of a strategy; empty if it is not used."""
         degree = getattr(strategy, self.degree)
         return f"{self.degree}{degree}" if degree > 1 else ""
 
     def in_words(self, strategy: Strategy) -> str:
-        """The same in a report."""
+        """Describe its use by a strategy, for a report; empty if it is not used."""
         return f"{self.means or self.name}: {getattr(strategy, self.degree)}" if self.word(strategy) else ""
 
     def read(self, word: str) -> dict[str, object] | None:
-        """The fields that a word of a short name sets: the inverse of ``word``; None for words that say nothing."""
+        """Return the fields that a word of a short name sets (the inverse of ``word``); None for other words."""
         degree = degree_in(word, self.degree)
         return None if degree is None else {self.degree: degree}
 
     def layout(self, strategy: Strategy) -> dict[str, int]:
-        """How many ways it splits what goes between layers, by the field of ``Layout``; else its ranks hold copies."""
+        """Return how many ways it splits activations between layers, by field of ``Layout``; other ranks have
+        copies."""
         return {axis.part: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
 
     def features(self, strategy: Strategy) -> set[str]:
-        """What a strategy uses of it, whatever the degrees, for people."""
+        """Name what a strategy uses of it, independent of degrees, for people."""
         return {axis.degree for axis in self.axes if getattr(strategy, axis.degree) > 1}
 
     def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:  # noqa: ARG002
-        """What its other fields may be where the degrees of a strategy become those of a smaller one, which is to use
-        nothing that the strategy does not."""
+        """List the values of its other fields when the degrees of ``strategy`` shrink to those of ``smaller``.
+
+        The result must not use a feature that ``strategy`` does not use.
+        """
         return [{}]
 
     def sends(self, purpose: str, *, sums: bool) -> bool:
@@ -252,35 +245,37 @@ class Dimension:
         return purpose in self.purposes and self.sums in (None, sums)
 
     def spread(self, strategy: Strategy) -> ParameterSpread | None:  # noqa: ARG002
-        """Where parameters lie that it takes from ranks which share all others; None where it takes none."""
+        """Return the ranks of parameters that it places on other ranks than the rest (experts); None for none."""
         return None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
+        """List legal values of its fields of ``Strategy`` for a kind of layer on at most ``devices`` devices."""
         raise NotImplementedError
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
-        """Whether one of ``choices`` may stand beside what the dimensions before it (``registry.CHOSEN``) chose: it is
-        legal and, where ``room`` knows the nodes, in the declared space."""
+        """Whether its choice goes together with those of the dimensions before it (``registry.choosing``).
+
+        It must be legal and, if ``room`` has the size of a node, in the declared space of sensible strategies.
+        """
         return True
 
     def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
-        """Why this dimension is limited or not offered for a kind of layer; empty where nothing is to be said."""
+        """Explain why it is limited or not offered for a kind of layer; empty if there is no limit."""
         return ""
 
     def refusal(self, kind: LayerKind, degree: int) -> str:  # noqa: ARG002
-        """Why a layer cannot be split so many ways; empty where it can, or where ``reason`` says all there is."""
+        """Explain why a layer cannot be split ``degree`` ways; empty if it can, or if ``reason`` explains it."""
         return ""
 
     def runs_on(self, device: Device, kind: LayerKind, strategy: Strategy | Strategies) -> Flag:  # noqa: ARG002
-        """Whether devices of a type can run a layer as one strategy, or each of many, says."""
+        """Whether a type of device can run a layer under a strategy, or under each of many."""
         return True
 
     def apply(
         self, work: LayerWork, kind: LayerKind, strategy: Strategy | Strategies, context: DimensionContext
     ) -> LayerWork:
-        """What the strategy's choice in this dimension makes of one device's work.
+        """Change the work of one device by the strategy's choice in this dimension.
 
-        Of one strategy or of many at once (then figures are arrays): no ``if`` on a field, but ``arrays.where``.
+        ``strategy`` may be many strategies, whose figures are arrays: use ``arrays.where`` instead of ``if``.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Divisors, which are what degrees are chosen from."""
+"""Divisors: the candidates for a degree."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from math import isqrt
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a positive number, ascending."""
+    """Return the divisors of a positive number, ascending."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return tuple(sorted({*small, *(number // divisor for divisor in small)}))

@@ -1,4 +1,4 @@
-"""How what goes between layers lies on the ranks of a stage (its boundary layout). No torch here."""
+"""The boundary layout: how activations between layers are split over the ranks of a stage. No torch here."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 
 class Layout(NamedTuple):
-    """Ways that each dim is split, over ranks in the order of the fields, the last innermost; their product is the
-    stage's ranks."""
+    """How many ways each dim is split, the innermost ranks last; the product is the number of ranks."""
 
     batch: int = 1  # samples
-    tokens: int = 1  # tokens of a sample, attention included
+    tokens: int = 1  # tokens of a sample, in attention too (context parallelism)
     planes: int = 1  # planes, rows, columns: pixels of a sample
     rows: int = 1
     columns: int = 1
-    sequence: int = 1  # tokens once more, by ranks that share the weights of a layer
+    sequence: int = 1  # tokens among ranks that share a layer's weights (sequence parallelism)
     channels: int = 1  # channels of pictures
-    copies: int = 1  # ranks that hold the same
+    copies: int = 1  # ranks with the same activations
 
     @property
     def devices(self) -> int:
@@ -35,7 +34,7 @@ class Layout(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """Ways that planes, rows and columns of pictures are split."""
+        """How many ways planes, rows and columns of pictures are split."""
         return self.planes, self.rows, self.columns
 
     @property
@@ -44,27 +43,27 @@ class Layout(NamedTuple):
         return prod(self.sides) > 1
 
     def replicated(self, *names: str) -> Self:
-        """The same with copies where ranks have shares of these dims."""
+        """Replicate these dims instead of splitting them."""
         extra = prod(getattr(self, name) for name in names)
         return self._replace(**dict.fromkeys(names, 1), copies=self.copies * extra)
 
     def stride(self, name: str) -> int:
-        """Ranks from one share of a dim to the next."""
+        """The difference of ranks with neighbouring shares of a dim."""
         return prod(self[self._fields.index(name) + 1 :])
 
 
 @lru_cache(maxsize=2**16)
 def layout_of(strategy: Strategy) -> Layout:
-    """The layout of what a layer takes and returns under a strategy."""
-    ways = dict.fromkeys(Layout._fields, 1)
+    """Return the layout of a layer's inputs and outputs under a strategy."""
+    degrees = dict.fromkeys(Layout._fields, 1)
     for dimension in dimensions():
         for name, degree in dimension.layout(strategy).items():
-            ways[name] *= degree
-    return Layout(**{**ways, "copies": strategy.devices // prod(ways.values())})
+            degrees[name] *= degree
+    return Layout(**{**degrees, "copies": strategy.devices // prod(degrees.values())})
 
 
 def strategy_with(layout: Layout) -> Strategy:
-    """A strategy that has a layout."""
+    """Return a strategy with a layout."""
     ranks = layout.copies * layout.sequence  # that share weights
     pictures = layout.splits_pixels or layout.channels > 1
     return Strategy(

@@ -1,5 +1,5 @@
-"""Which ranks of a stage work together under a strategy, and what for: the groups that the runtime makes, and what the
-messages of a run are held against. No torch here."""
+"""The groups of a stage's ranks under a strategy: the runtime creates them, and ``verify`` checks the messages of a run
+against them. No torch here."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StageRanks(Generic[T]):
-    """Ranks of a stage that work together, by what they share or do: lines of them, or process groups."""
+    """Groups of a stage's ranks, by what a group's ranks have different parts of: rank lines or process groups."""
 
-    batch: T  # other samples; for statistics of all samples
-    weights: T  # slices of the same parameters, for the same samples
-    matmuls: T  # matmuls, channels: those of matmuls, and of convolutions
-    channels: T
-    tokens: T  # tokens, planes, rows, columns: of the same samples
+    batch: T  # samples; for statistics of all samples
+    weights: T  # slices of parameters
+    matmuls: T  # slices of matmuls
+    channels: T  # slices of convolutions
+    tokens: T  # tokens, planes, rows or columns of the same samples
     planes: T
     rows: T
     columns: T
-    stage: T  # all: for gradients of parameters used on shares of tokens or channels
-    everyone: T  # all: for moving activations between layouts
+    stage: T  # all ranks: for gradients of parameters used on shares of tokens or channels
+    everyone: T  # all ranks: for moving activations between layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLines(StageRanks[RankLine]):
-    """The lines of ranks of a stage."""
+    """The groups of a stage's ranks as lines."""
 
-    states: ParameterSpread  # of parameters
-    spread: ParameterSpread | None  # of those that a dimension spreads over other ranks
+    states: ParameterSpread  # of most parameters
+    spread: ParameterSpread | None  # of parameters that a dimension spreads over other ranks (experts)
 
     def lines(self) -> tuple[RankLine, ...]:
-        """By what ranks share or do, in the order of the fields of ``StageRanks``."""
+        """The lines of the fields of ``StageRanks``, in their order."""
         return tuple(getattr(self, item.name) for item in fields(StageRanks))
 
     @property
     def uneven(self) -> bool:
-        """Whether a rank's work depends on which pixels, channels or spread parameters it has."""
+        """Whether ranks may have unequal work, as they have different pixels, channels or spread parameters."""
         parts = (self.planes, self.rows, self.columns, self.channels)
         return self.spread is not None or any(line.size > 1 for line in parts)
 
     def __iter__(self) -> Iterator[RankLine]:
-        """Every line."""
+        """All lines."""
         yield from self.lines()
-        for one in (self.states, self.spread):
-            yield from (one.shards, one.replicas, one.gradients) if one is not None else ()
-            yield from (one.over,) if one is not None and one.over is not None else ()
+        for spread in (self.states, self.spread):
+            if spread is not None:
+                yield from (spread.shards, spread.replicas, spread.gradients)
+                yield from () if spread.over is None else (spread.over,)
 
 
 @lru_cache(maxsize=4096)
 def lines_of(strategy: Strategy) -> StageLines:
-    """The lines of ranks under a strategy.
+    """Return the groups of a stage's ranks under a strategy.
 
-    All ranks that do not share weights see other samples, tokens or pixels, so gradients are summed over them. States
-    are shared by all of these but replicas (Megatron-Core's distributed optimizer and torchtitan's ``dp_shard_cp`` mesh
-    take context ranks in too).
+    Ranks that do not share weights have different samples, tokens or pixels, so gradients are summed over them. All of
+    these but replicas shard the states; so do Megatron-Core's distributed optimizer and torchtitan's ``dp_shard_cp``
+    mesh, which include context ranks.
     """
     strides, order = strides_of(strategy), degree_names()
     axes = sorted(
@@ -84,7 +85,7 @@ def lines_of(strategy: Strategy) -> StageLines:
         line(Purpose.STATES, (axis for axis in sharing if axis.replicates)),
         line(Purpose.GRADIENTS, others),
     )
-    spread = (dimension.spread(strategy) for dimension in dimensions())
+    spreads = (dimension.spread(strategy) for dimension in dimensions())
     return StageLines(
         along(Purpose.ACTIVATIONS, Part.SAMPLES),
         along(Purpose.ACTIVATIONS, *SLICES),
@@ -97,5 +98,5 @@ def lines_of(strategy: Strategy) -> StageLines:
         line(Purpose.GRADIENTS, axes),
         line(Purpose.ACTIVATIONS, axes),
         states=states,
-        spread=next((one for one in spread if one is not None), None),
+        spread=next((spread for spread in spreads if spread is not None), None),
     )

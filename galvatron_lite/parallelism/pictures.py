@@ -1,4 +1,4 @@
-"""What convolutional layers are made of: operators with weights, their channels, tensors and windows. No torch here."""
+"""The operators of convolutional layers: their weights, channels, tensors and windows. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Extents = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KindKey:
-    """A kind of layer as a key of what is remembered of it: by identity, as its many operators are slow to compare."""
+    """A kind of layer as a cache key, compared by identity since its many operators are slow to compare."""
 
     kind: LayerKind
 
@@ -28,17 +28,16 @@ class KindKey:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window that passes over a picture: a convolution's kernel or a pooling window."""
+    """The sliding window of a convolution or pooling."""
 
-    count: int  # how many such there are in a layer
+    count: int  # of equal windows in a layer
     channels: tuple[int, int]  # of the input, and of the output
-    # depth, height and width; those that a picture or a line does not have are one pixel
-    sides: tuple[Side, Side, Side]
-    gradient: bool  # whether the input takes one
+    sides: tuple[Side, Side, Side]  # depth, height and width; one pixel along sides that the input does not have
+    gradient: bool  # whether the input needs a gradient
 
     @property
     def items(self) -> tuple[int, int]:
-        """Items of input and output, a sample."""
+        """Items of input and output of a sample."""
         return (
             self.channels[0] * prod(side.extent for side in self.sides),
             self.channels[1] * prod(side.output for side in self.sides),
@@ -46,7 +45,7 @@ class Window:
 
 
 def is_picture(kind: LayerKind) -> bool:
-    """Whether a layer works on pictures with convolutions, pooling and what works pixel by pixel."""
+    """Whether a layer consists of convolutions, pooling and operators on single pixels."""
     mixes = any(
         operator.kind is OperatorClass.ATTENTION
         or (operator.kind is OperatorClass.MATMUL and not operator.weight_bytes)
@@ -56,46 +55,48 @@ def is_picture(kind: LayerKind) -> bool:
 
 
 def extents_of(kind: LayerKind) -> Extents:
-    """Pixels of the picture that enters a layer along depth, height and width; 1 along sides it does not have."""
+    """Return the pixels of a layer's input along depth, height and width; 1 along sides that it does not have."""
     return max(kind.dims.depth, 1), max(kind.dims.height, 1), max(kind.dims.width, 1)
 
 
 @lru_cache(maxsize=4096)
 def windows_of(operators: tuple[Operator, ...]) -> tuple[Window, ...]:
-    """The windows that pass over pictures of more than one pixel."""
-    every = (_window(operator) for operator in operators if sides_of(operator))
-    return tuple(window for window in every if any(side.extent > 1 for side in window.sides))
+    """Return the windows on inputs of more than one pixel."""
+    windows = (_window(operator) for operator in operators if sides_of(operator))
+    return tuple(window for window in windows if any(side.extent > 1 for side in window.sides))
 
 
-def _window(one: Operator) -> Window:
-    sides = sides_of(one)
+def _window(operator: Operator) -> Window:
+    sides = sides_of(operator)
     depth, height, width = (Side(1),) * (len(SIDES) - len(sides)) + sides
-    if one.kind is OperatorClass.CONVOLUTION:
-        channels, gradient = (one.shape[0], one.shape[1]), one.backward_flops > one.flops
+    if operator.kind is OperatorClass.CONVOLUTION:
+        channels, gradient = (operator.shape[0], operator.shape[1]), operator.backward_flops > operator.flops
     else:
-        channels, gradient = (one.shape[1], one.shape[1]), True
-    return Window(one.count or 1, channels, (depth, height, width), gradient)
+        channels, gradient = (operator.shape[1], operator.shape[1]), True
+    return Window(operator.count or 1, channels, (depth, height, width), gradient)
 
 
-def has_weights(one: Operator) -> bool:
+def has_weights(operator: Operator) -> bool:
     """Whether an operator is a convolution or a matmul with weights."""
-    return one.kind is OperatorClass.CONVOLUTION or (one.kind is OperatorClass.MATMUL and one.weight_bytes > 0)
+    is_matmul = operator.kind is OperatorClass.MATMUL
+    return operator.kind is OperatorClass.CONVOLUTION or (is_matmul and operator.weight_bytes > 0)
 
 
-def channels_of(one: Operator) -> tuple[int, int, int]:
-    """Input channels, output channels and groups of an operator with weights."""
-    if one.kind is OperatorClass.MATMUL:
-        return one.shape[1], one.shape[2], 1
-    return one.shape[0], one.shape[1], one.shape[2]
+def channels_of(operator: Operator) -> tuple[int, int, int]:
+    """Return input channels, output channels and groups of an operator with weights."""
+    if operator.kind is OperatorClass.MATMUL:
+        return operator.shape[1], operator.shape[2], 1
+    return operator.shape[0], operator.shape[1], operator.shape[2]
 
 
-def items_of(one: Operator) -> tuple[int, int, int]:
-    """Items of input and output a sample, and of weights, of an operator with weights, all calls together."""
-    if one.kind is OperatorClass.MATMUL:
-        rows, inner, columns = one.shape
-        return one.count * rows * inner, one.count * rows * columns, one.count * inner * columns
-    inputs, outputs, groups = one.shape[:3]
-    sides = sides_of(one)
+def items_of(operator: Operator) -> tuple[int, int, int]:
+    """Return the items of input and output of a sample, and of weights, in all calls of an operator with weights."""
+    count = operator.count
+    if operator.kind is OperatorClass.MATMUL:
+        rows, inner, columns = operator.shape
+        return count * rows * inner, count * rows * columns, count * inner * columns
+    inputs, outputs, groups = operator.shape[:3]
+    sides = sides_of(operator)
     weights = outputs * inputs // groups * prod(side.kernel for side in sides)
-    entering, leaving = (prod(getattr(side, name) for side in sides) for name in ("extent", "output"))
-    return one.count * inputs * entering, one.count * outputs * leaving, one.count * weights
+    input_pixels, output_pixels = (prod(getattr(side, name) for side in sides) for name in ("extent", "output"))
+    return count * inputs * input_pixels, count * outputs * output_pixels, count * weights

@@ -1,24 +1,22 @@
-"""The precision of compute. Gradients, the optimizer's states and the values that it updates stay float32.
+"""The precision of compute. Gradients, optimizer states and the values that the optimizer updates stay float32.
 
-Under bf16 and fp16 the model runs inside autocast, and floating-point inputs of every block are cast, so that
-activations are of that precision whichever way a layer is split: ZeRO gathers parameters in it (stage 1 once a step),
-and all else is cast where autocast casts it: weights once a step (``holding_copies``). Under fp16 the loss is scaled
-(``runtime.scaling``).
+Under bf16 and fp16 the model runs in autocast, and floating-point inputs of blocks are cast, so that activations have
+this precision however a layer is split. ZeRO gathers parameters in it (stage 1 once a step); autocast casts the others,
+weights once a step (``holding_copies``). Under fp16 the loss is scaled (``runtime.scaling``).
 
-Norms compute in it, too (``narrow_norms``). On accelerators autocast runs ``layer_norm`` and ``rms_norm`` in float32
-(``AT_FORALL_FP32`` in ATen's autocast_mode.h): it keeps a wide copy of their input, returns a wide output, and each
-matmul behind them keeps a copy of that of its own. Where tokens are shared, twice the bytes are gathered. Their kernels
-take half precision as it is and compute in float32 inside, which is how other frameworks run them; so do CPUs under
-autocast. A model's own module that computes what ``rms_norm`` does is run as that: in steps of its own it would keep
-its input and the normalised input in float32, and hand on a product with a float32 weight, which is float32, too.
+Norms compute in this precision (``narrow_norms``). On accelerators autocast runs ``layer_norm`` and ``rms_norm`` in
+float32 (``AT_FORALL_FP32`` in ATen's autocast_mode.h): it saves a float32 copy of their input and returns a float32
+output, of which each following matmul saves a copy, and of which sequence parallelism gathers twice the bytes. But
+their kernels accept half precision and compute in float32 inside; other frameworks, and CPUs under autocast, run them
+so. A module of the model that computes RMSNorm in several operators, and would save float32 tensors, is replaced by
+``rms_norm``.
 
-So do experts that are stacked in one parameter (``narrow_experts``). They are multiplied by ``grouped_mm``, which
-autocast does not know: their rows would be widened to the fp32 of the parameters, with twice the bytes and a fraction
-of the speed of everything around them. Their parameters are cast as autocast casts weights: once a step, or in every
-pass of layers computed again.
+Experts that are stacked in one parameter compute in this precision (``narrow_experts``). Autocast does not support
+their ``grouped_mm``, which would run in float32, with twice the bytes and a fraction of the speed. Their parameters are
+cast like weights: once a step, or in each pass of recomputed layers.
 
-Weights that do not train are cast once a step, too (``hold_frozen``): autocast keeps copies of those alone that do, and
-each micro-batch in flight would hold one more of all others.
+Frozen weights are cast once a step (``hold_frozen``): autocast caches only casts of trained weights, and each
+micro-batch in flight would hold a copy of the others.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, 
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
-    """The dtype that compute is cast to; None where it runs in the parameters' own (fp32).
+    """Return the dtype of compute; None for that of the parameters (fp32).
 
     Raises:
-        InputError: a precision that training does not offer.
+        InputError: training does not support the precision.
     """
     if precision not in _DTYPES:
         raise InputError("precision", precision, f"Choose one of {', '.join(_DTYPES)}.")
@@ -52,16 +50,16 @@ def compute_dtype(precision: str) -> torch.dtype | None:
 
 
 def compute_context(compute: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """What forward passes run inside."""
+    """Return the context of forward passes."""
     return nullcontext() if compute is None else torch.autocast(device.type, dtype=compute)
 
 
 @contextmanager
 def holding_copies(compute: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """What all forward and backward passes of a step run inside, for weights to be cast once.
+    """Run all passes of a step inside, so that weights are cast once.
 
-    Autocast keeps the copies that it makes until the outermost of its contexts is left. Were that of one forward pass
-    the outermost, each micro-batch in flight would hold copies of its own. This one casts nothing by itself.
+    Autocast keeps casts until its outermost context ends. If that were the context of a forward pass, each micro-batch
+    in flight would hold casts of its own. This context does not cast anything itself.
     """
     if compute is None:
         yield
@@ -75,7 +73,7 @@ def holding_copies(compute: torch.dtype | None, device: torch.device) -> Iterato
 
 
 def copy_held(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a parameter in another dtype, made once a step where autocast would make one of a weight only once."""
+    """Cast a parameter, once a step if autocast would cache the cast of a weight."""
     held = _HELD.get()
     if held is None or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
         return parameter.to(dtype)
@@ -86,18 +84,19 @@ def copy_held(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _HELD: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("galvatron_held_copies", default=None)
-"""Parameters and their copies, of the step that runs."""
+"""Parameters and their casts, of the current step."""
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """What autocast casts matmuls to where a tensor lies; None outside of it and on the meta device, which has none."""
+    """Return the dtype of autocast for matmuls on a tensor's device; None outside autocast and on the meta device."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def narrow_norms(model: nn.Module) -> None:
-    """Let norms compute in the dtype of what they are given, in place; those with a forward of their own stay as are,
-    unless that is RMSNorm (as in Llama of transformers).
+    """Make norms compute in the dtype of their input, in place.
+
+    Subclasses and modules with another forward are changed only if they compute RMSNorm (as in Llama of transformers).
 
     Args:
         model: that runs inside autocast.
@@ -128,10 +127,10 @@ def _floats(module: nn.Module) -> tuple[float, ...]:
 
 
 def _eps_of(module: nn.Module) -> float | None:
-    """What a module adds to mean squares, if it computes RMSNorm; None if not. Told by running it."""
+    """Run a module to find out whether it computes RMSNorm, and with which epsilon; None if it does not."""
     forward: Any = type(module).forward
     draw = partial(torch.rand, generator=torch.Generator().manual_seed(0))
-    # private: modes of a run without data, which has no values to compare
+    # private: leaves the modes of dry runs, which have no values to compare
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
         weight = 0.5 + draw(module.get_parameter("weight").shape)
         rows = (draw(2, len(weight)) - 0.5) * torch.tensor([[1.0], [1e-3]])
@@ -163,7 +162,7 @@ def _is_plain(norm: nn.LayerNorm | nn.RMSNorm) -> bool:
 
 def _normed(norm: nn.LayerNorm | nn.RMSNorm, value: Tensor) -> Tensor:
     weight = None if norm.weight is None else norm.weight.to(value.dtype)
-    # without data (shapes alone are asked for) there is no autocast
+    # there is no autocast on the meta device
     with nullcontext() if value.is_meta else torch.autocast(value.device.type, enabled=False):
         if isinstance(norm, nn.RMSNorm):
             return functional.rms_norm(value, norm.normalized_shape, weight, norm.eps)
@@ -172,21 +171,21 @@ def _normed(norm: nn.LayerNorm | nn.RMSNorm, value: Tensor) -> Tensor:
 
 
 def narrow_experts(model: nn.Module) -> None:
-    """Let stacked experts compute in the precision of the autocast that they run inside, in place.
+    """Make stacked experts compute in the precision of autocast, in place.
 
     Args:
-        model: whole; it may be split afterwards.
+        model: unsplit; it may be split later.
     """
-    copied = torch.compiler.disable(copy_held)  # type: ignore[no-untyped-call]  # what is kept between calls is nothing to compile
+    copied = torch.compiler.disable(copy_held)  # type: ignore[no-untyped-call]  # a cache between calls cannot be compiled
     stacked = {mixture.path for mixture in find_mixtures(model) if mixture.parameters}
     for path in stacked:
         module = model.get_submodule(path)
-        # whoever looks at the signature finds the experts' own
+        # keep the signature, which other code inspects
         module.forward = update_wrapper(partial(_narrowed, module, module.forward, copied), module.forward)
 
 
 def hold_frozen(model: nn.Module) -> None:
-    """Let matmuls and convolutions whose weights are frozen share a copy of them over a step, in place."""
+    """Make matmuls and convolutions with frozen weights cast them once a step, in place."""
     for module in model.modules():
         parameters = module.parameters(recurse=False)
         if isinstance(module, _CAST) and any(not parameter.requires_grad for parameter in parameters):
@@ -201,9 +200,14 @@ _CAST = (nn.Linear, nn.modules.conv._ConvNd)
 def _with_held(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     if _HELD.get() is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return forward(*args, **options)
-    frozen = [(name, one) for name, one in module.named_parameters(recurse=False) if not one.requires_grad]
-    dtype = autocast_dtype(frozen[0][1]) if frozen else None
-    copies = {name: nn.Parameter(copy_held(one, dtype), False) for name, one in frozen if dtype and one.dtype != dtype}
+    parameters = module.named_parameters(recurse=False)
+    frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
+    dtype = autocast_dtype(next(iter(frozen.values()))) if frozen else None
+    copies = {
+        name: nn.Parameter(copy_held(parameter, dtype), False)
+        for name, parameter in frozen.items()
+        if dtype and parameter.dtype != dtype
+    }
     with _standing_in(module, copies):
         return forward(*args, **options)
 
@@ -219,20 +223,23 @@ def _narrowed(
     dtype = autocast_dtype(hidden)
     if dtype is None:
         return forward(hidden, *args, **options)
-    parameters = module.named_parameters(recurse=False)
-    wide = {name: one for name, one in parameters if one.is_floating_point() and one.dtype != dtype}
-    with _standing_in(module, {name: copied(one, dtype) for name, one in wide.items()}):
+    copies = {
+        name: copied(parameter, dtype)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_floating_point() and parameter.dtype != dtype
+    }
+    with _standing_in(module, copies):
         return forward(hidden.to(dtype), *args, **options)
 
 
 @contextmanager
 def _standing_in(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have a module find these tensors under the names of its parameters."""
+    """Replace parameters of a module by tensors inside."""
     # torch.func.functional_call would call the module, and with it its hooks, a second time
-    held: dict[str, Any] = module._parameters
-    before = {name: held[name] for name in tensors}
-    held.update(tensors)
+    parameters: dict[str, Any] = module._parameters
+    before = {name: parameters[name] for name in tensors}
+    parameters.update(tensors)
     try:
         yield
     finally:
-        held.update(before)
+        parameters.update(before)

@@ -1,4 +1,4 @@
-"""The process groups of one plan: made once for each purpose and ranks, and handed on to the plan that follows it."""
+"""The process groups of a plan, one for each purpose and ranks, which the next plan may reuse."""
 
 from __future__ import annotations
 
@@ -14,68 +14,62 @@ Ranks = tuple[int, ...]
 
 
 class ProcessGroups:
-    """Makes process groups, and knows which it made.
+    """Creates process groups and keeps track of them.
 
-    Every rank of the world asks for the same groups in the same order, those it is no member of too.
+    All ranks of the world must request the same groups in the same order, including groups that they are not in.
 
     Args:
-        before: groups of the plan before this one; what both need is made once.
-        timeout: seconds after which their collectives are given up; None: that of the plan before, or else torch's own.
+        before: groups of the previous plan, which are reused.
+        timeout: seconds after which collectives time out; None: that of the previous plan, or torch's default.
     """
 
     def __init__(self, before: ProcessGroups | None = None, timeout: float | None = None) -> None:
         self.timeout: float | None = before.timeout if before is not None and timeout is None else timeout
-        self._patience = None if self.timeout is None else timedelta(seconds=self.timeout)
-        self._made: dict[tuple[str, Ranks], dist.ProcessGroup] = {}
-        self._before = {} if before is None else dict(before._made)
+        self._timedelta = None if self.timeout is None else timedelta(seconds=self.timeout)
+        self._groups: dict[tuple[str, Ranks], dist.ProcessGroup] = {}
+        self._before = {} if before is None else dict(before._groups)
 
     @property
     def count(self) -> int:
-        """How many there are, those of other ranks included."""
-        return len(self._made)
+        """Number of groups, including those of other ranks."""
+        return len(self._groups)
 
     def group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-        """The group of these ranks for a purpose; ``dist.GroupMember.NON_GROUP_MEMBER`` where this rank is none."""
+        """Return the group of ranks for a purpose; ``dist.GroupMember.NON_GROUP_MEMBER`` if this rank is not in it."""
         key = purpose, tuple(ranks)
-        if key not in self._made:
-            existing = self._before.get(key)
-            self._made[key] = self._new(ranks, purpose) if existing is None else existing
-        return self._made[key]
+        if key not in self._groups:
+            self._groups[key] = self._before[key] if key in self._before else self._new(ranks, purpose)
+        return self._groups[key]
 
     def _new(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._patience, group_desc=purpose)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timedelta, group_desc=purpose)
         return group
 
     def create(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
-        """Make every group; the one this rank is in, or None."""
+        """Create groups; return the one that this rank is in, or None."""
         created = [(ranks, self.group(ranks, purpose)) for ranks in groups]
         return next((group for ranks, group in created if dist.get_rank() in ranks), None)
 
     def settle(self) -> None:
-        """Forget the groups of the plan before."""
+        """Forget the groups of the previous plan."""
         self._before = {}
 
     def destroy(self, kept: ProcessGroups) -> None:
-        """Destroy the groups that another plan does not have; its members call it together, with no work under way."""
+        """Destroy the groups that ``kept`` does not have. Their members must call this together, without work in
+        flight."""
         rank = dist.get_rank()
-        for key, group in self._made.items():
-            if key not in kept._made and rank in key[1]:
+        for key, group in self._groups.items():
+            if key not in kept._groups and rank in key[1]:
                 dist.destroy_process_group(group)
-        self._made = {}
-
-
-# Groups of processes, and collectives of equal parts by the names that the installed torch prefers.
-#
-# 2.13 renames those of 2.11.
+        self._groups = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
     """Processes of ``torch.distributed``."""
 
-    process_group: dist.ProcessGroup | None = None  # the group; None for all processes
-
-    # looked up once: torch takes microseconds for each, which count in every call on shards
+    process_group: dist.ProcessGroup | None = None  # None for all processes
+    # fields, because torch takes microseconds to look them up, in each call on shards
     size: int = field(init=False)  # processes in the group
     rank: int = field(init=False)  # index of this process in the group
 
@@ -85,12 +79,14 @@ class Processes:
 
 
 def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Gather equal parts into one tensor, one after the other along its first dim; the work where in the background."""
+    """Concatenate equal parts along the first dim, into ``output``; return the work if ``async_op``."""
+    # torch 2.13 prefers other names than 2.11
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, part, group=group, async_op=async_op)
 
 
 def reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Sum over the group, and scatter equal parts along the first dim; the work where in the background."""
+    """Sum over the group, and scatter equal parts along the first dim, into ``part``; return the work if
+    ``async_op``."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(part, tensor, group=group, async_op=async_op)

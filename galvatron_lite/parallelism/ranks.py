@@ -1,15 +1,14 @@
-"""Which ranks of a stage work together, and how far apart they lie, as costs need it. No torch here.
+"""Sizes and strides of the groups of a stage's ranks, as costs need them. No torch here.
 
-Ranks are row-major over the axes of ``strategy.degree_names``, the last innermost: the ranks of a tensor group lie next
-to one another, and so do those that share the pixels or the channels of a convolution (a layer has one or the other:
-where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is the one place that knows the order; what the
-ranks along each axis share is said by its dimension (``lines``).
+Ranks are row-major over the axes of ``strategy.degree_names``, the last innermost: ranks of a tensor group are
+adjacent, and so are ranks that share the pixels or channels of a convolution (a layer that shares pixels shares neither
+tokens nor matmuls). Only ``strides_of`` depends on this order; ``lines`` derives process groups from it.
 
-Experts that are spread ``expert`` ways have an order of their own: they lie on the ranks next to one another above the
-tensor slices (Megatron-Core's order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones:
-innermost ranks of the shards are taken first.
+Experts have an order of their own: experts spread ``expert`` ways lie on adjacent ranks above the tensor slices
+(Megatron-Core's order ``tp-ep-dp`` of expert layers), so that ``expert`` times fewer ranks hold the same experts, first
+of the innermost ranks of the shards.
 
-Every function takes one ``Strategy``, or ``Strategies`` and then gives arrays.
+All functions take a ``Strategy``, or ``Strategies`` and then return arrays.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ from galvatron_lite.parallelism.strategy import Strategies, Strategy, degree_nam
 Either = Strategy | Strategies
 T = TypeVar("T")
 P = ParamSpec("P")
-_WIDTH = 2**20
-"""More than any figure of a group, so that three fit into a number."""
+_RADIX = 2**20
+"""More than any figure of a group, so that three of them are the digits of one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpread:
-    """How the states of some parameters lie on the ranks of a stage."""
+    """The ranks of a stage that hold the states of some parameters."""
 
-    shards: RankGroup  # ranks that share them
+    shards: RankGroup  # ranks that shard them
     replicas: RankGroup  # ranks that hold the same shard and sum its gradients
 
 
-def _remembered(make: Callable[Concatenate[Either, P], T]) -> Callable[Concatenate[Either, P], T]:
-    """A function that is worked out once for each ``Strategies``."""
+def _cached(function: Callable[Concatenate[Either, P], T]) -> Callable[Concatenate[Either, P], T]:
+    """Call a function once for each ``Strategies``."""
 
-    @wraps(make)
-    def remembered(strategy: Either, /, *more: P.args, **named: P.kwargs) -> T:
+    @wraps(function)
+    def cached(strategy: Either, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if isinstance(strategy, Strategy):
-            return make(strategy, *more, **named)
-        key = (make, *more)
-        if key not in strategy.known:
-            strategy.known[key] = make(strategy, *more, **named)
-        result: T = strategy.known[key]
+            return function(strategy, *args, **kwargs)
+        key = (function, *args)
+        if key not in strategy.cache:
+            strategy.cache[key] = function(strategy, *args, **kwargs)
+        result: T = strategy.cache[key]
         return result
 
-    return cast("Callable[Concatenate[Either, P], T]", remembered)
+    return cast("Callable[Concatenate[Either, P], T]", cached)
 
 
-@_remembered
+@_cached
 def strides_of(strategy: Either) -> dict[str, Whole]:
-    """Ranks from one to the next along each axis, by its degree; the innermost first."""
+    """Return the difference of neighbouring ranks along each axis, by its degree, the innermost first."""
     strides: dict[str, Whole] = {}
     inner: Whole = 1
     for name in reversed(degree_names()):
@@ -69,16 +68,16 @@ def strides_of(strategy: Either) -> dict[str, Whole]:
     return strides
 
 
-@_remembered
+@_cached
 def group_along(strategy: Either, *degrees: str) -> RankGroup:
-    """The ranks along the axis of a degree, or of several that follow one another, the innermost last."""
+    """Return the group of ranks along the axis of a degree, or of several adjacent ones, the innermost last."""
     size = prod((getattr(strategy, name) for name in degrees[1:]), start=getattr(strategy, degrees[0]))
     return rank_group(size, strides_of(strategy)[degrees[-1]], strategy.devices // size)
 
 
-@_remembered
+@_cached
 def spread_of(strategy: Either) -> StateSpread:
-    """Where the states of parameters lie that are not experts'."""
+    """Return the ranks that hold the states of parameters other than experts."""
     strides, sharded = strides_of(strategy), strategy.state_shards > 1
     pixels = strategy.spatial > 1
     context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["width"], strides["context"]))
@@ -90,14 +89,14 @@ def spread_of(strategy: Either) -> StateSpread:
 
 
 def _joined(inner: RankAxis, outer: RankAxis, devices: Whole) -> RankGroup:
-    """The group over two dimensions, of which ``outer`` lies right above ``inner``."""
+    """The group along two adjacent axes."""
     size = inner.size * outer.size
     return rank_group(size, where(inner.size == 1, outer.stride, inner.stride), devices // size)
 
 
-@_remembered
+@_cached
 def expert_spread_of(strategy: Either) -> StateSpread:
-    """Where the states of experts lie: devices / (expert degree x slices of an expert) ranks hold the same."""
+    """Return the ranks that hold the states of experts: devices / (expert degree x slices) hold the same experts."""
     stride = expert_slices(strategy) * strategy.expert
     holders = largest(strategy.devices // stride, 1)
     beyond = largest(stride // strategy.tensor, 1)
@@ -109,24 +108,24 @@ def expert_spread_of(strategy: Either) -> StateSpread:
     )
 
 
-@_remembered
+@_cached
 def expert_slices(strategy: Either) -> Whole:
-    """Devices that share the matmuls of one expert: the tensor group, or what of it expert parallelism leaves."""
+    """Return how many devices share the matmuls of an expert; see ``Strategy.expert_tensor``."""
     tensor = strategy.tensor
-    wanted = where(strategy.expert_tensor > 0, least(strategy.expert_tensor, tensor), tensor)
-    return largest(least(wanted, strategy.devices // strategy.expert), 1)
+    slices = where(strategy.expert_tensor > 0, least(strategy.expert_tensor, tensor), tensor)
+    return largest(least(slices, strategy.devices // strategy.expert), 1)
 
 
-@_remembered
+@_cached
 def expert_group(strategy: Either) -> RankGroup:
-    """The ranks that exchange tokens with one another."""
+    """Return the group of ranks that exchange tokens for experts."""
     return rank_group(strategy.expert, expert_slices(strategy), strategy.devices // strategy.expert)
 
 
 def shared_items(work: LayerWork, strategy: Either, *, trained: bool = False) -> tuple[tuple[Real, StateSpread], ...]:
-    """The parameters one device computes with, in parts of equal spread, experts last where there are any.
+    """Return the items of parameters that a device computes with, and where their states lie; experts last, if any.
 
-    ``trained``: only those that get a gradient.
+    ``trained``: count only parameters with a gradient.
     """
     experts = work.expert_items - work.frozen_experts * trained
     dense = (work.parameters - work.frozen_items * trained - experts, spread_of(strategy))
@@ -136,25 +135,20 @@ def shared_items(work: LayerWork, strategy: Either, *, trained: bool = False) ->
 
 
 def sharded_items(work: LayerWork, strategy: Either, *, trained: bool = False) -> Real:
-    """How many of them ZeRO shards: not experts of which no other rank has a copy."""
+    """Return the items of ``shared_items`` that ZeRO shards: all but experts that no other rank holds."""
     parts = shared_items(work, strategy, trained=trained)
     return sum((where(spread.shards.size > 1, items, 0.0) for items, spread in parts), 0.0)
 
 
 def rank_group(size: Whole, stride: Whole, siblings: Whole) -> RankGroup:
-    """A group, or an array of groups that are told apart at once."""
-    group = RankGroup(size, stride, siblings)
-    return replace(group, apart=distinct_groups(group)) if isinstance(size, np.ndarray) else group
+    """Return a group, or an array of groups with the distinct ones among them."""
+    groups = RankGroup(size, stride, siblings)
+    return replace(groups, apart=distinct_groups(groups)) if isinstance(size, np.ndarray) else groups
 
 
 def distinct_groups(groups: RankGroup) -> DistinctGroups:
-    """The groups that an array of them has."""
-    codes = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
-    distinct, place = np.unique(codes, return_inverse=True)
-    return DistinctGroups([_group_of(int(code)) for code in distinct], place)
-
-
-def _group_of(code: int) -> RankGroup:
-    rest, size = divmod(code, _WIDTH)
-    siblings, stride = divmod(rest, _WIDTH)
-    return RankGroup(size, stride, siblings)
+    """Return the distinct groups of an array of them."""
+    codes = groups.size + _RADIX * (groups.stride + _RADIX * groups.siblings)
+    codes, indices = np.unique(codes, return_inverse=True)
+    distinct = [RankGroup(code % _RADIX, code // _RADIX % _RADIX, code // _RADIX**2) for code in codes.tolist()]
+    return DistinctGroups(distinct, indices)

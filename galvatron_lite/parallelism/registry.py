@@ -1,4 +1,4 @@
-"""The dimensions there are. ``cost`` and ``search`` iterate over these and know none of them by name."""
+"""The registry of dimensions. ``cost`` and ``search`` iterate over it and name none of them."""
 
 from __future__ import annotations
 
@@ -31,43 +31,46 @@ _PIXELS = (SpatialDimension(degree="depth"), SpatialDimension(degree="height"), 
 _DIMENSIONS: tuple[Dimension, ...] = (
     _TENSOR, _CHANNEL, _SPATIAL, _CONTEXT, _EXPERT, _RECOMPUTE, _ZERO, _DATA, _OFFLOAD,
 )  # fmt: skip
-"""In the order they are applied: what slices the layer first, what wraps the slices later."""
+"""In the order of ``apply``: first what slices a layer, then what wraps the slices."""
 _CHOSEN: tuple[Dimension, ...] = (
     _TENSOR, _CONTEXT, _EXPERT, *_CHANNELS, *_PIXELS, _DATA, _ZERO, _OFFLOAD, _RECOMPUTE,
 )  # fmt: skip
-"""In the order they are chosen: what a later one may choose depends on the earlier ones."""
+"""In the order of ``allows``: the choices of each may depend on those before it."""
 _PINNED: tuple[Dimension, ...] = (
     _DATA, _ZERO, _TENSOR, _CONTEXT, _EXPERT, _SPATIAL, _CHANNEL, _RECOMPUTE, _OFFLOAD,
 )  # fmt: skip
 _WRITTEN: tuple[Dimension, ...] = (
     _DATA, _ZERO, _CONTEXT, _EXPERT, _TENSOR, _SPATIAL, _CHANNEL, _RECOMPUTE, _OFFLOAD,
 )  # fmt: skip
-"""In the order of the words of a strategy."""
+"""In the order of the words of a strategy's short name."""
 UNSPLIT, FORMER = "unsplit", "whole"
-"""The word of a strategy that splits nothing, now and in older plan files."""
+"""Short name of a strategy that splits nothing, now and in older plan files."""
 _ADDED: list[Dimension] = []
-"""Dimensions that split samples besides data and ZeRO, the outermost ranks first."""
+"""Dimensions that ``add`` registered, the outermost ranks first."""
 
 
 def dimensions() -> tuple[Dimension, ...]:
-    """Every dimension, in the order they are applied: what slices the layer first, what wraps the slices later."""
+    """List all dimensions in the order of ``apply``: first what slices a layer, then what wraps the slices."""
     return (*_DIMENSIONS, *_ADDED)
 
 
 def run_fields() -> tuple[str, ...]:
-    """Fields of ``Strategy`` on which it depends what one device runs of a layer; those last for whose values others
-    stand in."""
-    return tuple(name for one in sorted(_DIMENSIONS, key=lambda one: one.stands_in) for name in one.runs)
+    """List the fields of ``Strategy`` that change what one device runs of a layer.
+
+    Those of dimensions for which figures of the unsplit layer stand in come last.
+    """
+    ordered = sorted(_DIMENSIONS, key=lambda dimension: dimension.stands_in)
+    return tuple(name for dimension in ordered for name in dimension.runs)
 
 
 def work_on(kind: LayerKind, strategy: Either, microbatch: Whole, context: DimensionContext) -> LayerWork:
-    """What one device does and holds for a layer of a kind under a strategy, or many.
+    """Compute what one device does and holds for a layer under a strategy, or under many.
 
     Args:
         kind: of the layer.
-        strategy: takes all devices of the stage.
-        microbatch: samples of one micro-batch over the stage.
-        context: what else dimensions look at.
+        strategy: uses all devices of the stage.
+        microbatch: samples of one micro-batch in the stage.
+        context: what else dimensions depend on.
     """
     items, trained = float(kind.parameters.total), float(kind.trainable)
     frozen = items - trained
@@ -78,60 +81,61 @@ def work_on(kind: LayerKind, strategy: Either, microbatch: Whole, context: Dimen
 
 
 def choosing() -> tuple[Dimension, ...]:
-    """Every dimension by degree, in the order they are chosen: what a later one may choose depends on earlier ones."""
+    """List the dimensions in the order of ``allows``, once for each degree that is chosen by itself."""
     return (*_ADDED, *_CHOSEN)
 
 
 def pinned() -> tuple[Dimension, ...]:
-    """Every dimension once, in the order that ``--fix`` and ``--forbid`` name them."""
+    """List the dimensions in the order in which ``--fix`` and ``--forbid`` name them."""
     return (*_PINNED, *_ADDED)
 
 
 def short_name(strategy: Strategy) -> str:
-    """``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
-    return " ".join(filter(None, (one.word(strategy) for one in (*_ADDED, *_WRITTEN)))) or UNSPLIT
+    """Return a short name such as ``data4 zero3x2 tensor2+sp recompute``, or ``unsplit``."""
+    return " ".join(filter(None, (dimension.word(strategy) for dimension in (*_ADDED, *_WRITTEN)))) or UNSPLIT
 
 
 def in_words(strategy: Strategy) -> str:
-    """The same in a report."""
-    return "; ".join(filter(None, (one.in_words(strategy) for one in (*_ADDED, *_WRITTEN)))) or "nothing is split"
+    """Describe a strategy in a report."""
+    words = (dimension.in_words(strategy) for dimension in (*_ADDED, *_WRITTEN))
+    return "; ".join(filter(None, words)) or "nothing is split"
 
 
 def fields_in(word: str) -> dict[str, object] | None:
-    """The fields that a word of a short name sets: the inverse of ``short_name``; None for words that say nothing."""
+    """Return the fields that a word of a short name sets; None if it is not such a word."""
     if word in (UNSPLIT, FORMER):
         return {}
-    readings = (one.read(word) for one in pinned())
+    readings = (dimension.read(word) for dimension in pinned())
     return next((fields for fields in readings if fields is not None), None)
 
 
 def parts_of() -> dict[str, tuple[str, ...]]:
-    """What can be forbidden of all dimensions, and the fields of ``Strategy`` that each sets."""
+    """Return the parts of all dimensions that can be forbidden, and the fields of ``Strategy`` that each sets."""
     return {
         part: fields
-        for one in pinned()
-        for part, fields in (one.parts or {one.name: (one.degree or one.name,)}).items()
+        for dimension in pinned()
+        for part, fields in (dimension.parts or {dimension.name: (dimension.degree or dimension.name,)}).items()
     }
 
 
 def added_dimensions() -> tuple[Dimension, ...]:
-    """Those that are none of the fields of ``Strategy``."""
+    """List the dimensions that ``add`` registered."""
     return tuple(_ADDED)
 
 
 def added_degrees(strategy: Strategy) -> list[tuple[Dimension, int]]:
-    """Those of them that a strategy uses, with their degrees."""
-    return [(one, degree) for one in _ADDED for name, degree in strategy.more if name == one.name]
+    """List the added dimensions that a strategy uses, with their degrees."""
+    return [(dimension, degree) for dimension in _ADDED for name, degree in strategy.more if name == dimension.name]
 
 
 def add(dimension: Dimension) -> Dimension:
-    """Make a dimension that splits samples one that plans may use and the search may choose.
+    """Register a dimension that splits samples, for plans and the search to use.
 
-    Its degree is read by ``getattr(strategy, name)``. Its ranks lie outside of all others, hold the same states and sum
-    their gradients with the data-parallel ranks.
+    ``getattr(strategy, name)`` reads its degree. Its ranks are the outermost, hold the same states and reduce their
+    gradients with the data-parallel ranks.
 
     Raises:
-        InputError: another one, or a field of ``Strategy``, has its name; or its one axis does not split samples.
+        InputError: a dimension or a field of ``Strategy`` has its name, or it does not split samples along one axis.
     """
     if not dimension.name.isidentifier() or hasattr(Strategy(), dimension.name) or dimension.degree != dimension.name:
         raise InputError("dimension", dimension.name, "Give a name that no dimension has, and the same as its degree.")
@@ -144,7 +148,7 @@ def add(dimension: Dimension) -> Dimension:
 
 @contextmanager
 def added(dimension: Dimension) -> Iterator[Dimension]:
-    """The same for as long as a block lasts."""
+    """Register a dimension within a ``with`` block; see ``add``."""
     add(dimension)
     try:
         yield dimension
@@ -154,20 +158,20 @@ def added(dimension: Dimension) -> Iterator[Dimension]:
 
 
 REFUSING: tuple[Dimension, ...] = (*_CHANNELS, *_PIXELS)
-"""Those that tell why a layer cannot be split."""
+"""Dimensions that explain in an error why a layer cannot be split (``refusal``)."""
 
-_WHOLE: dict[str, object] = {
+_FULL_SAMPLES: dict[str, object] = {
     "context": 1, "depth": 1, "height": 1, "width": 1, "filters": 1, "channels": 1,
 }  # fmt: skip
-_REPLICAS: dict[str, object] = {"zero": 1, "zero_stage": 0}
-_ONE_COPY: dict[str, object] = {"data": 1, **_REPLICAS, "tensor": 1, "context": 1}
+_FULL_STATES: dict[str, object] = {"zero": 1, "zero_stage": 0}
+_ONE_COPY: dict[str, object] = {"data": 1, **_FULL_STATES, "tensor": 1, "context": 1}
 
 SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
-    ("plain data parallel", {**_WHOLE, **_REPLICAS, "tensor": 1}),
-    ("ZeRO-2", {**_WHOLE, "data": 1, "zero_stage": 2, "tensor": 1}),
-    ("ZeRO-3", {**_WHOLE, "data": 1, "zero_stage": 3, "tensor": 1}),
-    ("tensor parallel", {**_WHOLE, **_REPLICAS, "data": 1}),
+    ("plain data parallel", {**_FULL_SAMPLES, **_FULL_STATES, "tensor": 1}),
+    ("ZeRO-2", {**_FULL_SAMPLES, "data": 1, "zero_stage": 2, "tensor": 1}),
+    ("ZeRO-3", {**_FULL_SAMPLES, "data": 1, "zero_stage": 3, "tensor": 1}),
+    ("tensor parallel", {**_FULL_SAMPLES, **_FULL_STATES, "data": 1}),
     ("spatial", {**_ONE_COPY, "filters": 1, "channels": 1}),
     ("filters", {**_ONE_COPY, "depth": 1, "height": 1, "width": 1, "channels": 1}),
 )
-"""Well-known plans to compare with, as the fields of ``Strategy`` they pin (where devices are more than one)."""
+"""Well-known plans to compare with on several devices, as the fields of ``Strategy`` that they pin."""

@@ -1,10 +1,11 @@
-"""How an extent is shared by ranks in order: the one rule for vocabularies, channels and pixels. No torch here."""
+"""The shares of ranks along a dim: of vocabularies, channels, pixels and tokens. No torch here."""
 
 from __future__ import annotations
 
 
 def share(extent: int, degree: int, rank: int) -> tuple[int, int]:
-    """(start, length) of a rank's share of ``extent`` items; the first ``extent % degree`` ranks hold one more."""
+    """Return (start, length) of a rank's share of ``extent`` items; the first ``extent % degree`` ranks have one
+    more."""
     base, extra = divmod(extent, degree)
     return rank * base + min(rank, extra), base + (rank < extra)
 
@@ -14,8 +15,10 @@ Range = tuple[int, int]
 
 
 def mirrored(extent: int, degree: int, rank: int) -> tuple[Range, ...]:
-    """The tokens of a rank that shares a sequence, in order: an early and a late piece, so that under a causal mask all
-    ranks have the same work (Megatron-Core's order); one piece by ``share`` where 2 x ``degree`` pieces are not even.
+    """Return a rank's ranges of tokens under context parallelism: an early and a late one.
+
+    So all ranks have the same work under a causal mask (Megatron-Core's order). A sequence that does not divide into 2
+    x ``degree`` ranges is split by ``share``.
     """
     piece, rest = divmod(extent, 2 * degree)
     if rest or degree == 1 or not piece:
@@ -26,7 +29,7 @@ def mirrored(extent: int, degree: int, rank: int) -> tuple[Range, ...]:
 
 
 def part_of(pieces: tuple[Range, ...], start: int, stop: int) -> tuple[Range, ...]:
-    """Of items that lie in these pieces one after the other, those from the one numbered ``start`` to ``stop``."""
+    """Select [start, stop) of the items that consecutive ranges contain, as ranges."""
     ranges, before = list[Range](), 0
     for first, last in pieces:
         low, high = max(start - before, 0), min(stop - before, last - first)

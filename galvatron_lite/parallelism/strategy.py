@@ -37,11 +37,11 @@ class Offload(StrEnum):
 
 
 ADDED: list[str] = []
-"""Names of dimensions that are none of the fields of ``Strategy``: each splits samples (``registry.add``)."""
+"""Names of added dimensions, which are no fields of ``Strategy`` and split samples (``registry.add``)."""
 
 
 class Degrees(Generic[N, B]):
-    """What follows from the fields of one ``Strategy``, or of many (``Strategies``)."""
+    """Figures that follow from the fields of a ``Strategy``, or of many (``Strategies``)."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class Degrees(Generic[N, B]):
 
     @property
     def added(self) -> N:
-        """How many ways the dimensions of ``ADDED`` split the samples together."""
+        """The product of the degrees of added dimensions."""
         raise NotImplementedError
 
     @property
     def devices(self) -> N:
-        """Devices of the stage that the strategy takes."""
+        """Devices of the stage that the strategy uses."""
         return self.token_degree * self.tensor * self.slices
 
     @property
@@ -86,36 +86,36 @@ class Degrees(Generic[N, B]):
 
     @property
     def replicas(self) -> N:
-        """Devices that take other samples and hold the same states."""
+        """Devices that hold the same states for different samples."""
         return self.data * self.added if ADDED else self.data
 
     @property
     def token_degree(self) -> N:
-        """How many ways the tokens or pixels of a batch are split, samples and what they are made of together."""
+        """How many ways the tokens or pixels of all samples of a batch are split."""
         return self.batch_degree * self.context * self.spatial
 
     @property
     def state_shards(self) -> N:
-        """How many ways the states are sharded: over zero, context and spatial ranks where there is sharding."""
+        """How many ways the states are sharded: over zero, context and spatial ranks; 1 without sharding."""
         sharded = (self.zero_stage > 0) | (self.zero > 1)
         shards: N = where(sharded, self.zero * self.context * self.spatial, 1)
         return shards
 
     @property
     def parameter_shards(self) -> N:
-        """How many ways parameters and their gradients are sharded: as states are, but under ZeRO-1 not at all."""
+        """How many ways parameters and their gradients are sharded: as the states, but not under ZeRO-1."""
         shards: N = where(self.zero_stage == 1, 1, self.state_shards)
         return shards
 
     @property
     def keeps_masters(self) -> B:
-        """Whether weights are whole in the precision of compute, where that is narrower than their masters."""
+        """Whether full weights are in the precision of compute, with sharded float32 masters if that is narrower."""
         keeps: B = (self.zero_stage == 1) & (self.state_shards > 1) & opposite(self.offloads_states)
         return keeps
 
     @property
     def weight_slices(self) -> N:
-        """How many ways parameters are sliced, for the same samples."""
+        """How many ways parameters are sliced among devices that work on the same samples."""
         return self.tensor * self.slices
 
     @property
@@ -136,29 +136,28 @@ class Strategy(Degrees[int, bool]):
     """What one layer does with the devices of its stage.
 
     Attributes:
-        data: replicas that each take a share of the samples and hold all states.
-        zero: devices that each take a share of the samples and share the states (ZeRO).
-        zero_stage: 1 (optimizer states sharded at rest), 2 (gradients and parameters too, which are gathered from
-            forward until backward ends) or 3 (parameters gathered for each use); 0 where nothing is sharded. Shards
-            go over the context and spatial ranks too.
+        data: replicas that each process part of the samples and hold all states.
+        zero: devices that each process part of the samples and shard the states (ZeRO).
+        zero_stage: 1 (optimizer states are sharded), 2 (also gradients and parameters, which are gathered from forward
+            to the end of backward), 3 (parameters are gathered for each use), or 0 for no sharding. Shards go over the
+            context and spatial ranks too.
         tensor: devices that share the matmuls of each sample.
         sequence_parallel: whether the tensor group also shares the tokens between its matmuls.
         recompute: what is computed again in backward.
         context: devices that share the tokens of each sample, attention included (context parallelism).
-        expert: ways that the experts of a mixture are spread over the ranks of (data, zero, context).
-        expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group, or
-            what of it expert parallelism leaves.
+        expert: how many ways the experts of a mixture are spread over the ranks of (data, zero, context).
+        expert_tensor: devices that share the matmuls of each expert when experts are spread; 0: the tensor group, as
+            far as expert parallelism does not use its ranks.
         ulysses: whether context ranks exchange heads for tokens around attention (all-to-all; Jacobs et al. 2023,
             arXiv:2309.14509) instead of passing keys and values around a ring.
         offload: what is kept in host memory.
         depth, height, width: devices that share the pixels of each sample, as a grid of planes, rows and columns
             (spatial parallelism of convolutions).
-        filters: devices that share the output channels of convolutions, whose inputs are whole on each.
-        channels: devices that share the input channels of convolutions, and the channels of what lies between layers.
+        filters: devices that share the output channels of convolutions and have all of their input channels.
+        channels: devices that share the input channels of convolutions, and the channels of activations between layers.
+        more: degrees above 1 of added dimensions, by name and in the order of ``ADDED``; ``getattr`` reads them.
 
-        more: degrees above 1 of the dimensions of ``ADDED``, by name and in their order; ``getattr`` reads one.
-
-    Rank order inside a stage is row-major over (those of ``more``, data, zero, context, tensor, depth, height, width,
+    Rank order inside a stage is row-major over (added dimensions, data, zero, context, tensor, depth, height, width,
     filters, channels), the last innermost (closest).
     """
 
@@ -181,21 +180,21 @@ class Strategy(Degrees[int, bool]):
     channels: int = 1
     more: tuple[tuple[str, int], ...] = ()
 
-    if not TYPE_CHECKING:  # it would take any name for an attribute
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> int:
-            """The degree of a dimension of ``ADDED``."""
+            """Return the degree of an added dimension."""
             if name in ADDED:
                 return dict(self.more).get(name, 1)
             raise AttributeError(name, name=name, obj=self)
 
     @property
     def added(self) -> int:
-        """How many ways the dimensions of ``more`` split the samples together."""
+        """See ``Degrees.added``."""
         return prod(degree for _, degree in self.more) if self.more else 1
 
     def __str__(self) -> str:
-        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
+        """See ``registry.short_name``."""
         from galvatron_lite.parallelism.registry import short_name
 
         return short_name(self)
@@ -205,30 +204,27 @@ DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "fil
 
 
 def degree_names() -> tuple[str, ...]:
-    """What multiplies to the devices of a stage."""
+    """List the degrees whose product is the devices of a stage, the outermost ranks first."""
     return (*ADDED, *DEGREES)
 
 
 def changed(strategy: Strategy, changes: Mapping[str, Any]) -> Strategy:
-    """The same with other fields, and other degrees of dimensions of ``ADDED``."""
+    """Replace fields and degrees of added dimensions, by name."""
     degrees = {**dict(strategy.more), **changes}
     more = tuple((name, degrees[name]) for name in ADDED if degrees.get(name, 1) > 1)
     return replace(strategy, **{name: value for name, value in changes.items() if name not in ADDED}, more=more)
 
 
 def strategy_of(chosen: Mapping[str, Any]) -> Strategy:
-    """A strategy of fields and of degrees of dimensions of ``ADDED``, by name."""
+    """Make a strategy of fields and degrees of added dimensions, by name."""
     return changed(Strategy(), {name: value for name, value in chosen.items() if name != "more"})
-
-
-# Many strategies at once. No torch here.
 
 
 _FIELDS = {item.name: item.default for item in fields(Strategy) if item.name != "more"}
 
 
 class Strategies(Degrees["IntArray", "BoolArray"]):
-    """n strategies: each field of ``Strategy`` as an array (n,), choices as places among their options."""
+    """Many strategies as arrays: a column for each field of ``Strategy``, with enum members as their indices."""
 
     sequence_parallel: BoolArray
     recompute: IntArray
@@ -236,18 +232,18 @@ class Strategies(Degrees["IntArray", "BoolArray"]):
 
     def __init__(self, **columns: Any) -> None:
         self.__dict__.update(columns)
-        self.known: dict[object, Any] = {}  # what ``ranks`` worked out
+        self.cache: dict[object, Any] = {}  # results of functions of these strategies
 
     @staticmethod
     def of(strategies: Sequence[Strategy]) -> Strategies:
-        """The same strategies as arrays."""
+        """Turn strategies into arrays."""
         names = {**_FIELDS, **dict.fromkeys(ADDED, 1)}
         columns = list(zip(*map(attrgetter(*names), strategies), strict=True)) or [()] * len(names)
         pairs = zip(names.items(), columns, strict=True)
         return Strategies(**{name: _column(default, values) for (name, default), values in pairs})
 
     def at(self, rows: IntArray) -> Strategies:
-        """Only some of them."""
+        """Select strategies by their indices."""
         return Strategies(**{name: getattr(self, name)[rows] for name in (*_FIELDS, *ADDED)})
 
     @property
@@ -264,6 +260,6 @@ def _column(default: object, values: Sequence[Any]) -> Any:
     if isinstance(default, bool):
         return np.array(values, dtype=np.bool_)
     if isinstance(default, Enum):
-        places = {option: place for place, option in enumerate(type(default))}
-        values = [places[value] for value in values]
+        indices = {member: index for index, member in enumerate(type(default))}
+        values = [indices[value] for value in values]
     return np.array(values, dtype=np.int64)

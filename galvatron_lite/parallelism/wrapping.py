@@ -1,4 +1,4 @@
-"""What a strategy puts around the modules of a layer that is split, and around functions inside."""
+"""Wrappers that a strategy puts around the modules of a split layer, and rules for functions inside them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 
 def wrap_forward(module: nn.Module, strategy: Strategy, offloader: ActivationOffloader | None = None) -> None:
-    """Make a module recompute, and keep on the host what it saves for backward, in place. Its hooks stay outside.
+    """Make a module recompute and offload its saved activations, in place. Its hooks stay outside.
 
     Args:
         module: of a layer.
         strategy: of the layer.
-        offloader: carries to host memory; None: nothing is kept there.
+        offloader: copies activations to host memory; None: nothing is offloaded.
     """
     apply_recompute(module, strategy.recompute)
     if strategy.offloads_activations and offloader is not None:
@@ -26,5 +26,5 @@ def wrap_forward(module: nn.Module, strategy: Strategy, offloader: ActivationOff
 
 
 def rules_under(strategy: Strategy) -> Rules:
-    """What functions do with what a layer's ranks share: tokens or pixels."""
+    """Return the rules of functions on sharded tokens or pixels."""
     return rules_of(strategy) if strategy.context > 1 else PIXELS_RULES

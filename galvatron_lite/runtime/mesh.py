@@ -137,7 +137,7 @@ def build_part_meshes(
         for first, _, every in by_part
         for lines in every
         for line in lines
-        for places in line.every(lines.everyone.size)
+        for places in line.groups(lines.everyone.size)
     ]
     by_key = {key: maker.group(key[1], key[0]) for key in dict.fromkeys([*keys, *across]) if len(key[1]) > 1}
     for (purpose, ranks), group in by_key.items():

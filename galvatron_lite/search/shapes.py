@@ -104,7 +104,7 @@ class Request:
             return True
         devices = self.devices // stages
         plain, under = strategy_with(Layout(batch=devices)), self.under(schedule)
-        if not self.fixed.layers and self.space.backend.says(plain) and under.allows(plain):
+        if not self.fixed.layers and self.space.backend.combines(plain) and under.allows(plain):
             return True  # any layer can be replicated
         names = {(layer.kind, layer.name if self.fixed.layers else "") for layer in self.graph.layers}
         return all(self.space.strategies(kind, devices, under.at_layer(name)) for kind, name in names)

@@ -158,7 +158,7 @@ class Space:
         key = (id(every), fixed)
         if key not in self._left:
             pairs = zip(every, fixed.kept(every), strict=True)
-            left = tuple(strategy for strategy, kept in pairs if kept and self.backend.says(strategy))
+            left = tuple(strategy for strategy, kept in pairs if kept and self.backend.combines(strategy))
             self._left[key] = (every, self._same.setdefault(left, left))
         return self._left[key][1]
 

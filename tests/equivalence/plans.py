@@ -110,7 +110,7 @@ def _tie(
 
 def _runs(strategy: Strategy, schedule: Schedule, stages: int) -> bool:
     asked = GALVATRON.required(schedule) if stages > 1 else ()
-    return GALVATRON.says(strategy) and all(getattr(strategy, name) == value for name, value in asked)
+    return GALVATRON.combines(strategy) and all(getattr(strategy, name) == value for name, value in asked)
 
 
 def describe(plan: Plan) -> str:

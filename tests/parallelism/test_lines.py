@@ -27,7 +27,7 @@ def agree(line: RankLine, wanted: list[tuple[int, ...]]) -> bool:
     return (
         [line.through(rank) for rank in ranks] == wanted
         and [line.index(rank) for rank in ranks] == [members.index(rank) for rank, members in enumerate(wanted)]
-        and list(line.every(len(wanted))) == sorted(set(wanted))
+        and list(line.groups(len(wanted))) == sorted(set(wanted))
     )
 
 

@@ -1,13 +1,27 @@
-"""Which branch runs on which devices: groups of consecutive devices, each of which runs its branches one by one.
+"""Assign branches to groups of consecutive devices, each of which runs its branches one after another.
 
-A step has phases (forward, backward, update) between which all groups wait for the slowest, so that the time is
+A step has phases (forward, backward, update) after which all groups wait for the slowest, so its time is
 
     sum over phases p of max over groups g of sum of t_bp(d_g) over the branches b of g
 
-with t_bp(d) of branch b on d devices. Branches of a group share its memory: what each holds throughout adds up, what
-it needs while it runs does not. Few branches are assigned exactly (``exact``, a dynamic programme over subsets), many
-by longest processing time first (``longest_first``: on m equal groups no more than 4/3 - 1/(3m) of the optimum; Graham
-1969, "Bounds on multiprocessing timing anomalies", theorem 2).
+with t_bp(d) of branch b on d devices. Branches of a group share its memory: their persistent bytes add up, their
+transient bytes do not. Few branches are assigned exactly (``exact``, a dynamic programme over subsets), many by longest
+processing time first (``longest_first``: on m equal groups at most 4/3 - 1/(3m) of the optimum; Graham 1969, "Bounds on
+multiprocessing timing anomalies", theorem 2).
+
+The trunk (all layers outside branches) uses all D devices: each processes its share of the samples if they divide
+evenly (spread), else all samples. A branch uses d devices, with its samples split b ways. For X bytes of a tensor of a
+micro-batch, the ends of a branch communicate:
+
+    in     spread: a device lacks X (1/b - 1/D); else nothing: all devices have all samples, as they have of the
+           model's inputs
+    out    spread: D - d devices get X/D each, and d devices send it: X max(1/D, (D - d) / (d D)) on the busiest;
+           else, and for outputs of the model, a broadcast of X to all devices
+    back   spread: the same for gradients; else all devices have the gradients of a branch's outputs, and those of its
+           inputs are broadcast
+
+The host of each device defers each call of a branch, and hands over what it returns (``HostOverhead.branch``). Each
+further message of a pass is a send or receive of a device of the group (``messages``, ``HostOverhead.pipeline``).
 """
 
 from __future__ import annotations
@@ -21,47 +35,26 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Communication, Moment
 
-# What moves at the ends of a branch that has devices of its own, and what that takes in memory.
-#
-# The trunk (all layers outside branches) works on all D devices: each on its share of the samples where they can be
-# shared evenly (spread), else every device on all of them. A branch works on d of them, with b ways to share the
-# samples. Bytes of one micro-batch, X of a tensor:
-#
-#     in     a device lacks X (1/b - 1/D) where the trunk is spread; nothing where every device has all samples,
-#            as it has
-#            of what the model is given
-#     out    spread: D - d devices get X/D each, d devices send it: X max(1/D, (D - d) / (d D)) on the busiest;
-#            else, and of what the model gives, X to every device, in one broadcast
-#     back   where spread the same ways with gradients; else every device has the gradients of what came out of a
-#            branch,
-#            and those of what went in go to every device
-#
-# The host of every device puts off each call of a branch, and gives or takes what it returns (``HostOverhead.branch``);
-# each further message of one pass is a send or receive of a group's device (``messages``, ``HostOverhead.pipeline``).
-#
-# A step waits for the slowest group in forward, in backward and in the update; groups work side by side (``assign``).
-
-
 NAME = "branch"
 
 
 @dataclass(frozen=True, slots=True)
 class BranchTraffic:
-    """What enters and leaves a set of layers, bytes a sample."""
+    """Bytes of a sample that enter and leave a set of layers."""
 
-    read: int = 0  # tensors that layers outside make and it reads; what the model is given is not counted
-    written: int = 0  # tensors that it makes and layers outside read
-    results: int = 0  # outputs that no layer reads
+    read: int = 0  # outputs of layers outside that it reads; inputs of the model do not count
+    written: int = 0  # its outputs that layers outside read
+    results: int = 0  # its outputs that no layer reads
 
 
 @dataclass(frozen=True, slots=True)
 class BranchSite:
-    """Where a branch works."""
+    """The devices of a branch; see the module."""
 
     world: int  # all devices (D)
     devices: int  # of its group (d)
-    sharing: int  # ways that its group shares the samples (b)
-    spread: bool  # whether the trunk shares the samples among all devices
+    sharing: int  # how many ways its group splits the samples (b)
+    spread: bool  # whether the trunk splits the samples over all devices
     microbatch: int  # samples
 
     @property
@@ -71,7 +64,7 @@ class BranchSite:
 
 
 def border_of(graph: ModelGraph, layers: Collection[str]) -> BranchTraffic:
-    """What enters and leaves some layers of a graph that says which tensors go between them."""
+    """Return the traffic of some layers of a graph with tensors between layers."""
     read = sum(t.size for t in graph.tensors if t.producer not in layers and not set(layers).isdisjoint(t.readers))
     entering = sum(t.size for t in graph.tensors if t.producer in layers and not set(layers).issuperset(t.readers))
     producers = {tensor.producer for tensor in graph.tensors}
@@ -80,30 +73,27 @@ def border_of(graph: ModelGraph, layers: Collection[str]) -> BranchTraffic:
 
 
 def moves(border: BranchTraffic, site: BranchSite, training: bool = True) -> tuple[Communication, ...]:
-    """What a device of a branch's group, or one that waits for it, sends or receives for one micro-batch."""
+    """Return what a device of a branch's group, or a device that waits for it, communicates for one micro-batch."""
     if site.world == 1:
         return ()
-    both = (Moment.FORWARD, Moment.BACKWARD) if training else (Moment.FORWARD,)
+    moments = (Moment.FORWARD, Moment.BACKWARD) if training else (Moment.FORWARD,)
     samples = site.microbatch
-    broadcast = Communication(
-        Collective.BROADCAST, border.results * samples, site.everyone, Moment.FORWARD, False, 1, NAME
-    )
-    found = [broadcast]
+    broadcasts = [(border.results, Moment.FORWARD)]
+    exchanges: list[Communication] = []
     if site.spread:
-        found += [_exchange(border.read * samples * _lacking(site), site, moment) for moment in both]
-        found += [_exchange(border.written * samples * _leaving(site), site, moment) for moment in both]
-    else:
-        ends = [(border.written, Moment.FORWARD), *([(border.read, Moment.BACKWARD)] * training)]
-        found += [
-            Communication(Collective.BROADCAST, size * samples, site.everyone, moment, False, 1, NAME)
-            for size, moment in ends
-            if site.devices < site.world or site.sharing > 1
-        ]
-    return tuple(one for one in found if one.size > 0)
+        exchanges += [_exchange(border.read * samples * _lacking(site), site, moment) for moment in moments]
+        exchanges += [_exchange(border.written * samples * _leaving(site), site, moment) for moment in moments]
+    elif site.devices < site.world or site.sharing > 1:
+        broadcasts += [(border.written, Moment.FORWARD), *([(border.read, Moment.BACKWARD)] * training)]
+    sent = [
+        Communication(Collective.BROADCAST, size * samples, site.everyone, moment, False, 1, NAME)
+        for size, moment in broadcasts
+    ]
+    return tuple(communication for communication in (*sent, *exchanges) if communication.size > 0)
 
 
 def messages(border: BranchTraffic, site: BranchSite) -> int:
-    """Messages in or out that a device of the group sends or receives in one pass, beyond one of what comes out."""
+    """Return the messages that a device of the group sends or receives in a pass, beyond one for the output."""
     if site.world == 1:
         return 0
     peers = max(-(-(site.world - site.devices) // site.devices), 1)
@@ -111,28 +101,31 @@ def messages(border: BranchTraffic, site: BranchSite) -> int:
 
 
 def _lacking(site: BranchSite) -> float:
-    """Share of a tensor that a device of the group gets from others."""
+    """The share of a tensor that a device of the group receives."""
     return max(1 / site.sharing - 1 / site.world, 0.0)
 
 
 def _leaving(site: BranchSite) -> float:
-    """Share of a tensor that the busiest device sends or gets."""
+    """The share of a tensor that the busiest device sends or receives."""
     if site.devices == site.world:
         return _lacking(site)
     return max(1 / site.world, (site.world - site.devices) / (site.devices * site.world))
 
 
 def _exchange(volume: float, site: BranchSite, moment: Moment) -> Communication:
-    """Every device sends and gets so many bytes at the most; an all-to-all keeps one part of its size where it is."""
+    """An exchange in which each device sends and receives at most ``volume`` bytes.
+
+    One of the ``world`` parts of an all-to-all stays on its device.
+    """
     size = volume * site.world / (site.world - 1)
     return Communication(Collective.ALL_TO_ALL, size, site.everyone, moment, False, 1, NAME)
 
 
 def buffer_bytes(border: BranchTraffic, site: BranchSite, member: bool, training: bool = True) -> int:
-    """Bytes on a device of what goes in and out of a branch, and in training of their gradients."""
-    entering = border.read / site.sharing if member else 0.0
-    leaving = border.written * (1 / site.world if site.spread else 1.0) + border.results
-    return round((entering + leaving) * site.microbatch * (2 if training else 1))
+    """Return the bytes on a device of inputs and outputs of a branch, and in training of their gradients."""
+    inputs = border.read / site.sharing if member else 0.0
+    outputs = border.written * (1 / site.world if site.spread else 1.0) + border.results
+    return round((inputs + outputs) * site.microbatch * (2 if training else 1))
 
 
 Value = TypeVar("Value")
@@ -140,16 +133,16 @@ Phases = tuple[float, ...]
 """Seconds of each phase of a step."""
 
 MOST_WORK = 300_000
-"""Subsets times places that the exact assignment looks at, at the most."""
+"""Most subsets times places for an exact assignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to run a branch on so many devices."""
+    """A strategy of a branch on a number of devices."""
 
-    seconds: Phases  # of each phase
-    held: int = 0  # bytes on each device that stay while other branches of the group run
-    working: int = 0  # bytes beyond them while it runs
+    seconds: Phases
+    held: int = 0  # persistent bytes on each device, also while other branches of the group run
+    working: int = 0  # transient bytes on each device, while the branch runs
 
     @property
     def total(self) -> float:
@@ -158,58 +151,58 @@ class Option:
 
 
 Job = Mapping[int, Sequence[Option]]
-"""What a branch may do, by devices of its group; sizes that are absent are not offered."""
+"""The options of a branch, by the size of its group."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchGroup:
-    """A group of devices and what it runs."""
+    """A group of devices and its branches."""
 
     first: int  # its first device
     devices: int
-    branches: tuple[tuple[int, Option], ...]  # number of each branch and its option, in the order they run
+    branches: tuple[tuple[int, Option], ...]  # index and option of each branch, in the order they run
 
     @property
     def seconds(self) -> Phases:
-        """Of each phase."""
+        """Seconds of each phase."""
         return _summed([option.seconds for _, option in self.branches])
 
     @property
     def memory(self) -> int:
-        """Bytes on each of its devices."""
+        """Bytes on each device."""
         return sum(option.held for _, option in self.branches) + max(option.working for _, option in self.branches)
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Every branch in a group."""
+    """The groups of all branches."""
 
     groups: tuple[BranchGroup, ...]  # by their first device
-    proven: bool  # whether none is quicker
+    proven: bool  # whether no assignment is faster
 
     @property
     def seconds(self) -> float:
-        """Of a step: each phase lasts as long as its slowest group."""
+        """Seconds of a step; see ``makespan``."""
         return makespan(self.groups)
 
 
 def makespan(groups: Iterable[BranchGroup]) -> float:
-    """Seconds of a step, see the module."""
+    """Return the seconds of a step: the sum over phases of the slowest group."""
     return sum(_longest(group.seconds for group in groups))
 
 
 def assign(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1) -> Assignment | None:
-    """The quickest assignment: exact where that is cheap, else by longest processing time first.
+    """Assign branches to devices: exactly if that is cheap, else by longest processing time first.
 
     Args:
         jobs: the branches.
-        devices: how many there are.
-        room: bytes that the branches of a device may take.
-        node: devices of a node; a group that one node can hold lies within one.
-        least: groups that there are at the least.
+        devices: number of devices.
+        room: bytes for branches on each device.
+        node: devices of a node; groups that fit into a node do not cross nodes.
+        least: fewest groups.
 
     Returns:
-        None where some branch fits nowhere.
+        The fastest assignment; None if a branch fits nowhere.
     """
     sizes = {size for job in jobs for size in job if size <= devices}
     if 3 ** len(jobs) * devices * len(sizes) <= MOST_WORK:
@@ -219,7 +212,7 @@ def assign(jobs: Sequence[Job], devices: int, room: int, node: int, least: int =
 
 
 def places(devices: int, sizes: Iterable[int], node: int) -> list[range]:
-    """Where groups may lie: within a node where one can hold them, else from the beginning of one."""
+    """Return the possible groups of devices: inside a node if they fit, else from the first device of a node."""
     return [
         range(first, first + size)
         for size in sorted(set(sizes))
@@ -229,10 +222,10 @@ def places(devices: int, sizes: Iterable[int], node: int) -> list[range]:
 
 
 def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1) -> Assignment | None:
-    """The quickest assignment there is, see ``assign``; None where some branch fits nowhere.
+    """Return the fastest of all assignments; see ``assign``.
 
-    Dynamic programme over (branches left, first free device, groups needed yet), which keeps every Pareto-best tuple of
-    phases.
+    A dynamic programme over (remaining branches, first free device, groups still required) keeps all Pareto-best tuples
+    of phases.
     """
     by_start: dict[int, list[range]] = {}
     for place in places(devices, {size for job in jobs for size in job}, node):
@@ -273,7 +266,7 @@ def _subsets(bits: int) -> Iterator[int]:
 
 
 def _teams(jobs: Sequence[Job], subset: int, size: int, room: int) -> list[tuple[tuple[int, Option], ...]]:
-    """Pareto-best ways to run some branches one by one on a group of so many devices, within its memory."""
+    """Pareto-best options of a set of branches on one group of ``size`` devices, within its memory."""
     teams: list[tuple[tuple[int, Option], ...]] = [()]
     for number in (number for number in range(len(jobs)) if subset >> number & 1):
         longer = [(*team, (number, option)) for team in teams for option in jobs[number].get(size, ())]
@@ -289,7 +282,7 @@ def _figures(team: Sequence[tuple[int, Option]]) -> Phases:
 
 
 def _pareto(candidates: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value], ...]:
-    """Those that no other equals or beats in everything; of equal ones the first."""
+    """The candidates that no other equals or beats in all figures; of equal ones the first."""
     kept: list[tuple[Phases, Value]] = []
     for candidate in sorted(candidates, key=lambda pair: pair[0]):
         if not any(all(a <= b for a, b in zip(other[0], candidate[0], strict=True)) for other in kept):
@@ -300,47 +293,49 @@ def _pareto(candidates: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, V
 def longest_first(
     jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1
 ) -> tuple[BranchGroup, ...] | None:
-    """Longest processing time first on groups of equal size, for the best of all sizes; None where nothing fits.
+    """Assign by longest processing time first on groups of equal size, for the best size; None if nothing fits.
 
-    Groups without a branch count: there are ``least`` to choose from, be they used or not.
+    There are ``least`` groups or more, of which some may stay empty.
     """
-    phases = []
+    candidates = []
     for size in sorted({size for job in jobs for size in job}):
-        every = [place for place in places(devices, [size], node) if place.start % size == 0]
-        for count in range(least, min(len(every), len(jobs)) + 1):
-            groups = on_groups(jobs, every[:count], room)
-            phases += [] if groups is None else [groups]
-    return min(phases, key=makespan, default=None)
+        groups = [place for place in places(devices, [size], node) if place.start % size == 0]
+        for count in range(least, min(len(groups), len(jobs)) + 1):
+            assigned = on_groups(jobs, groups[:count], room)
+            candidates += [] if assigned is None else [assigned]
+    return min(candidates, key=makespan, default=None)
 
 
 def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[BranchGroup, ...] | None:
-    """Longest processing time first: each branch, the longest first, to the group that is done with it first.
+    """Assign each branch, the longest first, to the group that completes it first.
 
-    A branch takes its quickest option that leaves the group within its memory; None where it has none in any group.
+    A branch uses its fastest option within the group's memory; the result is None if it has none in any group.
     """
-    taken: list[tuple[tuple[int, Option], ...]] = [()] * len(groups)
-    least = [min((one.total for place in groups for one in job.get(len(place), ())), default=0.0) for job in jobs]
-    for number in sorted(range(len(jobs)), key=lambda number: -least[number]):
+    assigned: list[tuple[tuple[int, Option], ...]] = [()] * len(groups)
+    fastest = [
+        min((option.total for place in groups for option in job.get(len(place), ())), default=0.0) for job in jobs
+    ]
+    for index in sorted(range(len(jobs)), key=lambda index: -fastest[index]):
         ends = [
             (sum(BranchGroup(0, len(place), longer).seconds), group, longer)
             for group, place in enumerate(groups)
-            for option in jobs[number].get(len(place), ())
-            if BranchGroup(0, len(place), longer := (*taken[group], (number, option))).memory <= room
+            for option in jobs[index].get(len(place), ())
+            if BranchGroup(0, len(place), longer := (*assigned[group], (index, option))).memory <= room
         ]
         if not ends:
             return None
         _, group, longer = min(ends, key=lambda end: end[:2])
-        taken[group] = longer
+        assigned[group] = longer
     return tuple(
-        BranchGroup(place.start, len(place), tuple(sorted(jobs_of_group, key=lambda pair: pair[0])))
-        for place, jobs_of_group in zip(groups, taken, strict=True)
-        if jobs_of_group
+        BranchGroup(place.start, len(place), tuple(sorted(branches, key=lambda pair: pair[0])))
+        for place, branches in zip(groups, assigned, strict=True)
+        if branches
     )
 
 
-def _summed(every: Sequence[Phases]) -> Phases:
-    return tuple(map(sum, zip(*every, strict=True)))
+def _summed(phases: Sequence[Phases]) -> Phases:
+    return tuple(map(sum, zip(*phases, strict=True)))
 
 
-def _longest(every: Iterable[Phases]) -> Phases:
-    return tuple(map(max, zip(*every, strict=True)))
+def _longest(phases: Iterable[Phases]) -> Phases:
+    return tuple(map(max, zip(*phases, strict=True)))

@@ -1,8 +1,8 @@
-"""Independent sub-networks of a model: branches that could run at the same time, each on devices of its own.
+"""Find branches of a model: independent sub-networks that can run at the same time, on separate devices.
 
-Between layers of two branches of a region there is no path, and they share no parameters. Branches read the model's
-inputs or what layers before the region made, and may be joined behind it. A U-Net's skips, residual connections and
-everything else that a path connects are never branches.
+No path connects layers of two branches of a region, and they share no parameters. Branches read inputs of the model or
+outputs of layers before the region, and later layers may join them. Skips of a U-Net, residual connections and other
+connected layers are never branches.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from galvatron_lite.model.order import Order, bits, order_of
 class Branch:
     """An independent sub-network."""
 
-    name: str  # the first of its roots
+    name: str  # its first root
     layers: tuple[str, ...]  # names of its layers, in the order they run
-    # the fewest module paths that hold its layers' modules and no other layer's, in the order they run
-    roots: tuple[str, ...]
+    roots: tuple[str, ...]  # see ``roots_of``
     input_bytes: int  # bytes per sample that it reads of the model's inputs and of other layers
-    output_bytes: int  # bytes per sample that it makes and other layers read
-    inside: tuple[BranchRegion, ...] = ()  # regions inside it, whose branches are parts of this one
+    output_bytes: int  # bytes per sample of its outputs that other layers read
+    inside: tuple[BranchRegion, ...] = ()  # regions of branches inside it
 
 
 @dataclass(frozen=True, slots=True)
 class BranchRegion:
-    """Where a model falls into branches."""
+    """A region of a model that consists of branches."""
 
     branches: tuple[Branch, ...]  # two or more, by their first layer
-    # names of layers outside it that its branches read; empty where they read the model's inputs alone
-    entry: tuple[str, ...]
-    exit: tuple[str, ...]  # names of layers outside it that read its branches; empty where they end the model
+    entry: tuple[str, ...]  # names of layers outside that its branches read; empty: only inputs of the model
+    exit: tuple[str, ...]  # names of layers outside that read its branches; empty: the region ends the model
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -43,12 +41,12 @@ class BranchRegion:
 
 
 def find_regions(graph: ModelGraph) -> tuple[BranchRegion, ...]:
-    """Where a model falls into branches, in the order they run; empty where it does not.
+    """Return the regions of branches, in the order they run.
 
-    The layers' order falls into groups, one after the other, and a group into parts that no path connects (see
-    ``order``); two or more such parts are branches. A layer of role BEFORE counts as read by, and one of role AFTER as
-    reading, every layer. Parts that share parameters are one branch; those that share some with layers outside their
-    group are none.
+    The order of layers consists of consecutive groups, and a group of parts that no path connects (see ``order``); two
+    or more such parts are branches. All layers count as readers of layers of role BEFORE, and as read by layers of role
+    AFTER. Parts that share parameters are one branch; parts that share parameters with layers outside their group are
+    no branches.
     """
     if not graph.tensors:
         return ()
@@ -74,7 +72,7 @@ class _Finder:
         place = {layer.name: number for number, layer in enumerate(self.graph.layers)}
         batch = {layer.name for layer in self.graph.layers if layer.role is Role.BEFORE}
         read = (tensor for tensor in self.graph.tensors if not inside.isdisjoint(tensor.readers))
-        entry = {one.producer for one in read if one.size or one.producer not in batch} - inside
+        entry = {tensor.producer for tensor in read if tensor.size or tensor.producer not in batch} - inside
         sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in inside)
         leaving = {reader for readers in sent for reader in readers} - inside
         return BranchRegion(branches, *(tuple(sorted(names, key=place.__getitem__)) for names in (entry, leaving)))
@@ -90,11 +88,13 @@ class _Finder:
 def _traffic(graph: ModelGraph, members: Collection[str]) -> tuple[int, int]:
     """Bytes per sample that enter and leave a set of layers.
 
-    A layer that reads nothing others made reads the model's inputs, which several such may share: the largest counts.
+    A layer that reads no other layer reads inputs of the model. Several layers may read the same: the largest counts.
     """
-    heard = {reader for tensor in graph.tensors if tensor.size for reader in tensor.readers}
+    readers = {reader for tensor in graph.tensors if tensor.size for reader in tensor.readers}
     entering = [
-        graph.kind_of(layer).input_bytes for layer in graph.layers if layer.name in members and layer.name not in heard
+        graph.kind_of(layer).input_bytes
+        for layer in graph.layers
+        if layer.name in members and layer.name not in readers
     ]
     read = (
         t.size for t in graph.tensors if t.producer not in members and any(reader in members for reader in t.readers)
@@ -106,9 +106,9 @@ def _traffic(graph: ModelGraph, members: Collection[str]) -> tuple[int, int]:
 
 
 def roots_of(graph: ModelGraph, layers: Collection[str]) -> tuple[str, ...]:
-    """The fewest module paths that hold the modules of some layers and of no other, in the order they run.
+    """Return the fewest module paths that contain the modules of some layers and of no others, in the order they run.
 
-    Where no layer of the graph tells its modules, layers count as modules of their names.
+    In a graph without modules, layers count as modules of their names.
     """
     has_modules = any(layer.modules for layer in graph.layers)
     paths = {
@@ -122,27 +122,27 @@ def roots_of(graph: ModelGraph, layers: Collection[str]) -> tuple[str, ...]:
         for path in layer_paths
         for above in _up(path)
     }
-    held = [path for name, layer_paths in paths.items() if name in layers for path in layer_paths]
-    return tuple(dict.fromkeys(_highest(path, others) for path in held))
+    inner = [path for name, layer_paths in paths.items() if name in layers for path in layer_paths]
+    return tuple(dict.fromkeys(_highest(path, others) for path in inner))
 
 
 def _up(path: str) -> Iterator[str]:
-    """A module's path and those of the modules around it, the innermost first; the model's own is left out."""
+    """A module's path and those of the modules around it without the model, the innermost first."""
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
 def _highest(path: str, others: Collection[str]) -> str:
-    """The outermost module around a path that holds no other layer's modules."""
+    """The outermost module around a path without modules of other layers."""
     free: Iterable[str] = (above for above in _up(path) if above not in others)
     return min(free, key=len, default=path)
 
 
 def part_of(graph: ModelGraph, layers: Collection[str]) -> ModelGraph:
-    """Some layers of a graph, with what goes between them and what they share.
+    """Return the subgraph of some layers.
 
-    Layers that read nothing of each other stay apart: an empty tensor between them says that they are no chain.
+    If no layer reads another, an empty tensor between the first and the last marks that they are no chain.
     """
     inside = tuple(layer for layer in graph.layers if layer.name in layers)
     tensors = tuple(
@@ -158,6 +158,6 @@ def part_of(graph: ModelGraph, layers: Collection[str]) -> ModelGraph:
 
 
 def trunk_of(graph: ModelGraph, placed: Sequence[Branch]) -> tuple[Layer, ...]:
-    """The layers outside the branches that are placed."""
-    apart = {layer for branch in placed for layer in branch.layers}
-    return tuple(layer for layer in graph.layers if layer.name not in apart)
+    """Return the layers outside these branches."""
+    inside = {layer for branch in placed for layer in branch.layers}
+    return tuple(layer for layer in graph.layers if layer.name not in inside)

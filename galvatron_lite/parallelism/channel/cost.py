@@ -1,23 +1,23 @@
 """Channel and filter parallelism: devices share the input or the output channels of convolutions.
 
 Kahira et al. 2021 (arXiv:2104.09075, table 3, "filter" and "channel"): weights and their states are divided by p, and
-pictures are brought together in every layer. Of a picture x that enters an operator and y that leaves it:
+pictures are communicated in each layer. For input x and output y of an operator:
 
                                                  forward               backward
-    filters, alone (``Part.GATHERED``)           all-gather of y*      all-reduce of x's gradient
+    filters, alone (GATHERED)                    all-gather of y*      all-reduce of x's gradient
     filters, the first of a pair (FILTERS)       nothing               all-reduce of x's gradient
     filters, the second of a pair (CHANNELS)     all-reduce of y       nothing
     channels (SCATTERED)                         reduce-scatter of y   all-gather of y's gradient
 
-The first line is theirs: 3 (p - 1) (a + B y / p b) over layers whose inputs are the outputs of others. Pairs need 2/3
-of it; so do ``channels``, which reduce and scatter where the paper's all-reduce (it names the saving: "2 instead of
-3"), and leave every activation shared. The image takes no gradient. Nothing hides these collectives.
+The paper has the first line: 3 (p - 1) (a + B y / p b) over layers whose inputs are outputs of others. Pairs need 2/3
+of this; so do ``channels``, which reduce-scatter instead of the paper's all-reduce (it names the saving: "2 instead of
+3") and leave all activations shared. The model's input needs no gradient. Compute does not hide these collectives.
 
-* of what pooling left of it, once for two that are added (``parts.gathered_items``).
+* after pooling, once for two pictures that are added (``parts.gathered_items``).
 
-Pictures that are joined along shared channels are dealt out anew: all-to-all of the result's shares, at most.
-A norm over the channels of each pixel (LayerNorm) on shared channels gathers two figures a pixel of every device in
-forward, and sums two in backward.
+Pictures that are joined along shared channels are redistributed, with an all-to-all of at most the result's shares. A
+norm over the channels of each pixel (LayerNorm) gathers two figures a pixel from each device in forward, and sums two
+in backward.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from galvatron_lite.arrays import Flag, Real, never, where
-from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.arrays import Real, never, where
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
@@ -110,7 +110,7 @@ class ChannelDimension(Dimension):
         return [{self.degree: degree} for degree in (1, *degrees)]
 
     def refusal(self, kind: LayerKind, degree: int) -> str:
-        """Why a layer cannot be split so many ways; empty where it can."""
+        """See ``Dimension.refusal``."""
         if not splits_channels(kind, self.degree):
             ends = is_picture(kind)
             if ends and self.degree in kind.channel_reasons:
@@ -119,18 +119,20 @@ class ChannelDimension(Dimension):
         return undivided(kind, self.degree, degree)
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
-        """One or the other, beside data parallelism, ZeRO and recomputation only; sensible within a node, as its
-        collectives block every convolution."""
+        """Filters or channels, together only with data parallelism, ZeRO and recomputation.
+
+        Sensible: within a node, as collectives block each convolution.
+        """
         degree = chosen["filters"] * chosen["channels"]
         if degree == 1:
             return True
         alone = 1 in (chosen["filters"], chosen["channels"])
-        return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.near(degree)
+        return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.fits_node(degree)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
-        """A slice of the weights, and the collectives that bring pictures together.
+        """A slice of the weights, and the collectives of pictures.
 
-        Must run before the dimensions that shard what is left after slicing.
+        Must run before the dimensions that shard the slices.
         """
         if never(strategy.slices > 1):
             return work
@@ -141,49 +143,44 @@ class ChannelDimension(Dimension):
             split = min(split_items(kind, by), kind.parameters.total)
             items = where(degree > 1, kind.parameters.total - split + split / degree, items)
         items = work.parameters if context.pictures.whole_weights else items
-        moved = [one for by in BY for one in _moved(kind, strategy, by, share, context.pictures.gathers_each)]
+        gathers_each = context.pictures.gathers_each
+        calls = (call for by in BY for call in _communications(kind, strategy, by, share, gathers_each))
         frozen = items * (kind.frozen.total / max(1, kind.parameters.total))
-        return work.sliced(items, frozen).sending(*moved)
+        return work.with_parameters(items, frozen).with_communications(*calls)
 
 
-def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:
-    """The module's collectives, or (``each``) those of gathers behind every convolution.
+def _communications(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:
+    """The collectives of the module, or (``each``) those of gathers after each convolution.
 
+    Calls of several sizes count as calls of their mean size: seconds are linear in the size for a given algorithm.
     ``share``: samples x bytes of an item.
     """
     group, degree = group_along(strategy, *BY), getattr(strategy, by)
     for collective, moment, sizes in each_sizes(kind, by) if each else _sizes(kind, by, degree):
         if sizes:
-            yield _together(collective, moment, [size * share for size in sizes], group, degree > 1)
-
-
-def _together(
-    collective: Collective, moment: Moment, sizes: Sequence[Real], group: RankGroup, split: Flag
-) -> Communication:
-    """Calls of several sizes as calls of their mean size: seconds are linear in it where one algorithm is the best."""
-    size = sum(sizes) / len(sizes)
-    return Communication(collective, size, group, moment, False, split * len(sizes), "channel")
+            size = sum(items * share for items in sizes) / len(sizes)
+            yield Communication(collective, size, group, moment, False, (degree > 1) * len(sizes), "channel")
 
 
 _Sizes = tuple[Collective, Moment, Sequence[Real]]
-"""A collective, when it happens, and the items a sample of each call."""
+"""A collective, when it happens, and the items of a sample in each call."""
 
 
 def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
     """The collectives of a layer."""
-    parts = [(one, part) for one, part in parts_of(kind.operators, by) if has_weights(one)]
-    sums = [items_of(one)[1] for one, part in parts if part is OperatorPart.CHANNELS]
+    parts = [(operator, part) for operator, part in parts_of(kind.operators, by) if has_weights(operator)]
+    sums = [items_of(operator)[1] for operator, part in parts if part is OperatorPart.CHANNELS]
     gathers = gathered_items(kind) if by == "filters" else []
-    entering = [items_of(one)[0] for one, part in parts if part in OUTPUT and takes_gradient(one)]
-    shares = [items_of(one)[1] for one, part in parts if part is OperatorPart.SCATTERED]
+    inputs = [items_of(operator)[0] for operator, part in parts if part in OUTPUT and takes_gradient(operator)]
+    shares = [items_of(operator)[1] for operator, part in parts if part is OperatorPart.SCATTERED]
     norms = pixel_norms(kind, by)
-    dealt = [joined_item / degree for joined_item in joined_items(kind)] if by == "channels" else []
+    joined = [items / degree for items in joined_items(kind)] if by == "channels" else []
     return (
         (Collective.ALL_REDUCE, Moment.FORWARD, sums),
         (Collective.ALL_GATHER, Moment.FORWARD, [*gathers, *(degree * norm for norm in norms)]),
         (Collective.REDUCE_SCATTER, Moment.FORWARD, shares),
-        (Collective.ALL_REDUCE, Moment.BACKWARD, [*entering, *norms]),
+        (Collective.ALL_REDUCE, Moment.BACKWARD, [*inputs, *norms]),
         (Collective.ALL_GATHER, Moment.BACKWARD, shares),
-        (Collective.ALL_TO_ALL, Moment.FORWARD, dealt),
-        (Collective.ALL_TO_ALL, Moment.BACKWARD, dealt),
+        (Collective.ALL_TO_ALL, Moment.FORWARD, joined),
+        (Collective.ALL_TO_ALL, Moment.BACKWARD, joined),
     )

@@ -1,17 +1,16 @@
-"""Which operators of a convolutional layer are split by their output channels, and which by their input channels.
+"""Which operators of a convolutional layer are split by output channels, and which by input channels.
 
-``filters``: the image that enters is full on every device. An operator with weights makes a share of its output
-channels; the next one that reads exactly these channels takes them as its share of input channels and makes partial
-sums of its full output. So operators pair up, and one sum serves two of them, as in Megatron's column and row pairs.
-Grouped convolutions and what works channel by channel go on with the shares between the two; in front of a pair each
-device does them in full. Shares that no operator takes up are gathered where a full image is needed: after pooling,
-and once for two that are added.
+``filters``: the input is full on all devices. An operator with weights computes a share of its output channels. The
+next operator with as many input channels reads this share, and computes partial sums of its full output. So a sum
+serves a pair of operators, as in Megatron's column and row pairs. Between the two, grouped convolutions and operators
+on single channels run on shares; in front of a pair each device runs them in full. Shares that no operator reads are
+gathered where a full image is needed: after pooling, and once for two that are added.
 
-``channels``: every image is shared by channels. Each operator makes partial sums of its full output from its share
-of input channels, which are reduced and scattered into shares.
+``channels``: all images are shared by channels. An operator computes partial sums of its full output from its share of
+input channels, which are reduce-scattered into shares.
 
-Assumed: operators are listed in the order they run, and one reads what the one before it made where its input channels
-are that many (a shortcut of equal width would be taken for the main path).
+We assume that operators are listed in the order they run, and that an operator reads the output of the previous one if
+its number of input channels matches (a shortcut of equal width would be taken for the main path).
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ from galvatron_lite.units import ITEM_BYTES
 
 
 class OperatorPart(StrEnum):
-    """What a device does of an operator."""
+    """The part of an operator that a device runs."""
 
     FILTERS = "filters"
-    """A share of the output channels from the whole input."""
+    """A share of the output channels, from the full input."""
     GATHERED = "gathered"
-    """The same, and its output is gathered after it."""
+    """Like FILTERS, and the output is gathered."""
     CHANNELS = "channels"
-    """Partial sums of the whole output from a share of the input channels."""
+    """Partial sums of the full output, from a share of the input channels."""
     SCATTERED = "scattered"
-    """The same, and they are reduced into shares."""
+    """Like CHANNELS, and the output is reduce-scattered."""
     SHARED = "shared"
-    """A share of the channels, in and out."""
+    """A share of the channels of input and output."""
     WHOLE = "whole"
-    """All."""
+    """The full operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelPlan:
-    """How a layer's channels are shared: what ``infer_channels`` finds and ``shard_channels`` carries out."""
+    """How the channels of a layer are shared: ``infer_channels`` returns it, and ``shard_channels`` carries it out."""
 
     by: str  # ``filters`` or ``channels``
     degree: int  # devices that share them
-    # what a device does of each convolution and linear that is split, by its path in the layer: ``FILTERS`` (its output
-    # is gathered where it must be full), ``CHANNELS``, ``SCATTERED`` or ``SHARED``
+    # parts of convolutions and linears that are split, by path in the layer: ``FILTERS`` (outputs are gathered where
+    # they must be full), ``CHANNELS``, ``SCATTERED`` or ``SHARED``
     parts: Mapping[str, OperatorPart] = field(default_factory=dict)
-    # names of full parameters that meet shares: each device has a part of their gradients. By ``channels`` that holds
-    # for all full parameters, named or not
+    # names of unsplit parameters with partial gradients, as they are used on shares; by ``channels`` all unsplit
+    # parameters have partial gradients
     partial: frozenset[str] = frozenset()
-    inputs: tuple[int, ...] = ()  # channels of the images that enter, in order, by ``channels``
-    outputs: tuple[int, ...] = ()  # channels of the images that leave, likewise
+    inputs: tuple[int, ...] = ()  # channels of input images in order, by ``channels``
+    outputs: tuple[int, ...] = ()  # channels of output images in order, by ``channels``
 
 
 Parts = tuple[tuple[Operator, OperatorPart], ...]
@@ -70,7 +69,7 @@ OUTPUT = (OperatorPart.FILTERS, OperatorPart.GATHERED)
 
 @lru_cache(maxsize=4096)
 def parts_of(operators: tuple[Operator, ...], by: str) -> Parts:
-    """What a device does of each operator; see the module.
+    """Return the part of each operator that a device runs; see the module.
 
     Args:
         operators: of a layer, in the order they run.
@@ -79,8 +78,8 @@ def parts_of(operators: tuple[Operator, ...], by: str) -> Parts:
     return _paired(operators) if by == "filters" else tuple((operator, _scattered(operator)) for operator in operators)
 
 
-def _scattered(one: Operator) -> OperatorPart:
-    dense = has_weights(one) and channels_of(one)[2] == 1
+def _scattered(operator: Operator) -> OperatorPart:
+    dense = has_weights(operator) and channels_of(operator)[2] == 1
     return OperatorPart.SCATTERED if dense else OperatorPart.SHARED
 
 
@@ -108,18 +107,18 @@ def _paired(operators: tuple[Operator, ...]) -> Parts:
 
 
 def _gather(parts: list[OperatorPart], begun: int) -> None:
-    """Nothing takes up the shares that the operator at ``begun`` made."""
+    """Gather the output of the operator at ``begun``, since no operator reads its shares."""
     if begun >= 0:
         parts[begun] = OperatorPart.GATHERED
 
 
-def takes_gradient(one: Operator) -> bool:
-    """Whether what enters an operator with weights takes a gradient; the image takes none."""
-    return one.backward_flops > one.flops
+def takes_gradient(operator: Operator) -> bool:
+    """Whether the input of an operator with weights needs a gradient; the model's input needs none."""
+    return operator.backward_flops > operator.flops
 
 
 def splits_channels(kind: LayerKind, by: str) -> bool:
-    """Whether a layer's channels may be shared; what ends in a loss, or returns one, has none to hand on."""
+    """Whether a layer's channels may be shared; by ``channels`` not if it returns a loss, which has no channels."""
     if not is_picture(kind) or by in kind.channel_reasons:
         return False
     return by == "filters" or (kind.output_bytes > LOSS_BYTES and kind.dims.out_channels > 0)
@@ -132,23 +131,23 @@ LOSS_BYTES = 8
 def divides(kind: LayerKind, by: str, degree: int) -> bool:
     """Whether all channels that a layer splits are split evenly."""
     parts = parts_of(kind.operators, by)
-    dense = any(has_weights(one) and part is not OperatorPart.WHOLE for one, part in parts)
-    return dense and all(_even(one, part, degree) for one, part in parts if has_weights(one))
+    dense = any(has_weights(operator) and part is not OperatorPart.WHOLE for operator, part in parts)
+    return dense and all(_even(operator, part, degree) for operator, part in parts if has_weights(operator))
 
 
 def undivided(kind: LayerKind, by: str, degree: int) -> str:
-    """The operator whose channels cannot be split evenly, and how many it has; empty where all can."""
+    """Name an operator whose channels cannot be split evenly; empty if all can be."""
     parts = parts_of(kind.operators, by)
-    for one, part in parts:
-        if has_weights(one) and not _even(one, part, degree):
-            inputs, outputs, groups = channels_of(one)
+    for operator, part in parts:
+        if has_weights(operator) and not _even(operator, part, degree):
+            inputs, outputs, groups = channels_of(operator)
             shape = f"{inputs} -> {outputs} channels" + (f" in {groups} groups" if groups > 1 else "")
-            return f"{one.name}: {shape} cannot be shared evenly by {degree}"
+            return f"{operator.name}: {shape} cannot be shared evenly by {degree}"
     return "" if divides(kind, by, degree) else "none of its operators has weights of all channels"
 
 
-def _even(one: Operator, part: OperatorPart, degree: int) -> bool:
-    inputs, outputs, groups = channels_of(one)
+def _even(operator: Operator, part: OperatorPart, degree: int) -> bool:
+    inputs, outputs, groups = channels_of(operator)
     match part:
         case OperatorPart.FILTERS | OperatorPart.GATHERED:
             return outputs % degree == 0
@@ -162,60 +161,56 @@ def _even(one: Operator, part: OperatorPart, degree: int) -> bool:
 
 
 def split_items(kind: LayerKind, by: str) -> int:
-    """Parameter items that are divided: weights; biases and norms count as whole on every device."""
+    """Return the items of split parameters: of weights; biases and norms count as unsplit."""
     return sum(
-        items_of(one)[2]
-        for one, part in parts_of(kind.operators, by)
-        if has_weights(one) and part is not OperatorPart.WHOLE
+        items_of(operator)[2]
+        for operator, part in parts_of(kind.operators, by)
+        if has_weights(operator) and part is not OperatorPart.WHOLE
     )
 
 
-def is_named(one: Operator, names: tuple[str, ...]) -> bool:
-    """Whether an operator has one of these names, behind its module's path and before its number."""
-    return one.name.rpartition(".")[2].rstrip("_0123456789") in names
+def is_named(operator: Operator, names: tuple[str, ...]) -> bool:
+    """Whether an operator has one of these names, without its module's path and its number."""
+    return operator.name.rpartition(".")[2].rstrip("_0123456789") in names
 
-
-# What is gathered, and statistics of norms
 
 EDGES = (Role.BEFORE.value, Role.AFTER.value)
-"""Names of the kinds of what is before and after the blocks."""
+"""Names of the kinds of layers before and after the blocks."""
 
 
 def gathered_items(kind: LayerKind) -> list[int]:
-    """Items a sample of every picture that is gathered, by ``filters``.
+    """Return the items of a sample of each gathered picture, by ``filters``.
 
-    Of two that are as large as what leaves the layer, the second is taken to be added to the first. Before and after
-    the blocks what a module makes is gathered at once, as the model's own code runs behind it.
+    If two pictures are as large as the output, the second is added to the first. Before and after the blocks, outputs
+    of modules are gathered at once, since code of the model follows them.
     """
-    feature_maps = lone_pictures(kind)
-    return [
-        items
-        for place, (items, _) in enumerate(feature_maps)
-        if not is_added(feature_maps, place, kind.dims.out_channels)
-    ]
+    pictures = lone_pictures(kind)
+    return [items for index, (items, _) in enumerate(pictures) if not is_added(pictures, index, kind.dims.out_channels)]
 
 
 def lone_pictures(kind: LayerKind) -> list[tuple[int, int]]:
-    """Items and channels of all that no operator takes up."""
+    """Return items and channels of the shared pictures that no operator reads."""
     parts = parts_of(kind.operators, "filters")
-    feature_maps: list[tuple[int, int]] = []
-    for place, (one, part) in enumerate(parts):
-        if part is OperatorPart.GATHERED:
-            behind = () if kind.name in EDGES else parts[place + 1 :]
-            feature_maps.append((_left_of(one, behind), channels_of(one)[1]))
-    return feature_maps
+    return [
+        (_items_after(operator, () if kind.name in EDGES else parts[index + 1 :]), channels_of(operator)[1])
+        for index, (operator, part) in enumerate(parts)
+        if part is OperatorPart.GATHERED
+    ]
 
 
 def is_added(pictures: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
-    """Whether a picture is added to a later one while both are shares."""
+    """Whether a picture is added to a later one while both are shared; ``leaving``: channels of the output."""
     return pictures[place][1] == leaving and pictures[place] in pictures[place + 1 :]
 
 
-def _left_of(one: Operator, behind: Parts) -> int:
-    """Items of what an operator makes after what works on its shares: pooling makes a picture smaller; a factor for
-    each channel is one pixel that makes a picture of the largest that follows."""
-    items, is_factor = items_of(one)[1], items_of(one)[1] == channels_of(one)[1]
-    for other, part in behind:
+def _items_after(operator: Operator, following: Parts) -> int:
+    """Items of an operator's output after the operators on its shares.
+
+    Pooling makes a picture smaller. A factor for each channel (one pixel) makes a picture of the largest that follows.
+    """
+    items = items_of(operator)[1]
+    is_factor = items == channels_of(operator)[1]
+    for other, part in following:
         if has_weights(other) and part is not OperatorPart.SHARED:
             break
         if other.kind is OperatorClass.MEMORY and (sides_of(other) or (is_factor and other.shape[0] > items)):
@@ -224,29 +219,29 @@ def _left_of(one: Operator, behind: Parts) -> int:
 
 
 def joined_items(kind: LayerKind) -> list[int]:
-    """Items a sample of every picture that is made by joining others along their channels."""
+    """Return the items of a sample of each picture that joins others along their channels."""
     return [
         operator.shape[0] for operator in kind.operators if not has_weights(operator) and is_named(operator, ("cat",))
     ]
 
 
 def pixel_norms(kind: LayerKind, by: str) -> list[float]:
-    """Statistics (two figures a pixel) that are summed over shared channels, of every norm over a pixel's channels.
+    """Return the statistics (two figures a pixel) of each norm over channels that is summed over shared channels.
 
-    Norms have two items for each channel, of the precision of weights or fp32; learned scales have one.
+    Norms have two items of weights for each channel, in the precision of weights or fp32; learned scales have one.
     """
     channels, norms = kind.dims.in_channels, list[float]()
     shared = by == "channels" or kind.name not in EDGES
-    for one, part in parts_of(kind.operators, by):
-        if has_weights(one):
-            channels = channels_of(one)[1]
+    for operator, part in parts_of(kind.operators, by):
+        if has_weights(operator):
+            channels = channels_of(operator)[1]
         elif (
             shared
             and part is OperatorPart.SHARED
-            and one.weight_bytes in _norm_bytes(kind, channels)
-            and not one.statistics
+            and operator.weight_bytes in _norm_bytes(kind, channels)
+            and not operator.statistics
         ):
-            norms.append(2 * one.shape[0] / channels)
+            norms.append(2 * operator.shape[0] / channels)
     return norms
 
 
@@ -256,24 +251,21 @@ def _norm_bytes(kind: LayerKind, channels: int) -> tuple[int, int]:
     return 2 * channels * min(sizes, default=0), 2 * channels * ITEM_BYTES["fp32"]
 
 
-# A layer as one of the devices works on it
-
-
 def sliced_kind(kind: LayerKind, by: str, degree: int, each: bool = False) -> LayerKind:
-    """A layer as one of ``degree`` devices works on it: operators at their sharded shapes, and what is kept.
+    """Return a layer as one of ``degree`` devices runs it: operators with sharded shapes, and saved bytes.
 
-    Full recomputation keeps the picture that enters. Temporary tensors count as whole: collectives hold them so.
+    Full recomputation saves the full input. Transient tensors count in full, as in collectives.
 
     Args:
         kind: of layer.
         by: ``filters`` or ``channels``.
         degree: devices.
-        each: whether pictures come together behind every convolution (``channel.each``): all that is kept is whole.
+        each: whether pictures are gathered after each convolution (``each_parts``), so that saved tensors are full.
     """
     parts = each_parts(kind.operators, by) if each else parts_of(kind.operators, by)
     share = {choice: 1.0 if each else _kept_share(kind, by, degree, choice) for choice in kind.kept}
     kept = {choice: _scaled(size, share[choice]) for choice, size in kind.kept.items()}
-    return replace(kind, operators=tuple(_sliced(one, part, degree) for one, part in parts), kept=kept)
+    return replace(kind, operators=tuple(_sliced(operator, part, degree) for operator, part in parts), kept=kept)
 
 
 def _scaled(size: TensorSplit, share: float) -> TensorSplit:
@@ -281,74 +273,72 @@ def _scaled(size: TensorSplit, share: float) -> TensorSplit:
 
 
 def _kept_share(kind: LayerKind, by: str, degree: int, choice: Recompute) -> float:
-    """Share of what is kept: of the inputs of operators that keep them, by their items.
+    """The share of saved bytes: of the inputs of operators that save them, by items.
 
-    Where two pictures are added as shares, their share is kept beside the whole picture that is handed on.
+    If two shared pictures are added, their shares are saved beside the full sum.
     """
     if by == "channels":
         return 1 / degree
     if choice is Recompute.FULL:
         return 1.0
-    inputs = [(_input_items(one), part) for one, part in parts_of(kind.operators, by) if _keeps_input(one)]
+    parts = parts_of(kind.operators, by)
+    inputs = [(_input_items(operator), part) for operator, part in parts if _saves_input(operator)]
     total = sum(items for items, _ in inputs)
-    held = sum(
+    saved = sum(
         items / (degree if part in (OperatorPart.CHANNELS, OperatorPart.SHARED) else 1) for items, part in inputs
     )
-    feature_maps, leaving = lone_pictures(kind), kind.dims.out_channels
-    held += sum(
-        items / degree for place, (items, _) in enumerate(feature_maps) if is_added(feature_maps, place, leaving)
-    )
-    return held / total if total else 1.0
+    pictures, leaving = lone_pictures(kind), kind.dims.out_channels
+    saved += sum(items / degree for index, (items, _) in enumerate(pictures) if is_added(pictures, index, leaving))
+    return saved / total if total else 1.0
 
 
-def _keeps_input(one: Operator) -> bool:
-    """Sums and joins keep nothing, and what ReLU keeps is the input of what follows."""
-    return one.weight_bytes > 0 or not is_named(one, ("relu", "leaky_relu", "add", "residual", "cat"))
+def _saves_input(operator: Operator) -> bool:
+    """Whether autograd saves an operator's input; sums and joins save nothing, and ReLU its output, counted later."""
+    return operator.weight_bytes > 0 or not is_named(operator, ("relu", "leaky_relu", "add", "residual", "cat"))
 
 
-def _input_items(one: Operator) -> int:
-    if has_weights(one):
-        return items_of(one)[0]
-    sides = sides_of(one)
-    return one.shape[1] * prod(side.extent for side in sides) if sides else one.shape[0]
+def _input_items(operator: Operator) -> int:
+    if has_weights(operator):
+        return items_of(operator)[0]
+    sides = sides_of(operator)
+    return operator.shape[1] * prod(side.extent for side in sides) if sides else operator.shape[0]
 
 
-def _sliced(one: Operator, part: OperatorPart, degree: int) -> Operator:
+def _sliced(operator: Operator, part: OperatorPart, degree: int) -> Operator:
     if part is OperatorPart.WHOLE:
-        return one
-    moved = 1 / degree if part is OperatorPart.SHARED else _moved_share(one, part, degree)
+        return operator
+    moved = 1 / degree if part is OperatorPart.SHARED else _moved_share(operator, part, degree)
     return replace(
-        one,
-        shape=_shape(one, part, degree),
-        flops=one.flops // degree,
-        backward_flops=one.backward_flops // degree,
-        moved=ceil(one.moved * moved),
-        backward_moved=ceil(one.backward_moved * moved),
-        weight_bytes=ceil(one.weight_bytes / degree),
+        operator,
+        shape=_shape(operator, part, degree),
+        flops=operator.flops // degree,
+        backward_flops=operator.backward_flops // degree,
+        moved=ceil(operator.moved * moved),
+        backward_moved=ceil(operator.backward_moved * moved),
+        weight_bytes=ceil(operator.weight_bytes / degree),
     )
 
 
-def _moved_share(one: Operator, part: OperatorPart, degree: int) -> float:
-    """Share of the bytes of input and output, one of which is whole."""
-    x, y, _ = items_of(one)
+def _moved_share(operator: Operator, part: OperatorPart, degree: int) -> float:
+    """The share of the bytes of input and output, one of which is full."""
+    x, y, _ = items_of(operator)
     return (x + y / degree) / (x + y) if part in OUTPUT else (x / degree + y) / (x + y)
 
 
-def _shape(one: Operator, part: OperatorPart, degree: int) -> tuple[int, ...]:
-    if one.kind is OperatorClass.MEMORY:
-        return (ceil(one.shape[0] / degree), *one.shape[1:])
+def _shape(operator: Operator, part: OperatorPart, degree: int) -> tuple[int, ...]:
+    if operator.kind is OperatorClass.MEMORY:
+        return (ceil(operator.shape[0] / degree), *operator.shape[1:])
     inner, outer = (1 if part in OUTPUT else degree), (degree if part in (*OUTPUT, OperatorPart.SHARED) else 1)
-    if one.kind is OperatorClass.MATMUL:
-        rows, inputs, outputs = one.shape
+    if operator.kind is OperatorClass.MATMUL:
+        rows, inputs, outputs = operator.shape
         return rows, inputs // inner, outputs // outer
-    inputs, outputs, groups = one.shape[:3]
-    return inputs // inner, outputs // outer, groups // (degree if groups > 1 else 1), *one.shape[3:]
+    inputs, outputs, groups = operator.shape[:3]
+    return inputs // inner, outputs // outer, groups // (degree if groups > 1 else 1), *operator.shape[3:]
 
 
-# Gathering behind every convolution, as ChainerMN does (Kahira et al. 2021, arXiv:2104.09075, section 4; chainermn/
-# functions/collective_communication.py, whose all-gather's gradient is an all-to-all and a sum). Only dense
-# convolutions are split; all else works on full images, on every device. Of an image x that enters a convolution and
-# y that leaves:
+# Gathering after each convolution, as in ChainerMN (Kahira et al. 2021, arXiv:2104.09075, section 4; chainermn/
+# functions/collective_communication.py, where the gradient of an all-gather is an all-to-all and a sum). Only dense
+# convolutions are split; other operators run on full images, on all devices. For input x and output y of a convolution:
 #
 #                 forward           backward
 #     filters     all-gather of y   reduce-scatter of y's gradient
@@ -356,7 +346,7 @@ def _shape(one: Operator, part: OperatorPart, degree: int) -> tuple[int, ...]:
 
 
 def each_parts(operators: tuple[Operator, ...], by: str) -> Parts:
-    """What a device does of each operator; input channels of an image are not shared.
+    """Return the part of each operator that a device runs; channels of the model's input are not shared.
 
     Args:
         operators: of a layer.
@@ -366,24 +356,24 @@ def each_parts(operators: tuple[Operator, ...], by: str) -> Parts:
     return tuple((operator, split if _is_split(operator, by) else OperatorPart.WHOLE) for operator in operators)
 
 
-def _is_split(one: Operator, by: str) -> bool:
-    dense = one.kind is OperatorClass.CONVOLUTION and channels_of(one)[2] == 1
-    return dense and (by == "filters" or takes_gradient(one))
+def _is_split(operator: Operator, by: str) -> bool:
+    dense = operator.kind is OperatorClass.CONVOLUTION and channels_of(operator)[2] == 1
+    return dense and (by == "filters" or takes_gradient(operator))
 
 
 def each_divides(kind: LayerKind, by: str, degree: int) -> bool:
-    """Whether a layer of pictures can be run so: what is split is split evenly; where nothing is, all do the same."""
-    place = 1 if by == "filters" else 0
-    split = [one for one, part in each_parts(kind.operators, by) if part is not OperatorPart.WHOLE]
-    return is_picture(kind) and all(channels_of(one)[place] % degree == 0 for one in split)
+    """Whether all split operators of a layer of pictures are split evenly."""
+    index = 1 if by == "filters" else 0
+    split = [operator for operator in kind.operators if _is_split(operator, by)]
+    return is_picture(kind) and all(channels_of(operator)[index] % degree == 0 for operator in split)
 
 
 def each_sizes(kind: LayerKind, by: str) -> tuple[tuple[Collective, Moment, list[int]], ...]:
-    """Collectives of a layer, when they happen, and the items a sample of each call."""
-    split = [one for one, part in each_parts(kind.operators, by) if part is not OperatorPart.WHOLE]
-    leaving = [items_of(one)[1] for one in split]
+    """Return the collectives of a layer, when they happen, and the items of a sample in each call."""
+    split = [operator for operator in kind.operators if _is_split(operator, by)]
+    outputs = [items_of(operator)[1] for operator in split]
     if by == "filters":
-        back = [items_of(one)[1] for one in split if takes_gradient(one)]
-        return (Collective.ALL_GATHER, Moment.FORWARD, leaving), (Collective.REDUCE_SCATTER, Moment.BACKWARD, back)
-    entering = [items_of(one)[0] for one in split]
-    return (Collective.ALL_REDUCE, Moment.FORWARD, leaving), (Collective.ALL_GATHER, Moment.BACKWARD, entering)
+        gradients = [items_of(operator)[1] for operator in split if takes_gradient(operator)]
+        return (Collective.ALL_GATHER, Moment.FORWARD, outputs), (Collective.REDUCE_SCATTER, Moment.BACKWARD, gradients)
+    inputs = [items_of(operator)[0] for operator in split]
+    return (Collective.ALL_REDUCE, Moment.FORWARD, outputs), (Collective.ALL_GATHER, Moment.BACKWARD, inputs)

@@ -1,6 +1,7 @@
-"""``scaled_dot_product_attention`` of queries, keys and values whose tokens are shared.
+"""``scaled_dot_product_attention`` of queries, keys and values that are sharded by tokens.
 
-By a ring (``ring``), or by swapping tokens for heads around attention (Ulysses; Jacobs et al. 2023, arXiv:2309.14509).
+Ranks pass keys and values around a ring (``ring``), or exchange tokens for heads around attention (Ulysses; Jacobs et
+al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _OPERANDS = ("query", "key", "value")
 _SEEDS = 2**31
 
 AttentionExchange = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
-"""Attention of shares, from the arguments and the cuts of queries and keys."""
+"""Computes attention of local queries, from the arguments and the specs of queries and keys."""
 
 
 def attention(exchange: AttentionExchange) -> Handler:
-    """A handler of attention that brings queries, keys and values together in some way.
+    """Return a handler of attention that uses an exchange.
 
-    Where the keys are whole, or the mask takes a gradient (learnt biases), every rank works on its own queries with all
-    keys. Where the queries are whole and the keys are not, or anything else than tokens is shared, all is gathered.
+    If the keys are replicated, or the mask takes a gradient (learnt biases), each rank uses its queries with all keys.
+    If only the keys are sharded, or any tensor along another dim than tokens, all tensors are gathered.
     """
 
     def handler(call: Call) -> Any:
@@ -70,7 +71,7 @@ def attention(exchange: AttentionExchange) -> Handler:
 
 
 def by_ring(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> Tensor:
-    """Keys and values go round."""
+    """Compute attention by a ring."""
     query, drop, scale = arguments["query"], arguments["dropout_p"], arguments["scale"]
     ring = Ring(
         queries.group,
@@ -86,30 +87,28 @@ def by_ring(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> T
 
 
 def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> Tensor:
-    """Tokens are swapped for heads, and back.
+    """Compute attention of this rank's heads, with exchanges of tokens for heads before and after (Ulysses).
 
     Raises:
         InputError: the heads cannot be spread evenly.
     """
     line = queries.group
     query, key, value = (arguments[name] for name in _OPERANDS)
-    query_heads, key_heads = (heads_by_rank(one.shape[HEADS], line.size) for one in (query, key))
-    swap, other = (
-        Swap(line, queries.shards, query_heads),
-        Swap(line, keys.shards, key_heads),
-    )
+    query_heads, key_heads = (heads_by_rank(tensor.shape[HEADS], line.size) for tensor in (query, key))
+    query_swap, key_swap = Swap(line, queries.shards, query_heads), Swap(line, keys.shards, key_heads)
     mask = arguments["attn_mask"]
     if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
         mask = mask[..., slice(*query_heads[line.rank]), :, :]
-    query, key, value = (_swap(one, how, to_heads=True) for one, how in ((query, swap), (key, other), (value, other)))
+    query = _swap(query, query_swap, to_heads=True)
+    key, value = (_swap(tensor, key_swap, to_heads=True) for tensor in (key, value))
     options = {name: arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
     with _randomness_of_rank(line.rank, query.device, bool(arguments["dropout_p"])):
-        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
-    return _swap(mixed, swap, to_heads=False)
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return _swap(output, query_swap, to_heads=False)
 
 
 def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
-    """This rank's queries with the keys and values of all."""
+    """Attention of this rank's queries with all keys and values."""
     query, key, value = to_local(arguments["query"]), full_tensor(arguments["key"]), full_tensor(arguments["value"])
     mask = arguments["attn_mask"]
     if mask is not None and mask.shape[-2] > 1:
@@ -124,7 +123,7 @@ def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
 
 @contextmanager
 def _randomness_of_rank(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
-    """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``sharded.randomness``."""
+    """Draw random numbers of this rank inside; outside, ranks keep equal random states."""
     if not needed:
         yield
         return
@@ -139,13 +138,13 @@ def _seed() -> int:
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As autocast casts what attention is given."""
+    """Cast a tensor as autocast casts the inputs of attention."""
     dtype = autocast_dtype(tensor)
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
-    """How keys and values are both cut, along the line of the queries; None where they are not."""
+    """The spec of keys and values, if both are sharded alike over the ranks of the queries; else None."""
     query, key, value = (specs_of(arguments[name]) for name in _OPERANDS)
     if len(key) != 1 or key != value or not same_group(query[0].group, key[0].group):
         return None
@@ -153,7 +152,7 @@ def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
 
 
 def _plain_heads(arguments: dict[str, Any]) -> bool:
-    """Whether samples are as many everywhere, and each head of keys serves equally many of queries."""
+    """Whether all tensors have as many samples, and all heads of keys serve equally many heads of queries."""
     query, key, value = (arguments[name].shape for name in _OPERANDS)
     heads = query[HEADS] == key[HEADS] or (arguments["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
     return bool(heads and key[HEADS] == value[HEADS] and query[0] == key[0] == value[0])
@@ -161,22 +160,22 @@ def _plain_heads(arguments: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """How tokens are swapped for heads."""
+    """An exchange of tokens for heads."""
 
     line: AxisGroup  # the ranks
-    tokens: tuple[Pieces, ...]  # what each holds of the tokens outside attention
-    heads: tuple[Range, ...]  # what each has of the heads in attention; several may have the same
+    tokens: tuple[Pieces, ...]  # of each rank, outside attention
+    heads: tuple[Range, ...]  # of each rank, inside attention; several ranks may have the same head
 
 
 def heads_by_rank(heads: int, ranks: int) -> tuple[Range, ...]:
-    """Heads of each rank; where they are fewer than ranks, the one that its queries ask.
+    """Return the heads of each rank; of fewer heads than ranks, the head that its queries use.
 
     Raises:
-        InputError: they are not even.
+        InputError: the heads cannot be spread evenly.
     """
     if heads % ranks == 0:
-        each = heads // ranks
-        return tuple((rank * each, (rank + 1) * each) for rank in range(ranks))
+        count = heads // ranks
+        return tuple((rank * count, (rank + 1) * count) for rank in range(ranks))
     if ranks % heads:
         remedy = f"Ulysses spreads whole heads over {ranks} ranks: plan another degree, or the ring (ulysses: false)."
         raise InputError("heads of attention", heads, remedy)
@@ -184,10 +183,10 @@ def heads_by_rank(heads: int, ranks: int) -> tuple[Range, ...]:
 
 
 def _swap(local: Tensor, swap: Swap, *, to_heads: bool) -> Tensor:
-    """This rank's heads with all tokens, in their order, from its tokens with all heads; or the way back."""
+    """From this rank's tokens of all heads to all tokens of its heads (``to_heads``), or back, with gradients."""
     heads = local.shape[HEADS] if to_heads else swap.heads[-1][1]
-    there, back = partial(_to_heads, swap=swap), partial(_to_tokens, swap=swap, heads=heads)
-    return linear_map(local, there, back) if to_heads else linear_map(local, back, there)
+    forward, inverse = partial(_to_heads, swap=swap), partial(_to_tokens, swap=swap, heads=heads)
+    return linear_map(local, forward, inverse) if to_heads else linear_map(local, inverse, forward)
 
 
 def _to_heads(local: Tensor, swap: Swap) -> Tensor:
@@ -205,7 +204,7 @@ def _to_heads(local: Tensor, swap: Swap) -> Tensor:
 
 
 def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
-    """Where several ranks have the same head, the sum of theirs."""
+    """The inverse of ``_to_heads``; of a head that several ranks have, the sum."""
     sends = [take_pieces(local, TOKENS, pieces) for pieces in swap.tokens]
     tokens = length_of(swap.tokens[swap.line.rank])
     shapes = [(local.shape[0], stop - start, tokens, *local.shape[TOKENS + 1 :]) for start, stop in swap.heads]
@@ -216,7 +215,7 @@ def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
 
 
 def _all_to_all(sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], line: AxisGroup) -> list[Tensor]:
-    """What every rank sent to this one; its own stays here."""
+    """Exchange a tensor with each rank; this rank's stays here."""
     peers = [rank for rank in range(line.size) if rank != line.rank]
     buffers = [sends[rank] if rank == line.rank else sends[0].new_empty(shape) for rank, shape in enumerate(shapes)]
     outgoing = [(rank, sends[rank].contiguous()) for rank in peers if sends[rank].numel()]

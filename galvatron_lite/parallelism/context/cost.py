@@ -90,91 +90,91 @@ class ContextDimension(Dimension):
         return [{"ulysses": strategy.ulysses and smaller.context > 1}]
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Off; a ring, or nothing but shares of the tokens where a layer has no attention; Ulysses where it has."""
+        """Off; a ring (of a layer without attention: shares of the tokens only); or, with attention, Ulysses."""
         off: dict[str, object] = {"context": 1, "ulysses": False}
         if not splits_tokens(kind):
             return [off]
         degrees = [degree for degree in divisors(devices)[1:] if kind.dims.sequence % degree == 0]
-        ways = (False, True) if attention_of(kind) else (False,)
+        modes = (False, True) if attention_of(kind) else (False,)
         on: list[dict[str, object]] = [
-            {"context": degree, "ulysses": ulysses} for ulysses in ways for degree in degrees
+            {"context": degree, "ulysses": ulysses} for ulysses in modes for degree in degrees
         ]
         return [off, *on]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
-        """Shares of the tokens are even, also beside sequence parallelism; twice as fine for the ring under a causal
-        mask, where each device takes an early and a late piece. Ulysses spreads whole heads.
+        """Shares of the tokens are even, together with sequence parallelism; Ulysses spreads complete heads.
 
-        Sensible: a share has so many tokens (``AvailableDevices.tokens``) that a device's matmuls and attention are
-        not all edges, and of a ring ``RING`` times as many, so that attention on a block may hide the hop of the next.
-        Tensor groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
-        within a node, for its all-to-alls block every layer eight times.
+        Under a causal mask a ring needs twice as many shares, since each device has an early and a late one.
+
+        Sensible: a share has ``AvailableDevices.tokens`` tokens or more, so that matmuls and attention fill their
+        tiles, and in a ring ``RING`` times as many, so that attention on a block can hide the hop of the next. Tensor
+        groups share tokens too (sequence parallelism), which costs nothing. Ulysses stays inside a node, since its
+        all-to-alls block each layer eight times.
         """
-        degree, tensor = chosen["context"], chosen["tensor"]
+        degree, tensor, ulysses = chosen["context"], chosen["tensor"], chosen["ulysses"]
         if degree == 1:
             return True
         shares = degree * (tensor if chosen["sequence_parallel"] else 1)
-        if chosen["ulysses"]:
-            legal = all(_complete_heads(one, degree, tensor) for one in attention_of(kind))
-        else:
-            shares *= 2 if any(operator.causal for operator in kind.operators) else 1
-            legal = True
+        if not ulysses and any(operator.causal for operator in kind.operators):
+            shares *= 2
+        attentions = attention_of(kind)
+        legal = not ulysses or all(_complete_heads(attention, degree, tensor) for attention in attentions)
         legal = legal and kind.dims.sequence % shares == 0
         if room.node is None or not legal:
             return legal
         shared = tensor == 1 or chosen["sequence_parallel"] or not kind.sequence_parallel
-        ring = bool(attention_of(kind)) and not chosen["ulysses"]
+        ring = bool(attentions) and not ulysses
         least = room.tokens * max(shares, degree * RING if ring else 1)
-        return shared and kind.dims.sequence >= least and (not chosen["ulysses"] or room.near(degree * tensor))
+        return shared and kind.dims.sequence >= least and (not ulysses or room.fits_node(degree * tensor))
 
     def reason(self, kind: LayerKind) -> str:
-        """Why attention's tokens cannot be shared."""
+        """Attention whose tokens cannot be shared."""
         if not attention_of(kind) or splits_tokens(kind):
             return ""
         return f"context: {kind.name}: {kind.context_reason or 'its tokens are mixed by convolutions too'}"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
-        """Fewer tokens, and what brings queries, keys and values together in both passes.
+        """Fewer tokens, and the exchanges of queries, keys and values in both passes.
 
-        Must run after tensor (each slice has its own heads) and before recompute (attention's communication runs again
-        with it).
+        Must run after tensor (each slice has heads of its own) and before recompute (which repeats attention's
+        communication).
         """
         if never(strategy.context > 1):
             return work
         share = work.samples / strategy.token_degree * context.activation_item_bytes
         group = group_along(strategy, "context")
-        moved = (*_hops(kind, strategy, share, group), *_exchanges(kind, strategy, share, group))
-        return replace(work.sending(*moved), samples=work.samples / strategy.context)
+        work = work.with_communications(*_hops(kind, strategy, share, group), *_exchanges(kind, strategy, share, group))
+        return replace(work, samples=work.samples / strategy.context)
 
 
 LEAST_TOKENS = 256
-"""Fewest tokens of a sample that are worth a device of their own: two blocks of query rows of a fused attention kernel
-(128 each), below which its and the matmuls' tiles are mostly edges."""
+"""Fewest tokens of a sample for which another device pays off: two blocks of query rows (128 each) of a fused attention
+kernel. With fewer, tiles of attention and of matmuls are mostly padding."""
 
 
 RING = 4
-"""Times ``LEAST_TOKENS`` that a ring's block has at the least: under a causal mask b queries meet b keys of h items in
-2 b b h FLOPs while 4 b h bytes of the next keys and values arrive, so that hiding them takes b >= 2 x FLOP/s / (B/s):
-about 1,000 on an A100 at half of its peak within a node, where links are quickest."""
+"""A ring's block has at least ``RING`` x ``LEAST_TOKENS`` tokens. Under a causal mask b queries and b keys of h items
+take 2 b b h FLOPs while 4 b h bytes of the next keys and values arrive. These are hidden if b >= 2 x FLOP/s / (B/s):
+about 1,000 on an A100 at half of its peak within a node, where links are fastest."""
 
 
 def splits_tokens(kind: LayerKind) -> bool:
-    """Whether a layer is made of attention and of what works on each token alone."""
+    """Whether a layer consists of attention and operators on single tokens."""
     images = kind.dims.in_channels > 0 or any(operator.kind is OperatorClass.CONVOLUTION for operator in kind.operators)
     return kind.dims.sequence > 1 and not images and not kind.context_reason
 
 
 def _complete_heads(attention: Attention, degree: int, tensor: int) -> bool:
-    """Whether each device of a slice gets whole heads, and as many copies of each head of keys and values."""
+    """Whether each device of a slice gets complete heads, and all heads of keys and values equally many copies."""
     slice_of = max(attention.kv_heads // tensor, 1)
     even = slice_of % degree == 0 or degree % slice_of == 0
     return attention.heads % (degree * tensor) == 0 and even
 
 
 def _hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
-    """The ring's: a block of keys and values goes round once in forward, twice in backward.
+    """The hops of a ring: a block of keys and values goes round once in forward, twice in backward.
 
-    ``share``: samples whose tokens a device has, times bytes of an item.
+    ``share``: samples on a device (fractions for shares of tokens) times bytes of an item.
     """
     block = key_value_items(kind, strategy.tensor) * share
     around = (opposite(strategy.ulysses) & (block > 0)) * (strategy.context - 1)
@@ -183,10 +183,10 @@ def _hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> I
 
 
 def _exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
-    """Ulysses': all-to-alls of queries, keys, values and the output in either pass.
+    """The all-to-alls of Ulysses: queries, keys, values and the output in either pass.
 
-    Each device's share of queries and of the output is N h / P items (section 3.2). Where a slice has fewer heads of
-    keys and values than there are devices, each device gets a copy of the head that its query heads ask.
+    A device's share of queries and of the output is N h / P items (section 3.2). If a slice has fewer heads of keys and
+    values than devices, each device gets a copy of the head that its query heads use.
     """
     attentions = attention_of(kind)
     if not attentions:
@@ -211,21 +211,21 @@ def _exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention of a layer."""
+    """Attention in a layer."""
 
-    count: int  # how many such there are
-    heads: int  # heads, kv_heads: of queries, and of keys and values
-    kv_heads: int
-    queries: int  # queries, keys: tokens
-    keys: int
+    count: int  # of equal ones in the layer
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    queries: int  # tokens of queries
+    keys: int  # tokens of keys
     size: float  # items of a head
 
 
 def attention_of(kind: LayerKind) -> tuple[Attention, ...]:
-    """The attentions of a kind of layer, from its fused operators or else its extents; empty where it has none."""
+    """Return the attentions of a kind of layer, from its fused operators or else its dims."""
     fused = [operator for operator in kind.operators if operator.kind is OperatorClass.ATTENTION]
     if fused:
-        return tuple(Attention(one.count, *one.shape) for one in fused)
+        return tuple(Attention(operator.count, *operator.shape) for operator in fused)
     dims = kind.dims
     if not dims.heads or not dims.sequence:
         return ()
@@ -234,8 +234,11 @@ def attention_of(kind: LayerKind) -> tuple[Attention, ...]:
 
 
 def key_value_items(kind: LayerKind, tensor: Whole) -> Real:
-    """Items of keys and values per sample on one of ``tensor`` slices, over the whole sequence.
+    """Return the items of keys and values of a sample on one of ``tensor`` slices, for the full sequence.
 
-    Heads fewer than slices are copied. 0 for a kind without attention.
+    Fewer heads than slices are copied. 0 without attention.
     """
-    return sum(2 * one.count * largest(one.kv_heads / tensor, 1.0) * one.keys * one.size for one in attention_of(kind))
+    return sum(
+        2 * attention.count * largest(attention.kv_heads / tensor, 1.0) * attention.keys * attention.size
+        for attention in attention_of(kind)
+    )

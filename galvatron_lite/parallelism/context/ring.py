@@ -1,9 +1,14 @@
-"""Ring attention: keys and values go round the ranks that share a sequence, each with its own queries.
+"""Ring attention: ranks that share a sequence keep their queries and pass keys and values around (Liu et al. 2023).
 
-Liu et al. 2023, arXiv:2310.01889, section 3. Forward: the block of keys and values makes c - 1 hops while attention of
-the block before runs; outputs are joined by the sums of their softmaxes (online softmax, Milakov and Gimelshein 2018,
-arXiv:1805.02867). Backward: the block goes round again, and behind it its gradients, to which each rank adds its own;
-they make c - 1 hops too, the last one home. At no time does a rank hold more than two blocks of keys.
+arXiv:2310.01889, section 3. Forward: a block of keys and values makes c - 1 hops during attention on the block before;
+outputs of blocks are joined by the sums of their softmaxes (online softmax, Milakov and Gimelshein 2018,
+arXiv:1805.02867). Backward: the block goes round again, followed by its gradients, to which each rank adds; they make
+c - 1 hops too, the last one back to the block's rank. A rank never holds more than two blocks of keys.
+
+Attention of a block returns the logarithm of its softmax's sum, which public functions do not. Fused kernels return it:
+the operators below are those that ``scaled_dot_product_attention`` dispatches to, which
+``torch.distributed.tensor.experimental`` uses too. All other cases (a mask, dropout, other dtypes) are computed as in
+Dao et al. 2022 (FlashAttention, arXiv:2205.14135, algorithms 2 and 4), some rows of queries at a time.
 """
 
 from __future__ import annotations
@@ -22,47 +27,38 @@ from torch.autograd import Function
 from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.shares import Range, part_of
 
-# Attention of one block of queries and keys, with what joins it to others: the logarithm of its softmax's sum.
-#
-# Fused kernels give it where no public function does: the operators below are those that
-# ``scaled_dot_product_attention`` itself dispatches to, which torch's own ``torch.distributed.tensor.experimental``
-# uses for the same purpose. Everything else (a mask, dropout, other dtypes) is computed as written in Dao et al. 2022
-# (FlashAttention, arXiv:2205.14135, algorithms 2 and 4), some rows of queries at a time.
-
-
 SCORES = 2**24
-"""Most scores that are held at a time where no fused kernel runs (64 MiB of float32)."""
+"""Most scores in memory at a time without a fused kernel (64 MiB of float32)."""
 WIDEST = 256
-"""Most items of a head that the fused kernels of GPUs take."""
+"""Most items of a head for fused kernels of GPUs."""
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """How a block is computed."""
+    """Options of attention on a block of queries and keys."""
 
     scale: float  # of the scores
-    before: bool = False  # whether each query sees only keys up to its own place, of as many keys as queries
-    # what is added to the scores, or (of booleans) which of them count; broadcast to (samples, heads, queries, keys).
-    # Takes no gradient
+    before: bool = False  # causal: each query sees the keys up to its position, of as many keys as queries
+    # added to the scores, or (boolean) the scores that count; broadcast to (samples, heads, queries, keys); no gradient
     mask: Tensor | None = None
     drop: float = 0.0  # probability that an item of the softmax is dropped
-    seed: int = 0  # of what is dropped
+    seed: int = 0  # of dropout
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Attention of a block.
+    """Compute attention of a block.
 
     Args:
         query: (samples, heads, queries, items).
         key: (samples, key heads, keys, items); key heads divide heads, which share them in order.
         value: (samples, key heads, keys, value items).
-        block: how it is computed.
+        block: options.
 
     Returns:
         The output (samples, heads, queries, value items), and the logarithm of the sum of exponentials of each query's
-        scores (samples, heads, queries), minus infinity where it sees no key.
+        scores (samples, heads, queries), minus infinity for a query that sees no key.
     """
     if not _is_fused(query, value, block):
         return _plain(query, key, value, block)
@@ -77,7 +73,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> 
 def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, keys and values; ``output``, its gradient and ``sums`` are of all blocks."""
+    """Compute gradients of a block's queries, keys and values; ``gradient``, ``output`` and ``sums`` are of all
+    blocks."""
     if not _is_fused(query, value, block):
         return _plain_backward(gradient, query, key, value, output, sums, block)
     wide = query, _widened(key, query), _widened(value, query)
@@ -105,13 +102,13 @@ def _is_fused(query: Tensor, value: Tensor, block: AttentionBlock) -> bool:
 
 
 def _widened(tensor: Tensor, query: Tensor) -> Tensor:
-    """Heads of keys or values, one for each head of the queries."""
+    """Repeat heads of keys or values, one for each head of the queries."""
     times = query.shape[1] // tensor.shape[1]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
 def _narrowed(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """Gradients of keys or values from those of their copies."""
+    """Sum the gradients of repeated heads."""
     if gradient.shape[1] == tensor.shape[1]:
         return gradient
     samples, heads = tensor.shape[:2]
@@ -151,7 +148,7 @@ def _plain_backward(
 
 
 def _rows(query: Tensor, key: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, Tensor | None]]:
-    """Rows of queries, a few at a time, and what each item of their softmax is multiplied with: 0 where dropped."""
+    """Rows of queries, a few at a time, and the factors of dropout for their softmax; None without dropout."""
     samples, heads, queries, _ = query.shape
     count = max(1, SCORES // max(1, samples * heads * key.shape[2]))
     generator = Generator(query.device).manual_seed(block.seed) if block.drop else None
@@ -167,7 +164,7 @@ def _chances(shape: tuple[int, ...], query: Tensor, drop: float, generator: Gene
 
 
 def _scores(query: Tensor, key: Tensor, rows: slice, block: AttentionBlock) -> Tensor:
-    """In float32 at the least."""
+    """Scores in float32 or wider."""
     scores = _by_heads(query[:, :, rows], key.mT) * block.scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     mask = block.mask
@@ -181,19 +178,19 @@ def _scores(query: Tensor, key: Tensor, rows: slice, block: AttentionBlock) -> T
 
 
 def _softmax(scores: Tensor, sums: Tensor) -> Tensor:
-    """Zero where a query sees no key."""
+    """The softmax from scores and logarithms of sums; zero for a query that sees no key."""
     return (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
 
 
 def _by_heads(left: Tensor, right: Tensor) -> Tensor:
-    """Products (samples, heads, rows, inner) x (samples, key heads, inner, columns)."""
+    """Matmul of (samples, heads, rows, inner) and (samples, key heads, inner, columns)."""
     samples, heads, rows, inner = left.shape
     several = left.reshape(samples, right.shape[1], -1, inner) @ right
     return several.view(samples, heads, rows, right.shape[-1])
 
 
 def _over_queries(weights: Tensor, tensor: Tensor, like: Tensor) -> Tensor:
-    """Sums over queries, and over the heads that share one of keys: (samples, key heads, keys, items)."""
+    """Matmul that sums over queries, and over heads that share a key head: (samples, key heads, keys, items)."""
     samples, heads = like.shape[:2]
     rows = weights.reshape(samples, heads, -1, weights.shape[-1])
     return rows.mT @ tensor.reshape(samples, heads, -1, tensor.shape[-1])
@@ -208,25 +205,25 @@ class VisibleKeys(Enum):
 
     ALL = "all"
     BEFORE = "before"
-    """As many queries as keys, at the same places: each sees those up to its own."""
+    """As many queries as keys, at the same positions: each sees the keys up to its position."""
     PLACES = "places"
-    """Each sees those whose places are not behind its own."""
+    """Each sees the keys up to its position, by positions in the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTask:
-    """A block of scores: some of a rank's queries with some keys of one rank."""
+    """A block of scores: some queries of this rank with some keys of a rank."""
 
-    rows: Range  # of the rank's own queries, as it holds them
-    columns: Range  # of the keys, as their rank holds them
-    seen: VisibleKeys  # which of these the queries see
+    rows: Range  # of this rank's local queries
+    columns: Range  # of the other rank's local keys
+    seen: VisibleKeys
 
 
 def tasks(queries: Pieces, keys: Pieces, causal: bool) -> tuple[AttentionTask, ...]:
-    """The blocks of queries and keys that lie in these pieces of their sequences; those nobody sees are left out.
+    """Return the blocks of queries and keys in these ranges of their sequences, without invisible blocks.
 
-    Where both sides hold an early and a late piece (``shares.mirrored``), the block of other ranks is always one, of
-    half the scores: all queries with the early keys of a rank before, the late queries with all keys of a rank behind.
+    If both ranks hold an early and a late range (``shares.mirrored``), there is one block with half of the scores: all
+    queries with the early keys of a rank before this one, or the late queries with all keys of a rank after it.
     """
     rows, columns = length_of(queries), length_of(keys)
     if not rows or not columns:
@@ -237,14 +234,14 @@ def tasks(queries: Pieces, keys: Pieces, causal: bool) -> tuple[AttentionTask, .
     blocks = list(_by_piece(queries, keys))
     partial = [task for task in blocks if task.seen is VisibleKeys.PLACES]
     full = (task for task in blocks if task.seen is VisibleKeys.ALL)
-    # neighbouring queries with the same keys are one block
+    # join blocks of adjacent queries with the same keys
     runs = [list(run) for _, run in groupby(full, key=lambda task: task.columns)]
     joined = [AttentionTask((run[0].rows[0], run[-1].rows[1]), run[0].columns, VisibleKeys.ALL) for run in runs]
     return (*partial, *joined)
 
 
 def _by_piece(queries: Pieces, keys: Pieces) -> Iterator[AttentionTask]:
-    """Block by block of pieces; keys that are seen wholly come first, as keys are in order."""
+    """A block for each pair of ranges; keys are sorted, so completely visible ones come first."""
     for query, rows in _with_places(queries):
         full = 0
         for key, columns in _with_places(keys):
@@ -257,7 +254,7 @@ def _by_piece(queries: Pieces, keys: Pieces) -> Iterator[AttentionTask]:
 
 
 def _with_places(pieces: Pieces) -> Iterator[tuple[Range, Range]]:
-    """Pieces, and where they lie in what a rank holds."""
+    """Ranges, and their local ranges on the rank that holds them one after another."""
     before = 0
     for start, stop in pieces:
         if stop > start:
@@ -267,13 +264,13 @@ def _with_places(pieces: Pieces) -> Iterator[tuple[Range, Range]]:
 
 @dataclass(frozen=True)
 class Ring:
-    """One attention of a ring."""
+    """A call of attention on a ring."""
 
     line: AxisGroup  # the ranks
-    queries: tuple[Pieces, ...]  # what each rank holds of the queries
-    keys: tuple[Pieces, ...]  # what each holds of the keys and values
+    queries: tuple[Pieces, ...]  # ranges of each rank
+    keys: tuple[Pieces, ...]  # ranges of keys and values of each rank
     scale: float  # of the scores
-    causal: bool = False  # whether a query sees only keys up to its own place
+    causal: bool = False  # whether a query sees only keys up to its position
     mask: Tensor | None = None  # of all queries and keys; see ``AttentionBlock``
     drop: float = 0.0  # probability that an item of the softmax is dropped
     seed: int = 0  # the same on all ranks
@@ -289,11 +286,11 @@ class Ring:
         return (self.line.rank - 1) % self.line.size
 
     def source(self, step: int) -> int:
-        """Whose keys are here at a step."""
+        """The rank whose keys are here at a step."""
         return (self.line.rank - step) % self.line.size
 
     def blocks(self, step: int, device: torch.device) -> Iterator[tuple[slice, slice, AttentionBlock]]:
-        """The blocks of a step: rows of queries, columns of keys, and how they are computed."""
+        """The blocks of a step: rows of queries, columns of keys, and options."""
         queries, keys = self.queries[self.line.rank], self.keys[self.source(step)]
         size = self.line.size
         seed = ((self.seed * size + self.line.rank) * size + step) * size * 2
@@ -321,13 +318,13 @@ def _places(pieces: Pieces, device: torch.device) -> Tensor:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-    """This rank's rows of attention; all ranks call it together.
+    """Compute attention of this rank's queries. All ranks must call it together.
 
     Args:
-        query: its queries (samples, heads, tokens, items).
-        key: its keys (samples, key heads, tokens, items).
-        value: its values (samples, key heads, tokens, value items).
-        ring: of the ranks.
+        query: this rank's queries (samples, heads, tokens, items).
+        key: this rank's keys (samples, key heads, tokens, items).
+        value: this rank's values (samples, key heads, tokens, value items).
+        ring: the ranks, and options.
 
     Returns:
         (samples, heads, tokens, value items).
@@ -338,7 +335,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
 
 @dataclass(frozen=True)
 class _Load:
-    """Keys and values of a rank as one message, and the way back."""
+    """Packs keys and values of a rank into a message, and unpacks them."""
 
     ring: Ring
     key: torch.Size
@@ -361,7 +358,7 @@ class _Load:
 
 
 def _visits(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Step by step the keys and values that are here; the next ones come while these are worked on."""
+    """Yield each step with its keys and values; those of the next step arrive meanwhile."""
     load, packed = _Load(ring, key.shape, value.shape), _Load.pack(key, value)
     for step in range(ring.line.size):
         last, coming, arrival = step == ring.line.size - 1, packed, None
@@ -375,13 +372,14 @@ def _visits(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tenso
 
 
 _RINGS: dict[int, Ring] = {}
-"""Rings of calls under way, by identity: an operator takes no objects."""
+"""Rings of running calls by ``id``, since operators do not accept Python objects."""
 
 
 @torch.library.custom_op("galvatron::ring_attention", mutates_args=())
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, ring: int) -> tuple[Tensor, Tensor]:
-    """The forward pass as one operator, whose outputs selective recomputation keeps as it keeps those of attention in
-    one process: output, and the logarithms of the sums of exponentials of each query's scores.
+    """Run forward as an operator whose outputs selective recomputation keeps, like those of attention in one process.
+
+    Returns the output, and the logarithms of the sums of exponentials of each query's scores.
     """
     return _forward(query, key, value, _RINGS[ring])
 
@@ -389,7 +387,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, ring: int) -> tuple[
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     samples, heads, tokens, _ = query.shape
-    # Heads beside items in memory, as attention in one process returns them: joining the heads then copies nothing.
+    # heads are next to items in memory, as in the output of attention in one process: joining heads copies nothing
     output = query.new_zeros((samples, tokens, heads, value.shape[-1]), dtype=wide).transpose(1, 2)
     sums = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
     for step, keys, values in _visits(key, value, ring):
@@ -401,7 +399,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tuple[Ten
 
 @ring_forward.register_fake
 def _forward_without_data(query: Tensor, key: Tensor, value: Tensor, ring: int) -> tuple[Tensor, Tensor]:
-    return _forward(query, key, value, _RINGS[ring])  # its messages are what a dry run looks for
+    return _forward(query, key, value, _RINGS[ring])  # dry runs record its messages
 
 
 class _Ring(Function):
@@ -426,7 +424,7 @@ class _Ring(Function):
         home, coming = torch.empty(0), list[tuple[Arrival, Tensor]]()
 
         def with_arrived(packed: Tensor) -> Tensor:
-            """Gradients of the ranks before and this one's."""
+            """Add the gradients that arrived from the ranks before."""
             while coming:
                 arrival, tensor = coming.pop()
                 arrival.wait()
@@ -454,7 +452,7 @@ class _Ring(Function):
 
 
 def _join(output: Tensor, sums: Tensor, block_output: Tensor, more: Tensor) -> None:
-    """Add a block's output to that of the blocks before, in place."""
+    """Join a block's output and sums with those of the blocks before, in place."""
     total = torch.logaddexp(sums, more)
     base = total.masked_fill(total == -torch.inf, 0.0)
     before, after = (sums - base).exp(), (more - base).exp()

@@ -1,4 +1,4 @@
-"""What functions do with tensors whose tokens are shared."""
+"""Rules of functions on tensors that are sharded by tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 
 def _embedding(call: Call) -> Any:
-    """``embedding``: each id by itself, but where gradients count how often it is looked up."""
+    """``embedding``: local, unless gradients depend on how often an id occurs."""
     ids, table, counts = (
         argument(call, 0, "input"),
         argument(call, 1, "weight"),
@@ -33,12 +33,12 @@ def _embedding(call: Call) -> Any:
     if not isinstance(ids, ShardedTensor) or specs_of(table) or counts:
         return on_full(call)
     with locals_only():
-        options = {name: one for name, one in call.kwargs.items() if name not in ("input", "weight")}
+        options = {name: value for name, value in call.kwargs.items() if name not in ("input", "weight")}
         return wrap_locals(call.function(to_local(ids), table, *call.args[2:], **options), ids.specs, call.rules)
 
 
 def _addmm(call: Call) -> Any:
-    """``addmm(bias, rows, weight)``: each row by itself."""
+    """``addmm(bias, rows, weight)``: local for each row."""
     call = input_first(call)
     bias, rows, weight = call.args[0], argument(call, 1, "mat1"), argument(call, 2, "mat2")
     replicated = not specs_of(bias) and not specs_of(weight) and bias.dim() == 1
@@ -49,7 +49,7 @@ def _addmm(call: Call) -> Any:
 
 
 def _gather(call: Call) -> Any:
-    """``gather(x, dim, index)``: the result is cut as the index is, or else as the tensor."""
+    """``gather(x, dim, index)``: the result is sharded like the index, or else like the tensor."""
     call = input_first(call)
     tensor, dim, index = call.args[0], argument(call, 1, "dim"), argument(call, 2, "index")
     dims = len(global_shape(tensor))
@@ -60,7 +60,7 @@ def _gather(call: Call) -> Any:
         return on_full(call)
     with locals_only():
         aligned = align(tensor, tuple(cut for cut in cuts if cut.dim != place), dims)
-        # what is saved for backward must be plain: recomputation compares its shape
+        # autograd must save plain tensors, as recomputation compares their shapes
         return wrap_locals(call.function(aligned, dim, to_local(align(index, cuts, dims))), cuts, call.rules)
 
 
@@ -83,5 +83,5 @@ RING_RULES, ULYSSES_RULES = _rules(by_ring), _rules(by_ulysses)
 
 
 def rules_of(strategy: Strategy) -> Rules:
-    """Of a layer that shares tokens."""
+    """Return the rules of a layer whose ranks share tokens."""
     return ULYSSES_RULES if strategy.ulysses else RING_RULES

@@ -1,10 +1,10 @@
-"""Data parallelism: gradients live in flat buffers that are summed over their ranks while backward still runs.
+"""Data parallelism: gradients are in flat buffers (buckets), which are summed over ranks during backward.
 
-A bucket is one flat buffer, of 25 MB at most, for parameters of one dtype and one process group. In backward every
-gradient is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and
-those of the buckets before it, its all-reduce starts. At the end of backward all are waited for. Where ranks share the
-optimizer's states (ZeRO-1), a reduce-scatter takes the all-reduce's place (``zero.shares``): of a copy, so that few are
-under way at a time.
+A bucket is a flat buffer of 25 MB at most for parameters of one dtype and one process group. Backward copies each
+gradient into the buffer, and ``p.grad`` becomes a view of it. When all gradients of a bucket and of the buckets before
+it are complete, its all-reduce starts. The end of backward waits for all of them. If ranks shard optimizer states
+(ZeRO-1), a bucket is reduce-scattered instead (``zero.apply``): a copy of it, so that few buckets are in flight at
+once.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from galvatron_lite.parallelism.data.cost import bucket_of
 from galvatron_lite.parallelism.zero.apply import GradientSharing, RowShare, gather_all
 
 COPIES = 1
-"""Buckets whose gradients are there twice, on their way beside the compute of the next one (as FSDP2 does)."""
+"""Buckets in flight as copies, during the compute of the next bucket (as in FSDP2)."""
 Group = dist.ProcessGroup | None
 Kind = tuple[int, int, bool, torch.dtype, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A parameter and the ranks over which its gradient is summed (None: this rank alone).
-
-    Under ZeRO-1 ``share`` is this rank's rows of it, and says over which ranks.
-    """
+    """A parameter and the ranks that sum its gradient."""
 
     parameter: nn.Parameter
-    group: Group
-    share: RowShare | None = None
+    group: Group  # None: this rank alone
+    share: RowShare | None = None  # under ZeRO-1, this rank's rows and the ranks of the sum
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which its gradients are summed."""
+        """Of the sum of its gradients."""
         return self.parameter.dtype if self.share is None else self.share.part.dtype
 
     @property
@@ -58,35 +55,34 @@ class Bucket:
     """Gradients that are reduced together."""
 
     group: Group  # the ranks that hold the same parameters
-    buffer: Tensor  # all gradients, then one item a parameter: on how many ranks it got a gradient
+    buffer: Tensor  # all gradients, then for each parameter the number of ranks that have a gradient
     parameters: list[nn.Parameter]  # in the order of the buffer
-    views: list[Tensor]  # their places in the buffer
-    missing: set[int] = field(default_factory=set)  # parameters whose gradient is not there yet in this backward pass
-    reduced: bool = False  # whether the buffer holds sums over the group, from an earlier backward pass
-    work: dist.Work | None = None  # the all-reduce under way
-    sharing: GradientSharing | None = None  # how ranks share the gradients; None where each gets all
-    # the sum of what this rank gave to the last reduction: not finite where an item of it is not
-    local_sum: Tensor | None = None
+    views: list[Tensor]  # of the buffer, one for each parameter
+    missing: set[int] = field(default_factory=set)  # indices of parameters without gradient so far in this backward
+    reduced: bool = False  # whether the buffer holds sums over the group, from an earlier backward
+    work: dist.Work | None = None  # the all-reduce in flight
+    sharing: GradientSharing | None = None  # how ranks shard the gradients; None: all ranks get all of them
+    local_sum: Tensor | None = None  # sum of this rank's input of the last reduction, to see whether all is finite
 
     @property
     def flags(self) -> Tensor:
-        """On how many ranks each parameter got a gradient."""
+        """For each parameter the number of ranks that have a gradient."""
         return self.buffer[-len(self.parameters) :]
 
 
 class GradientReducer:
     """Sums gradients over ranks during backward.
 
-    Parameters that got no gradient here count as zero; ``p.grad`` stays None where no rank has a gradient.
-    Gradients add up over backward passes until they are zeroed, as without a reducer.
+    Parameters without gradient on this rank count as zero; ``p.grad`` stays None if no rank has a gradient. Gradients
+    accumulate over backward passes until they are zeroed, as without a reducer.
 
     Args:
-        parameters: in the order they are used in forward; gradients come in the opposite order.
-        bucket_bytes: when a bucket is full; an eighth of all gradients, between the limits, if not given.
+        parameters: in the order of forward; gradients come in the opposite order.
+        bucket_bytes: of a full bucket; ``bucket_of`` all gradients by default.
 
     Attributes:
         synchronise: whether backward passes end with the reduction; see ``no_sync``.
-        is_running: whether a backward pass has begun that does so.
+        is_running: whether such a backward pass has begun.
     """
 
     def __init__(self, parameters: Sequence[Reduced], bucket_bytes: int | None = None) -> None:
@@ -102,22 +98,22 @@ class GradientReducer:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Where gradients are summed; between steps, what is in them does not matter."""
+        """The buffers of gradients, whose values have no meaning between steps."""
         return [bucket.buffer for bucket in self._buckets]
 
     @property
     def gave_finite(self) -> bool:
-        """Whether all that this rank gave to the last reduction was finite."""
+        """Whether this rank's input of the last reduction was finite."""
         return all(bucket.local_sum is None or bool(bucket.local_sum.isfinite()) for bucket in self._buckets)
 
     def follow(self) -> None:
-        """What the user did to gradients of complete parameters holds for what ranks have of them."""
+        """Apply to gradient shards what the user changed in gradients of full parameters."""
         for bucket in self._buckets:
             if bucket.sharing is not None:
                 bucket.sharing.follow()
 
     def close(self) -> None:
-        """Reduce no more: parameters let go of this object, which they hold where Python's collector does not see."""
+        """Stop reducing: remove the hooks, through which parameters keep this object alive."""
         for bucket in self._buckets:
             if bucket.sharing is not None:
                 bucket.sharing.keep()
@@ -126,7 +122,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add up this rank's gradients; the next one outside reduces the sum."""
+        """Backward passes inside only accumulate this rank's gradients; the next one outside reduces the sum."""
         before, self.synchronise = self.synchronise, False
         try:
             yield
@@ -134,7 +130,7 @@ class GradientReducer:
             self.synchronise = before
 
     def begin(self) -> None:
-        """Call before every backward pass; call ``finish`` after it."""
+        """Call before each backward pass; call ``finish`` after it."""
         for bucket in self._buckets:
             _unreduce(bucket)
         if self.synchronise:
@@ -143,7 +139,7 @@ class GradientReducer:
                 bucket.missing = set(range(len(bucket.parameters)))
 
     def finish(self) -> None:
-        """Reduce what is left (buckets with parameters that got no gradient), and wait for all reductions."""
+        """Reduce the remaining buckets (with parameters without gradient), and wait for all reductions."""
         if not self.is_running:
             return
         for bucket in self._buckets[self._next :]:
@@ -154,7 +150,7 @@ class GradientReducer:
             _complete(bucket)
 
     def abandon(self) -> None:
-        """After a backward pass that an exception ended: wait for what is under way, and let go of it."""
+        """Wait for reductions in flight and discard them, after an exception in backward."""
         self.is_running = False
         for bucket in self._buckets:
             if bucket.sharing is not None:
@@ -164,15 +160,16 @@ class GradientReducer:
                 bucket.work = None
 
     def gather(self) -> None:
-        """Once the optimizer has stepped: bring the rows of parameters that other ranks updated, in forward's order."""
+        """Gather the rows of parameters that other ranks updated, after the optimizer's step, in the order of
+        forward."""
         gather_all([bucket.sharing for bucket in reversed(self._buckets) if bucket.sharing is not None])
 
     def watch(self, loss: Tensor, reduced: Callable[[], None] | None = None) -> None:
-        """Begin when a backward pass starts at ``loss``, and finish when it ends, whatever parameters it reaches.
+        """Call ``begin`` when a backward pass starts at ``loss``, and ``finish`` when it ends.
 
         Args:
             loss: of this rank.
-            reduced: called when gradients are reduced, those that FSDP reduces included.
+            reduced: called when all gradients are reduced, including those that FSDP reduces.
         """
         if loss.requires_grad and (self._buckets or reduced is not None):
             loss.register_hook(partial(self._begin_in_backward, reduced))  # type: ignore[no-untyped-call]
@@ -180,14 +177,14 @@ class GradientReducer:
     def _begin_in_backward(self, reduced: Callable[[], None] | None, _gradient: Tensor) -> None:
         if not self.is_running:
             self.begin()
-            # private: torch has no public way to run something when a backward pass ends. DDP and FSDP2 use the same.
+            # private: torch has no public callback for the end of backward. DDP and FSDP2 use this one.
             Variable._execution_engine.queue_callback(partial(self._end_in_backward, reduced))
 
     def _end_in_backward(self, reduced: Callable[[], None] | None) -> None:
         synchronised = self.is_running
         self.finish()
         if synchronised and reduced is not None:
-            # what FSDP does when backward ends comes first: it was queued before this
+            # runs after FSDP's callback, which was queued earlier
             Variable._execution_engine.queue_callback(reduced)
 
     def _collector(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
@@ -201,7 +198,7 @@ class GradientReducer:
                 )
                 raise InputError("backward", "of another loss than the model's", remedy)
             if parameter.grad is not None and parameter.grad is not view:
-                # made by autograd, the first since gradients were zeroed: move it to its place
+                # the first gradient since zero_grad is a new tensor of autograd
                 view.copy_(parameter.grad)
                 parameter.grad = view
             bucket.missing.discard(place)
@@ -211,7 +208,7 @@ class GradientReducer:
         return collect
 
     def _launch_ready(self) -> None:
-        """Start the reductions whose turn it is; always in the same order, as all ranks must."""
+        """Start the reductions of complete buckets, in the same order on all ranks."""
         while self.is_running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             sent_before = self._next - COPIES
@@ -223,46 +220,45 @@ class GradientReducer:
 
 
 def _buckets(parameters: Sequence[Reduced], bucket_bytes: int | None) -> list[Bucket]:
-    """Buckets of parameters that are alike, in the order in which backward fills them."""
+    """Buckets of parameters of one kind, in the order in which backward completes them."""
     bucket_bytes = bucket_bytes or bucket_of(sum(parameter.nbytes for parameter in parameters))
-    backward = [parameter for parameter in parameters if parameter.parameter.requires_grad][::-1]
-    place = {id(one.parameter): index for index, one in enumerate(backward)}
-    cut = [chosen for kind in dict.fromkeys(map(_kind, backward)) for chosen in _cut(backward, kind, bucket_bytes)]
-    return [_bucket(chosen) for chosen in sorted(cut, key=lambda chosen: place[id(chosen[-1].parameter)])]
+    backward = [item for item in parameters if item.parameter.requires_grad][::-1]
+    order = {id(item.parameter): index for index, item in enumerate(backward)}
+    buckets = [items for kind in dict.fromkeys(map(_kind, backward)) for items in _cut(backward, kind, bucket_bytes)]
+    return [_bucket(items) for items in sorted(buckets, key=lambda items: order[id(items[-1].parameter)])]
 
 
 def _cut(backward: Sequence[Reduced], kind: Kind, bucket_bytes: int) -> Iterator[list[Reduced]]:
-    chosen, size = list[Reduced](), 0
-    for one in backward:
-        if _kind(one) == kind:
-            chosen.append(one)
-            size += one.nbytes
+    bucket, size = list[Reduced](), 0
+    for item in backward:
+        if _kind(item) == kind:
+            bucket.append(item)
+            size += item.nbytes
         if size >= bucket_bytes:
-            yield chosen
-            chosen, size = [], 0
-    if chosen:
-        yield chosen
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
-def _kind(one: Reduced) -> Kind:
-    ranks = one.group if one.share is None else one.share.ranks
-    replicas = None if one.share is None else one.share.replicas
-    return id(ranks), id(replicas), one.share is None, one.parameter.dtype, one.dtype, one.parameter.device
+def _kind(item: Reduced) -> Kind:
+    ranks = item.group if item.share is None else item.share.ranks
+    replicas = None if item.share is None else item.share.replicas
+    return id(ranks), id(replicas), item.share is None, item.parameter.dtype, item.dtype, item.parameter.device
 
 
-def _bucket(chosen: Sequence[Reduced]) -> Bucket:
-    parameters = [one.parameter for one in chosen]
+def _bucket(items: Sequence[Reduced]) -> Bucket:
+    parameters = [item.parameter for item in items]
     sizes = [parameter.numel() for parameter in parameters]
-    first = parameters[0]
-    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=chosen[0].dtype, device=first.device)
+    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=items[0].dtype, device=parameters[0].device)
     parts = torch.split(buffer[: sum(sizes)], sizes)
     views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-    shares = [one.share for one in chosen if one.share is not None]
-    return Bucket(chosen[0].group, buffer, parameters, views, sharing=GradientSharing(shares) if shares else None)
+    shares = [item.share for item in items if item.share is not None]
+    return Bucket(items[0].group, buffer, parameters, views, sharing=GradientSharing(shares) if shares else None)
 
 
 def _unreduce(bucket: Bucket) -> None:
-    """Gradients that were summed over n ranks before would count n times in the next sum: divide them by n."""
+    """Divide gradients that are sums over n ranks by n, since the next sum would count them n times."""
     if bucket.sharing is not None:
         bucket.sharing.keep()
     if bucket.reduced and bucket.group is not None and any(_present(bucket)):
@@ -296,7 +292,7 @@ def _complete(bucket: Bucket) -> None:
         return
     bucket.work.wait()
     bucket.work, bucket.reduced = None, True
-    absent = [place for place, there in enumerate(_present(bucket)) if not there]
-    used = bucket.flags.tolist() if absent else []
-    for place in absent:
-        bucket.parameters[place].grad = bucket.views[place] if used[place] else None
+    absent = [index for index, is_present in enumerate(_present(bucket)) if not is_present]
+    ranks = bucket.flags.tolist() if absent else []
+    for index in absent:
+        bucket.parameters[index].grad = bucket.views[index] if ranks[index] else None

@@ -21,21 +21,21 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     StrategyField,
-    shared,
-    sliced,
+    sample_degree,
+    slice_degree,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
 from galvatron_lite.parallelism.strategy import Strategy
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
-"""Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
+"""Bytes. Larger buckets use links better (25 MB as in DDP), smaller buckets start earlier."""
 BUCKETS = 8
-"""Buckets a model has if its size allows, so that most of the communication lies behind backward."""
+"""Buckets of a model if its size allows, so that backward hides most of the communication."""
 
 
 def bucket_of(gradients: int) -> int:
-    """From how many bytes on a bucket of gradients is full, where there are so many in all."""
+    """Return the bytes at which a bucket is full, for a model with so many bytes of gradients."""
     return min(max(gradients // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
@@ -65,17 +65,17 @@ class DataDimension(Dimension):
         return [{"data": degree} for degree in divisors(devices)]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
-        """What is left for shards decides, see ``zero``; here only what cannot lead anywhere is cut."""
+        """Excludes degrees for which ``ZeroDimension.allows`` accepts no number of shards."""
         if room.node is None or chosen["data"] == 1:
             return True
-        slices = sliced(chosen) * shared(chosen)
+        slices = slice_degree(chosen) * sample_degree(chosen)
         shards = room.devices // (slices * chosen["data"])
         return shards == 1 or room.node in (slices * shards, slices * chosen["data"])
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
-        """Fewer samples; one all-reduce a step of the gradients this device holds (shards under ZeRO).
+        """Fewer samples; one all-reduce a step of the gradients that this device holds (shards under ZeRO).
 
-        Context ranks see other tokens with the same parameters, so where they share no states they are replicas too.
+        Context ranks use the same parameters on other tokens, so they are replicas too unless they shard states.
         """
         parts = shared_items(work, strategy, trained=True)
         several = [(spread.replicas.size > 1) & (items > 0) for items, spread in parts]
@@ -92,4 +92,5 @@ class DataDimension(Dimension):
             for (items, spread), mask in zip(parts, several, strict=True)
         ]
         overhead = work.step_overhead + where(reduce(or_, several), context.host.get(self.name, 0.0), 0.0)
-        return replace(work.sending(*sums), samples=work.samples / strategy.data, step_overhead=overhead)
+        samples = work.samples / strategy.data
+        return replace(work.with_communications(*sums), samples=samples, step_overhead=overhead)

@@ -1,4 +1,12 @@
-"""Gives a rank its share of a mixture's experts, in place, and has tokens exchanged around them."""
+"""Spread the experts of a mixture over ranks, or slice them, in place, with exchanges of tokens around them.
+
+Each copy of a token (one for each expert that it visits) goes to the rank of the expert; the results are weighted and
+summed (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2). Without a capacity, experts process all copies.
+
+With a capacity, an expert accepts at most ceil(factor x copies of the rank / experts) copies from each rank. The others
+are dropped and add nothing to the output of their token. First choices go before second choices, and earlier tokens
+before later ones (algorithm 1 there), so which copies are dropped depends on the tokens that a rank processes together.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +38,9 @@ from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.regions import ExpertSlices, SlicedParameter
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
 
-# Tokens on their way to the experts that a router chose, wherever those are, and back.
-#
-# Every copy of a token (one for each expert it visits) goes to the rank that holds the expert; what comes back is
-# weighted and summed (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2). Drop-less: an expert takes what comes.
-#
-# With a capacity an expert takes of each rank at most ceil(factor x copies of the rank / experts) of them; what is
-# beyond is dropped, and adds nothing to the output of its token. First choices go before second ones, and earlier
-# tokens before later ones (algorithm 1 there), so what is dropped depends on the tokens that a rank works on together.
-
-
 Forward = Callable[..., Tensor]
 Run = Callable[[Tensor, Tensor], Tensor]
-"""The experts of this rank: rows (rows, hidden) and the local number of each row's expert to outputs (rows, hidden)."""
+"""This rank's experts: from rows (rows, hidden) and the local index of each row's expert to outputs (rows, hidden)."""
 
 
 class RowExchange(Protocol):
@@ -55,11 +53,12 @@ class RowExchange(Protocol):
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the group."""
+        """Index of this rank in the group."""
         ...
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows from all ranks, in order, for rows that go to them, in order; so many to and from each. No autograd."""
+        """Exchange rows without autograd: ``sent`` and ``received`` count those to and from each rank, in rank
+        order."""
         ...
 
 
@@ -68,7 +67,7 @@ class ProcessExchange(Processes):
     """Processes of ``torch.distributed``."""
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """See ``RowExchange``. As bytes: gloo does not know every dtype."""
+        """See ``RowExchange``. Rows travel as bytes, since gloo does not support all dtypes."""
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         item = rows.element_size() * rows[:1].numel() if rows.shape[0] else result.element_size() * result[:1].numel()
         dist.all_to_all_single(
@@ -80,25 +79,24 @@ class ProcessExchange(Processes):
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpread:
-    """How the experts of a mixture lie on ranks."""
+    """The ranks of the experts of a mixture."""
 
-    experts: int  # of the whole mixture
-    line: RowExchange | None = None  # ranks over which they are spread evenly, in order; None: this rank has all
-    # ranks that have slices of the same experts and other tokens; None: what a rank takes is its own
-    slices: RowExchange | None = None
-    # times an even share of its copies that each expert takes of a rank; None: all of them
+    experts: int  # of the full mixture
+    line: RowExchange | None = None  # ranks that they are spread over evenly, in order; None: this rank has all
+    slices: RowExchange | None = None  # ranks with slices of the same experts and other tokens; None: no slices
+    # copies that an expert accepts from a rank, over an even share of the rank's copies; None: all copies
     capacity: float | None = None
 
 
 def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
-    """The outputs of the experts that the router chose for tokens, weighted and summed.
+    """Compute the weighted sum of the outputs of the experts that the router chose for each token.
 
     Args:
         hidden: (tokens, hidden).
-        index: (tokens, choices) numbers of experts, best first.
+        index: (tokens, choices) indices of experts, best first.
         weights: (tokens, choices), with gradients.
-        spread: where the experts are.
-        run: those of this rank.
+        spread: the ranks of the experts.
+        run: the experts of this rank.
 
     Returns:
         (tokens, hidden), in the dtype of ``hidden``.
@@ -106,89 +104,91 @@ def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: ExpertSpread, 
     choices = index.shape[-1]
     order = _sorted_copies(index, spread)
     rows = hidden[order // choices]
-    back = _visit(rows, index.reshape(-1)[order], spread, run)
-    # index_copy would keep what comes back until backward
-    copies = back.new_zeros(index.numel(), back.shape[-1]).index_put((order,), back)
-    weighted = copies.view(*index.shape, back.shape[-1]) * weights.unsqueeze(-1)
+    outputs = _visit(rows, index.reshape(-1)[order], spread, run)
+    # index_copy would keep the outputs until backward
+    copies = outputs.new_zeros(index.numel(), outputs.shape[-1]).index_put((order,), outputs)
+    weighted = copies.view(*index.shape, outputs.shape[-1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden.dtype)
 
 
 def _sorted_copies(index: Tensor, spread: ExpertSpread) -> Tensor:
-    """Copies of tokens (token x choices + choice) in the order of their experts, without those that are dropped."""
+    """Indices of copies (token x choices + choice), sorted by expert, without dropped copies."""
     if spread.capacity is None:
         return torch.argsort(index.reshape(-1), stable=True)
     tokens, choices = index.shape
     by_choice = torch.argsort(index.t().reshape(-1), stable=True)
     copies = by_choice % tokens * choices + by_choice // tokens
-    numbers = index.reshape(-1)[copies]
-    first = torch.searchsorted(numbers, numbers)
+    experts = index.reshape(-1)[copies]
+    first = torch.searchsorted(experts, experts)
     most = ceil(spread.capacity * index.numel() / spread.experts)
     return copies[torch.arange(len(copies), device=index.device) - first < most]
 
 
-def _visit(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
-    """Outputs of rows that lie in the order of their experts' numbers."""
+def _visit(rows: Tensor, experts: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
+    """Return the experts' outputs for rows that are sorted by expert."""
     if spread.line is None:
-        return _run_here(rows, numbers, spread, run)
-    line, here = spread.line, spread.experts // spread.line.size
-    bounds = torch.arange(spread.experts + 1, device=numbers.device)
-    counts = torch.searchsorted(numbers.contiguous(), bounds).diff()
-    even = [here] * line.size
+        return _run_local(rows, experts, spread, run)
+    line, local = spread.line, spread.experts // spread.line.size
+    bounds = torch.arange(spread.experts + 1, device=experts.device)
+    counts = torch.searchsorted(experts.contiguous(), bounds).diff()
+    even = [local] * line.size
     arriving = line.swap(counts, even, even)
-    sent, received = torch.stack([counts, arriving]).view(2, line.size, here).sum(-1).tolist()
-    local = torch.arange(here, device=numbers.device).repeat(line.size).repeat_interleave(arriving)
-    outputs = _run_here(_exchanged(rows, line, sent, received), local, spread, run)
+    sent, received = torch.stack([counts, arriving]).view(2, line.size, local).sum(-1).tolist()
+    local_experts = torch.arange(local, device=experts.device).repeat(line.size).repeat_interleave(arriving)
+    outputs = _run_local(_exchanged(rows, line, sent, received), local_experts, spread, run)
     return _exchanged(outputs, line, received, sent)
 
 
-def _run_here(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
+def _run_local(rows: Tensor, experts: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
     if spread.slices is None:
-        return _linked(run(rows, numbers), rows)
+        return _linked(run(rows, experts), rows)
     line, count = spread.slices, len(rows)
     counts = line.swap(torch.full((line.size,), count, device=rows.device), [1] * line.size, [1] * line.size).tolist()
     sent = [count] * line.size
-    every = _exchanged(rows.repeat(line.size, 1), line, sent, counts)
-    parts = _linked(run(every, line.swap(numbers.repeat(line.size), sent, counts)), every)
+    all_rows = _exchanged(rows.repeat(line.size, 1), line, sent, counts)
+    parts = _linked(run(all_rows, line.swap(experts.repeat(line.size), sent, counts)), all_rows)
     return _exchanged(parts, line, counts, sent).view(line.size, count, parts.shape[-1]).sum(0)
 
 
 def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
-    """The same with a way back for gradients: where no row came, nothing may have been computed, but every rank must
-    take part in the exchange of gradients."""
+    """Connect outputs to rows in autograd: all ranks must exchange gradients, also if no row reached their experts."""
     if tensor.requires_grad or not rows.requires_grad:
         return tensor
     return tensor + 0 * rows
 
 
 def _exchanged(rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    there, back = partial(line.swap, sent=sent, received=received), partial(line.swap, sent=received, received=sent)
-    return linear_map(rows, there, back)
+    forward, backward = (
+        partial(line.swap, sent=sent, received=received),
+        partial(line.swap, sent=received, received=sent),
+    )
+    return linear_map(rows, forward, backward)
 
 
-# How the experts of a mixture are sliced by a tensor group: found by trying, on a small double of their module.
+# How a tensor group slices the experts of a mixture is found by trying, on a small copy of their module.
 #
-# A slice of every expert is a slice of each of its weights along the inner width, one extent or two fused side by side
-# (gate and up). The double has few experts and narrow ones, all extents in their true proportion, random weights and
-# the module's own code; a way to slice counts where the outputs of two slices add up to those of all.
+# A slice of an expert is a slice of each of its weights along the inner width, which may be two fused extents (gate and
+# up). The copy has a few narrow experts with extents in proportion, random weights and the module's code. A slicing is
+# accepted if the outputs of two slices add up to the output of the copy.
 
 
 FEW, UNIT, ROWS, CHOICES = 3, 8, 12, 2
-"""Experts of the double, items of the greatest common divisor of all extents, tokens, and experts a token visits."""
+"""Experts of the copy, items of the greatest common divisor of all extents, tokens, and experts that a token visits."""
 WIDEST = 4096
-"""Widest extent of a double that is run."""
+"""Widest extent of a copy that is run."""
 ALIGNED = 8
-"""Items by which a slice's width is divided: grouped matmuls take rows of a multiple of 16 bytes, in bf16 as well."""
+"""The width of a slice is a multiple of this: grouped matmuls need rows of a multiple of 16 bytes, in bf16 too."""
 TRIALS = 512
-"""Most ways to slice that are tried."""
+"""Most slicings that are tried."""
 CLOSE = 1e-4
 
 
 def find_slices(block: nn.Module, mixture: BlockMixture, hidden: int) -> ExpertSlices | str:
-    """How a mixture's experts can be sliced, or why they cannot.
+    """Find out how a mixture's experts can be sliced, or why they cannot.
 
     Args:
-        block: on any device; not changed and not run.
-        mixture: one of its mixtures.
+        block: on any device; it is neither changed nor run.
+        mixture: of the block.
         hidden: width of its tokens.
     """
     module = block.get_submodule(mixture.path)
@@ -197,12 +197,12 @@ def find_slices(block: nn.Module, mixture: BlockMixture, hidden: int) -> ExpertS
     if max(extents) // unit * UNIT > WIDEST:
         return f"{mixture.path}: a small copy cannot keep the proportions of its widths"
     try:
-        return _try_all(_Double(module, mixture, hidden, unit), module, mixture)
-    except Exception as error:  # the module is the user's code: any error means that it cannot run this way
+        return _try_all(_SmallCopy(module, mixture, hidden, unit), module, mixture)
+    except Exception as error:  # any error of the user's code means that the copy cannot run
         return f"{mixture.path}: a small copy of it does not run ({type(error).__name__}: {error})"
 
 
-class _Double:
+class _SmallCopy:
     """A small copy of a module of experts: ``unit`` items of an extent become ``UNIT``."""
 
     def __init__(self, module: nn.Module, mixture: BlockMixture, hidden: int, unit: int) -> None:
@@ -229,7 +229,7 @@ class _Double:
         return extent * UNIT // self._unit
 
     def run(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The module's output with these parameters."""
+        """Run the module with these parameters."""
         for name, value in values.items():
             self._module.get_parameter(name).data = value
         with torch.no_grad():
@@ -244,13 +244,13 @@ class _Double:
         return torch.cat(pieces, parameter.dim)
 
 
-def _try_all(double: _Double, module: nn.Module, mixture: BlockMixture) -> ExpertSlices | str:
-    expected = double.run(double.values)
+def _try_all(small: _SmallCopy, module: nn.Module, mixture: BlockMixture) -> ExpertSlices | str:
+    expected = small.run(small.values)
     options = product(*(list(_slicings(name, module.get_parameter(name).shape)) for name in mixture.parameters))
     for slicing in islice(options, TRIALS):
-        halves = [{one.name: double.half(one, rank) for one in slicing} for rank in range(2)]
-        if all(value.numel() for half in halves for value in half.values()) and _add_up(double, halves, expected):
-            width = math.gcd(*(length for one in slicing for length in one.parts))
+        halves = [{parameter.name: small.half(parameter, rank) for parameter in slicing} for rank in range(2)]
+        if all(value.numel() for half in halves for value in half.values()) and _add_up(small, halves, expected):
+            width = math.gcd(*(length for parameter in slicing for length in parameter.parts))
             degree = width // ALIGNED if width % ALIGNED == 0 else 1
             narrow = f"{mixture.path}: slices of a width of {width} would be no multiples of {ALIGNED}"
             return ExpertSlices(mixture.path, slicing, degree) if degree > 1 else narrow
@@ -258,32 +258,32 @@ def _try_all(double: _Double, module: nn.Module, mixture: BlockMixture) -> Exper
 
 
 def _slicings(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
-    """Along each dim but that of the experts, whole or as two fused parts."""
+    """The slicings of a parameter along each dim but that of the experts, as one part or two fused parts."""
     for dim in range(1, len(shape)):
         yield SlicedParameter(name, dim, (shape[dim],))
         if shape[dim] % 2 == 0:
             yield SlicedParameter(name, dim, (shape[dim] // 2,) * 2)
 
 
-def _add_up(double: _Double, halves: list[dict[str, Tensor]], expected: Tensor) -> bool:
+def _add_up(small: _SmallCopy, halves: list[dict[str, Tensor]], expected: Tensor) -> bool:
     try:
-        total = double.run(halves[0]) + double.run(halves[1])
+        total = small.run(halves[0]) + small.run(halves[1])
     except Exception:  # extents that do not fit together
         return False
     return total.shape == expected.shape and bool((total - expected).abs().max() <= CLOSE)
 
 
 def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -> None:
-    """Make a module whose experts are sliced return the sum over the tensor group, in place.
+    """Make a module of sliced experts return the sum over the tensor group, in place.
 
-    ``sequence_parallel``: whether each device calls it with its own tokens, as many on each.
+    ``sequence_parallel``: whether devices call it with different tokens, equally many on each.
     """
     forward = module.forward
 
     def run(hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
         if sequence_parallel:
-            every, chosen, shares = (gather_tokens(one, group, 0) for one in (hidden, index, weights))
-            return reduce_scatter_tokens(forward(every, chosen, shares, **options), group, 0)
+            gathered = (gather_tokens(tensor, group, 0) for tensor in (hidden, index, weights))
+            return reduce_scatter_tokens(forward(*gathered, **options), group, 0)
         output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
         return reduce_from_group(output, group)
 
@@ -293,22 +293,21 @@ def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -
 def spread_experts(
     block: nn.Module, line: RowExchange | None, slices: RowExchange | None = None, capacity: float | None = None
 ) -> dict[str, ParameterShard]:
-    """Spread the experts of every mixture of a block over ranks, in place.
+    """Spread the experts of all mixtures of a block evenly over ranks, in place.
 
-    Each rank keeps as many, in order. Their module is called as before, with this rank's tokens, and returns what all
-    experts make of them.
+    Their modules are called as before, with this rank's tokens, and return the output of the full mixture.
 
     Args:
-        block: with values; not split in another way yet.
-        line: ranks over which experts are spread; None: every rank has all, and ``capacity`` alone is to be kept to.
+        block: with values, not split yet.
+        line: ranks that experts are spread over, in order; None: each rank has all experts, only with a ``capacity``.
         slices: ranks with other tokens that share each expert's matmuls; see ``ExpertSpread``.
         capacity: see ``ExpertSpread``.
 
     Returns:
-        How each parameter of an expert lies in the whole one, by its name in the block.
+        The shard of each parameter of experts, by its name in the block.
 
     Raises:
-        InputError: experts that cannot be spread so many ways.
+        InputError: the experts cannot be spread over this many ranks.
     """
     degree = 1 if line is None else line.size
     shards: dict[str, ParameterShard] = {}
@@ -326,11 +325,11 @@ def spread_experts(
 
 
 def work_on_shares(block: nn.Module, mixtures: Iterable[BlockMixture]) -> None:
-    """Have the experts of a block work on this rank's share of tokens that ranks share, in place.
+    """Run the experts of a block on the local part of sharded tokens, in place.
 
     Args:
-        block: split already: what is outermost sees the cut tensors.
-        mixtures: found in it before.
+        block: split in all other ways already, since the outermost wrapper sees the sharded tensors.
+        mixtures: of ``find_mixtures``, before it was split.
     """
     for mixture in mixtures:
         if not mixture.reason:
@@ -340,15 +339,15 @@ def work_on_shares(block: nn.Module, mixtures: Iterable[BlockMixture]) -> None:
 
 def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
     cuts = specs_of(hidden)
-    alike = all([cut.dim for cut in specs_of(one)] == [0] for one in (hidden, index, weights))
-    if not isinstance(hidden, ShardedTensor) or not alike:
+    by_tokens = all([cut.dim for cut in specs_of(tensor)] == [0] for tensor in (hidden, index, weights))
+    if not isinstance(hidden, ShardedTensor) or not by_tokens:
         return forward(hidden, index, weights, **options)
     output: Tensor = wrap_locals(forward(*map(to_local, (hidden, index, weights)), **options), cuts, hidden.rules)
     return output
 
 
 def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | None) -> dict[str, ParameterShard]:
-    """Parameters stay the same objects and hold this rank's experts; whole numbers that count experts are divided."""
+    """Keep this rank's experts in the same parameters, and divide attributes that count experts."""
     if line is None:
         return {}
     shards: dict[str, ParameterShard] = {}
@@ -368,14 +367,14 @@ def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | No
 def _routed(
     forward: Forward, spread: ExpertSpread, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
 ) -> Tensor:
-    """The module's forward for any tokens; its own forward then works on rows that each visit one expert."""
+    """The new forward of a module of experts; its original forward runs rows that each visit one expert."""
 
-    def run(rows: Tensor, numbers: Tensor) -> Tensor:
+    def run(rows: Tensor, experts: Tensor) -> Tensor:
         ones = torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
-        return forward(rows, numbers.unsqueeze(1), ones, **options)
+        return forward(rows, experts.unsqueeze(1), ones, **options)
 
     if hidden.dim() != 2 or index.shape != weights.shape or index.shape[:1] != hidden.shape[:1]:
-        shapes = [tuple(one.shape) for one in (hidden, index, weights)]
+        shapes = [tuple(tensor.shape) for tensor in (hidden, index, weights)]
         remedy = "Experts that are spread take (tokens, hidden), and (tokens, choices) twice. Plan it with expert=1."
         raise InputError("call of experts", shapes, remedy)
     return mixed(hidden, index, weights, spread, run)

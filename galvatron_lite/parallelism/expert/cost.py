@@ -1,16 +1,16 @@
-"""Expert parallelism: the experts of a mixture are spread over ranks that hold different tokens.
+"""Expert parallelism: the experts of a mixture are spread over ranks with different tokens.
 
-Each rank sends every copy of its tokens to the rank of its expert and takes the result back: two all-to-alls in
-forward, two in backward (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). A rank then works on tokens of all ranks
-of its group for 1/e of the experts. All wait for the most loaded rank, in exchanges and in matmuls (``rank_load``).
+Each rank sends the copies of its tokens to the ranks of their experts and receives the results: two all-to-alls in
+forward, two in backward (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). A rank processes tokens of all ranks of
+its group in 1/e of the experts. All wait for the most loaded rank, in exchanges and in matmuls (``rank_load``).
 
-Software that sends a token once to a rank, however many of its experts the token visits, and once over the network to
-a node, from where it goes on inside (DeepSeek-V3, arXiv:2412.19437, section 3.2.2; github.com/deepseek-ai/DeepEP),
-moves less: copies to as many ranks or nodes as a token reaches (``reached``). Its transfers between and inside nodes
-run as one pipeline, so that those between nodes, the slower ones, count.
+Some software sends a token to a rank once even if it visits several experts there, and over the network once to a node,
+which forwards it (DeepSeek-V3, arXiv:2412.19437, section 3.2.2; github.com/deepseek-ai/DeepEP). It sends a copy to each
+rank or node that a token reaches (``reached``). Transfers between and inside nodes are pipelined, so only the slower
+ones, between nodes, count.
 
-Where tokens are shared (sequence parallelism) and experts sliced, the slices of an expert gather the copies that each
-of them received and scatter the sums of their results (Megatron-Core's ``MoEAlltoAllTokenDispatcher``).
+If experts are sliced and tokens shared (sequence parallelism), the slices of an expert gather the copies that each of
+them received, and reduce-scatter their results (Megatron-Core's ``MoEAlltoAllTokenDispatcher``).
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class ExpertDimension(Dimension):
-    """Ways that the experts of a mixture are spread."""
+    """Ranks that the experts of a mixture are spread over."""
 
     name: str = "expert"
 
     runs = ("expert",)
-    # on one device, the only ones that a profile measured there has: as many tokens, of all experts
-    stands_in = True
+    stands_in = True  # a profile measured on one device has only figures of all experts, for as many tokens
     purposes = (Purpose.EXPERTS,)
     fields = (
         StrategyField("expert", "expert", ("ep",), "expert-parallel degree"),
@@ -80,16 +79,16 @@ class ExpertDimension(Dimension):
         return {"expert", "whole experts"} if strategy.expert_tensor else {"expert"}
 
     def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
-        """Spread over ranks that take other samples or tokens."""
+        """See ``Dimension.shrunk``; experts are spread over ranks with other samples or tokens."""
         ranks = smaller.batch_degree * smaller.context
         return [
-            {"expert": ways, "expert_tensor": strategy.expert_tensor if ways > 1 and smaller.tensor > 1 else 0}
-            for ways in divisors(strategy.expert)
-            if ranks % ways == 0
+            {"expert": degree, "expert_tensor": strategy.expert_tensor if degree > 1 and smaller.tensor > 1 else 0}
+            for degree in divisors(strategy.expert)
+            if ranks % degree == 0
         ]
 
     def spread(self, strategy: Strategy) -> ParameterSpread | None:
-        """The experts': in the order slices, experts, shards, replicas, the first innermost."""
+        """The ranks of experts, in the order slices, experts, shards, replicas, the first innermost."""
         if strategy.expert == 1:
             return None
         states, slices = expert_spread_of(strategy), int(expert_slices(strategy))
@@ -103,7 +102,7 @@ class ExpertDimension(Dimension):
         )
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Off, or the divisors of the devices and of the experts, each expert sliced by the tensor group or whole."""
+        """Off, or common divisors of devices and experts, with experts sliced by the tensor group or not."""
         off: dict[str, object] = {"expert": 1, "expert_tensor": 0}
         if not kind.expert_parameters:
             return [off]
@@ -112,11 +111,11 @@ class ExpertDimension(Dimension):
         return [off, *on]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
-        """Sliced experts go over the ranks above the tensor group, whole ones over all ranks.
+        """Sliced experts are spread over the ranks above the tensor group, unsliced experts over all ranks.
 
-        Sensible: only with sequence parallelism where there is a tensor group, as its ranks would send the same tokens
-        (Megatron-Core demands it); whole experts only where none lies on two ranks of a tensor group, which had better
-        slice it.
+        Sensible: with a tensor group only beside sequence parallelism, since its ranks would send the same tokens
+        (Megatron-Core requires it); unsliced experts only if no two ranks of a tensor group hold the same expert, which
+        they should slice instead.
         """
         degree, tensor, slices_experts = chosen["expert"], chosen["tensor"], chosen["expert_tensor"] == 1
         if degree == 1:
@@ -126,7 +125,7 @@ class ExpertDimension(Dimension):
         return legal and (room.node is None or (shared and not (slices_experts and degree < tensor)))
 
     def reason(self, kind: LayerKind) -> str:
-        """Says so of a mixture whose experts cannot be spread, or are not counted."""
+        """A mixture whose experts cannot be spread, or whose number is unknown."""
         if kind.expert_reason:
             return f"expert: {kind.name}: {kind.expert_reason}"
         if not kind.expert_parameters or kind.dims.experts > 1:
@@ -134,38 +133,38 @@ class ExpertDimension(Dimension):
         return f"expert: {kind.name}: how many experts it has is not known"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
-        """Fewer experts, and the all-to-alls that bring tokens to them and back.
+        """Fewer experts, and the all-to-alls of tokens.
 
         Must run after tensor (experts are sliced too) and before recompute, which exchanges tokens again.
         """
-        degree, spread = strategy.expert, strategy.expert > 1
+        spread = strategy.expert > 1
         if never(spread) or kind.expert_parameters == 0:
             return work
-        ways = degree * expert_slices(strategy)
-        local, frozen = (where(spread, items / ways, 0.0) for items in (kind.expert_parameters, kind.frozen_experts))
+        parts = strategy.expert * expert_slices(strategy)
+        local, frozen = (where(spread, items / parts, 0.0) for items in (kind.expert_parameters, kind.frozen_experts))
         items = where(spread, work.parameters - kind.expert_parameters / strategy.tensor + local, work.parameters)
         rest = where(spread, work.frozen_items - kind.frozen_experts / strategy.tensor + frozen, work.frozen_items)
         exchanges = self._exchanges(kind, strategy, _tokens(work, strategy), context)
-        sliced = work.sliced(items, rest).sending(*exchanges)
-        return replace(sliced, expert_items=local, frozen_experts=frozen)
+        work = work.with_parameters(items, rest).with_communications(*exchanges)
+        return replace(work, expert_items=local, frozen_experts=frozen)
 
     def _exchanges(
-        self, kind: LayerKind, strategy: Either, share: Real, context: DimensionContext
+        self, kind: LayerKind, strategy: Either, samples: Real, context: DimensionContext
     ) -> Iterator[Communication]:
-        size, slices, spread = kind.dispatched_bytes * share, expert_slices(strategy), strategy.expert > 1
-        group, part = _route(kind, strategy, context.node_devices)
-        near = RankGroup(slices, 1, strategy.devices // slices)
-        out, sliced_size = size * part, size * slices
+        size, slices, spread = kind.dispatched_bytes * samples, expert_slices(strategy), strategy.expert > 1
+        group, share = _route(kind, strategy, context.node_devices)
+        slice_group = RankGroup(slices, 1, strategy.devices // slices)
+        exchanged, gathered = size * share, size * slices
         calls, load = (spread & (size > 0)) * 2, rank_load(kind, strategy.expert)
-        joins = (calls > 0) * (strategy.sequence_parallel & (slices > 1))
+        gathers = (calls > 0) * (strategy.sequence_parallel & (slices > 1))
         for moment in (Moment.FORWARD, Moment.BACKWARD):
-            yield Communication(Collective.ALL_TO_ALL, out, group, moment, False, calls, self.name, load)
-            for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-                yield Communication(sort, sliced_size, near, moment, False, joins, "tensor", load)
+            yield Communication(Collective.ALL_TO_ALL, exchanged, group, moment, False, calls, self.name, load)
+            for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+                yield Communication(collective, gathered, slice_group, moment, False, gathers, "tensor", load)
 
 
 def _route(kind: LayerKind, strategy: Either, node_devices: int) -> tuple[RankGroup, Real]:
-    """The ranks whose exchange sets the pace, and the share of all copies that they exchange."""
+    """Return the group whose exchange takes longest, and the share of all copies that it exchanges."""
     group, routing = expert_group(strategy), kind.routing
     if not routing.unique:
         return group, 1.0
@@ -179,11 +178,11 @@ def _route(kind: LayerKind, strategy: Either, node_devices: int) -> tuple[RankGr
 
 
 def reached(places: int, routing: Routing) -> float:
-    """Ranks or nodes that the copies of a token reach on average, of ``places`` that have equal shares of the experts.
+    """Return how many of ``places`` (ranks or nodes with equally many experts) a token's copies reach on average.
 
-    Each copy goes to one of ``chosen_groups`` of the ``groups`` of experts, which are chosen at random: a place with j
-    chosen groups out of m gets none of k copies with probability (1 - j/m)^k, one that has a share s of a group with
-    (1 - s/m)^k where its group is chosen. Without groups: n (1 - (1 - 1/n)^k).
+    A copy goes to one of the ``chosen_groups`` of the ``groups`` of experts, which are chosen at random. Out of m
+    chosen groups and k copies, a place that holds j chosen groups gets no copy with probability (1 - j/m)^k, and a
+    place that holds a share s of a chosen group with probability (1 - s/m)^k. Without groups: n (1 - (1 - 1/n)^k).
     """
     groups, chosen, copies = routing.groups, routing.chosen_groups, routing.choices
     if places % groups == 0:
@@ -191,29 +190,29 @@ def reached(places: int, routing: Routing) -> float:
     per_place, rest = divmod(groups, places)
     if rest:
         return reached(places, replace(routing, groups=1, chosen_groups=1))
-    ways = [
+    missed = [
         comb(per_place, j) * comb(groups - per_place, chosen - j) * (1 - j / chosen) ** copies
         for j in range(per_place + 1)
         if j <= chosen
     ]
-    return places * (1 - sum(ways) / comb(groups, chosen))
+    return places * (1 - sum(missed) / comb(groups, chosen))
 
 
 def rank_load(kind: LayerKind, degree: Whole) -> Real:
-    """Tokens of the most loaded of ``degree`` ranks that a mixture's experts are spread over, over the mean.
+    """Return the tokens of the most loaded of ``degree`` ranks with experts, over the mean.
 
-    Loads of experts are taken as independent with the deviation at which the largest of all E is ``excess`` above the
-    mean; the largest of n normal values lies sqrt(2 ln n) deviations above their mean, and a rank has the mean of E / e
+    The loads of the E experts are independent, with the deviation at which the largest is ``excess`` above the mean.
+    The largest of n normal values lies sqrt(2 ln n) deviations above the mean, and a rank's load is the mean of E / e
     experts: 1 + excess sqrt(ln e / ln E) sqrt(e / E).
     """
     experts, excess = kind.dims.experts, kind.routing.excess
     if not excess or experts < 2:
         return 1.0
-    return each(lambda ways: 1 + excess * sqrt(log(ways) / log(experts) * ways / experts), degree)
+    return each(lambda ranks: 1 + excess * sqrt(log(ranks) / log(experts) * ranks / experts), degree)
 
 
 def _tokens(work: LayerWork, strategy: Either) -> Real:
-    """Samples whose copies one rank sends: sequence parallelism, or experts that are not sliced, share them further."""
+    """Samples whose copies a rank sends: a tensor group shares them if tokens are shared, or experts not sliced."""
     samples = work.samples / strategy.batch_degree
     shared = strategy.sequence_parallel | (expert_slices(strategy) < strategy.tensor)
     return where(shared, samples / strategy.tensor, samples)

@@ -1,4 +1,4 @@
-"""Where a block's experts are, by structure: no name of a model or a class is known here."""
+"""Find the experts of a block by its structure, independent of names of models and classes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ NOT_SPREAD = "so its experts cannot be spread"
 class BlockMixture:
     """The experts of one mixture."""
 
-    path: str  # of the module that holds them, inside the block
+    path: str  # of their module, inside the block
     experts: int
-    # names, inside that module, of those that hold a slice for each expert along their first dim
-    parameters: tuple[str, ...]
-    reason: str = ""  # why they cannot be spread; empty where they can
+    parameters: tuple[str, ...]  # names, inside that module, of parameters stacked over experts along their first dim
+    reason: str = ""  # why they cannot be spread; empty if they can
 
 
 def find_mixtures(block: nn.Module) -> tuple[BlockMixture, ...]:
-    """The mixtures inside a block, in order.
+    """Return the mixtures inside a block, in order.
 
-    Stacked experts: a module all of whose own parameters have the same first extent, one of them at least three dims
-    (experts, ...), and whose forward takes hidden states (tokens, hidden), the numbers of the chosen experts and their
-    weights (tokens, choices), as mixtures of transformers 5 have it. Experts that are modules of their own, equal ones
-    in a list beside a linear with an output for each, are found to say why they are not spread.
+    Stacked experts are a module whose direct parameters have the same first extent and two or three dims (experts,
+    ...), and whose forward takes hidden states (tokens, hidden), the indices of the chosen experts and their weights
+    (tokens, choices), as in mixtures of transformers 5. Experts that are separate modules (equal ones in a list beside
+    a linear with an output for each) are returned with the reason why they cannot be spread.
     """
     return (*_stacked(block), *_listed(block))
 
@@ -64,16 +63,16 @@ def _listed(block: nn.Module) -> Iterator[BlockMixture]:
 
 def _equal(experts: nn.ModuleList) -> bool:
     """Whether modules have the same parameters by name and shape."""
-    shapes = [[(name, tuple(one.shape)) for name, one in expert.named_parameters()] for expert in experts]
+    shapes = [[(name, tuple(parameter.shape)) for name, parameter in expert.named_parameters()] for expert in experts]
     return bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
 
 
 def _unlike(module: nn.Module) -> str:
-    """Why a module with stacked experts is not called as routed ones are."""
-    taken = inspect.signature(module.forward).parameters.values()
-    positional = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
-    needed = [one for one in positional if one.default is one.empty]
-    if len(needed) <= 3 <= len(positional):
+    """Explain why stacked experts are not called with hidden states, indices and weights; empty if they are."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    positional = [argument for argument in arguments if argument.kind is argument.POSITIONAL_OR_KEYWORD]
+    required = [argument for argument in positional if argument.default is argument.empty]
+    if len(required) <= 3 <= len(positional):
         return ""
-    names = ", ".join(one.name for one in needed)
+    names = ", ".join(argument.name for argument in required)
     return f"{type(module).__name__} takes ({names}), not hidden states, chosen experts and their weights, {NOT_SPREAD}"

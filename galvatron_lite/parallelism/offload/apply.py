@@ -1,9 +1,14 @@
-"""Activations in host memory: what a layer keeps for backward goes down beside forward, and comes up before its use.
+"""Offload: activations between forward and backward, and optimizer states, in host memory.
 
-What autograd saves while a layer's forward runs is copied to page-locked host memory on a stream of its own, storage by
-storage, so that views of one tensor travel once. In backward the first use of a layer's tensors brings up all of them,
-and those of the layer before it beside the layer's own compute. Weights stay: they are on the device anyway. Without an
-accelerator host and device are the same memory; what is done is the same, at once.
+Activations: tensors that autograd saves in a layer's forward are copied to page-locked host memory on a separate
+stream, storage by storage, so that views of one tensor are copied once. In backward the first use of a layer's tensors
+copies all of them back, and those of the layer before it during the layer's compute. Weights stay on the device.
+
+Optimizer states: the optimizer updates a copy of the rank's parameters in host memory. Once a step reduced gradients
+are copied to the host, and updated values are copied back. The device keeps its parameters, and gradients until the end
+of the step.
+
+Without an accelerator, host and device are the same memory; the same copies run synchronously.
 """
 
 from __future__ import annotations
@@ -22,26 +27,20 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 
-# Optimizer states in host memory: the optimizer updates a copy of what the device holds, on the host.
-#
-# Once a step the reduced gradients go down, and the updated values come up. The device keeps its parameters and, until
-# the step ends, its gradients. On a machine without an accelerator host and device are the same memory; what is done is
-# the same.
-
 
 def local_of_rank(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return the part of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(slots=True)
 class HostCopy:
-    """A parameter's copy in host memory, over which the optimizer runs."""
+    """The copy of a parameter in host memory, which the optimizer updates."""
 
     source: nn.Parameter  # the parameter on the device; a DTensor under ZeRO
-    copy: nn.Parameter = field(init=False)  # of what this rank holds of it; page-locked beside an accelerator
-    buffer: Tensor | None = None  # where its gradient arrives; made for the first one
-    # of the gradient when it was brought down, so that what was done to it since can be told; there, and on the device
+    copy: nn.Parameter = field(init=False)  # of its part on this rank; page-locked with an accelerator
+    buffer: Tensor | None = None  # of the copied gradient, from the first one on
+    # versions of the gradients on the host and on the device when they were equal, to detect later changes
     version: int = -1
     lowered: tuple[int, int] = (0, -1)
 
@@ -51,17 +50,17 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self) -> None:
-        """The device's values are the right ones: copy them down."""
+        """Copy values from the device to the host."""
         self.copy.copy_(local_of_rank(self.source.detach()))
 
     @torch.no_grad()
     def lift(self) -> None:
-        """Copy updated values up; the host does not wait for it."""
+        """Start copying updated values to the device; the host does not wait."""
         local_of_rank(self.source.detach()).copy_(self.copy, non_blocking=True)
 
     @torch.no_grad()
     def lower(self) -> None:
-        """Start copying the reduced gradient down, on the current stream; ``noted`` once it has arrived."""
+        """Start copying the reduced gradient to the host, on the current stream; call ``noted`` when it arrived."""
         if self.source.grad is None:
             self.copy.grad = None
             return
@@ -71,7 +70,7 @@ class HostCopy:
         self.copy.grad = self.buffer
 
     def noted(self) -> None:
-        """Both gradients are equal now."""
+        """Record that both gradients are equal now."""
         self.version = -1 if self.copy.grad is None else self.copy.grad._version
         self.lowered = self._state_of_gradient()
 
@@ -80,10 +79,10 @@ class HostCopy:
         return (0, -1) if gradient is None else (id(gradient), gradient._version)
 
     def lower_again(self) -> None:
-        """What was done to the device's gradient since it came down holds on the host, too.
+        """Copy the device's gradient again if it changed since it was copied.
 
         Raises:
-            InputError: the host's was changed as well.
+            InputError: the gradient on the host changed too.
         """
         if self.version < 0 or self.lowered == self._state_of_gradient():
             return
@@ -95,7 +94,7 @@ class HostCopy:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """What was done to the host's gradient since it came down (zeroed, changed) holds on the device, too."""
+        """Copy the host's gradient to the device if it changed (or was zeroed) since it was copied."""
         if self.version < 0:
             return
         if self.copy.grad is None:
@@ -106,94 +105,93 @@ class HostCopy:
 
 
 class Lowering:
-    """Brings a rank's gradients down: those that nobody adds to any more beside backward, the others behind it.
+    """Copies a rank's gradients to the host: final gradients during backward, the others after it.
 
     Args:
-        copies: in host memory.
-        final: those whose gradients are whole as soon as autograd (or FSDP) has made them.
-        is_last: whether a backward pass is the last of a step.
+        copies: of the rank's parameters.
+        final: the copies whose gradients are final when autograd (or FSDP) has computed them.
+        is_last: returns whether a backward pass is the last of a step.
 
     Attributes:
-        late: parameters whose gradients are summed once more behind backward.
+        late: parameters whose gradients are summed again after backward.
     """
 
     def __init__(self, copies: Sequence[HostCopy], final: Sequence[HostCopy], is_last: Callable[[], bool]) -> None:
         self._copies, self._is_last = copies, is_last
         self.late: frozenset[nn.Parameter] = frozenset()
-        self._under_way: set[int] = set()
+        self._in_flight: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
-        for one in final:
-            one.source.register_post_accumulate_grad_hook(partial(self._early, one))  # type: ignore[no-untyped-call]
+        for copy in final:
+            copy.source.register_post_accumulate_grad_hook(partial(self._early, copy))  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Bring down what is left, and wait until all have arrived."""
+        """Copy the remaining gradients, and wait for all copies."""
         for copy in self._copies:
-            if id(copy) not in self._under_way:
+            if id(copy) not in self._in_flight:
                 self._lower(copy)
-        self._under_way.clear()
+        self._in_flight.clear()
         if self._stream is not None:
             self._stream.synchronize()
         for copy in self._copies:
             copy.noted()
 
-    def _early(self, one: HostCopy, _parameter: Tensor) -> None:
-        if self._is_last() and one.source not in self.late:
-            self._under_way.add(id(one))
-            self._lower(one)
+    def _early(self, copy: HostCopy, _parameter: Tensor) -> None:
+        if self._is_last() and copy.source not in self.late:
+            self._in_flight.add(id(copy))
+            self._lower(copy)
 
-    def _lower(self, one: HostCopy) -> None:
-        """On a stream of its own, which follows the one that made the gradient (under FSDP that of its reductions)."""
-        device = one.source.device
+    def _lower(self, copy: HostCopy) -> None:
+        """Copy on a separate stream, after the stream that computed the gradient (under FSDP, that of reductions)."""
+        device = copy.source.device
         if device.type != "cuda":
-            one.lower()
+            copy.lower()
             return
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            one.lower()
-        if one.source.grad is not None:
-            local_of_rank(one.source.grad).record_stream(self._stream)
+            copy.lower()
+        if copy.source.grad is not None:
+            local_of_rank(copy.source.grad).record_stream(self._stream)
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Room for a tensor in host memory, page-locked beside an accelerator."""
+    """Allocate host memory for a tensor, page-locked with an accelerator."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 Forward = Callable[..., Any]
 _SAME_VALUES = ("ToCopy", "TBackward", "Transpose", "Permute", "View", "UnsafeView", "Reshape", "Alias", "Unsqueeze")
-"""How the names of autograd's nodes begin that cast or turn a tensor."""
+"""Prefixes of the names of autograd nodes that cast or transpose a tensor."""
 SMALLEST = 1024
-"""Bytes of a storage below which a copy is not worth its start."""
+"""Bytes below which a storage is not copied."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class HostStorage:
-    """A storage that waits on the host."""
+    """A storage on the host."""
 
-    host: Tensor  # its bytes there
-    device: torch.device  # where it came from, and is brought back to
-    back: Tensor | None = None  # its bytes on the device again
-    arrived: torch.cuda.Event | None = None  # when they are there; None without an accelerator
+    host: Tensor  # its bytes
+    device: torch.device  # that it was copied from, and is copied back to
+    back: Tensor | None = None  # its bytes on the device, when copied back
+    arrived: torch.cuda.Event | None = None  # of the copy back; None without an accelerator
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """What one pass through a layer keeps."""
+class SavedStorages:
+    """The storages that a pass through a layer saves."""
 
-    before: Kept | None  # the pass before it; brought up next in backward
-    weights: frozenset[int]  # places of storages that stay on the device
-    # by place, bytes, version and part (``_part``) of their storages; the graph holds them
+    before: SavedStorages | None  # of the pass before, which backward reads next
+    weights: frozenset[int]  # ids of storages that stay on the device
+    # by id, bytes, version and part (``_part``) of the storage on the device; the autograd graph keeps them alive
     items: WeakValueDictionary[tuple[int, int, int, int], HostStorage] = field(default_factory=WeakValueDictionary)
-    # the tensors themselves while forward runs, so that no place is used twice
-    alive: list[Tensor] = field(default_factory=list)
+    alive: list[Tensor] = field(default_factory=list)  # the tensors during forward, so that no id is used twice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OffloadedTensor:
     """A tensor that autograd saved: a view of a storage on the host."""
 
-    kept: Kept
+    saved: SavedStorages
     item: HostStorage
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -202,48 +200,47 @@ class OffloadedTensor:
 
 
 class ActivationOffloader:
-    """Carries what a model's layers keep; one for all layers of a rank.
+    """Copies saved activations of all layers of a rank.
 
     Attributes:
-        bytes_down: copied so far.
+        bytes_down: copied to the host so far.
     """
 
     def __init__(self) -> None:
         self.bytes_down = 0
-        self._last: Kept | None = None
+        self._last: SavedStorages | None = None
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     def carrying(self, module: nn.Module) -> Forward:
-        """The module's forward, whose saved tensors wait on the host."""
+        """Return the module's forward, with saved tensors on the host."""
         forward = module.forward
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            kept = self._last = Kept(self._last, _places(module))
-            with torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, kept), self._unpack):
+            saved = self._last = SavedStorages(self._last, _storage_ids(module))
+            with torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, saved), self._unpack):
                 output = forward(*args, **kwargs)
-            kept.alive.clear()
+            saved.alive.clear()
             return output
 
         return run
 
-    def _pack(self, kept: Kept, tensor: Tensor) -> Tensor | OffloadedTensor:
+    def _pack(self, saved: SavedStorages, tensor: Tensor) -> Tensor | OffloadedTensor:
         storage = tensor.untyped_storage()
-        # a tensor of a dry run has no data, and travels all the same
+        # tensors of dry runs have no data, but are copied too
         strided = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided
-        # an activation of some size is worth it
-        if not strided or storage.nbytes() < SMALLEST or id(storage) in kept.weights or _is_weight(tensor):
+        if not strided or storage.nbytes() < SMALLEST or id(storage) in saved.weights or _is_weight(tensor):
             return tensor
-        place = (id(storage), storage.nbytes(), tensor._version, _part(tensor))
-        item = kept.items.get(place)
+        key = (id(storage), storage.nbytes(), tensor._version, _part(tensor))
+        item = saved.items.get(key)
         if item is None:
             item = self._down(_bytes_of(tensor))
-            kept.items[place] = item
-            kept.alive.append(tensor)
+            saved.items[key] = item
+            saved.alive.append(tensor)
         return OffloadedTensor(
-            kept, item, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+            saved, item, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
     def _down(self, data: Tensor) -> HostStorage:
@@ -261,25 +258,24 @@ class ActivationOffloader:
     def _unpack(self, saved: Tensor | OffloadedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self._bring(saved.kept)
-        if saved.kept.before is not None:
-            self._bring(saved.kept.before)
-            saved.kept.before = None
+        self._fetch(saved.saved)
+        if saved.saved.before is not None:
+            self._fetch(saved.saved.before)
+            saved.saved.before = None
         item = saved.item
-        assert item.back is not None  # brought just now, or before
+        assert item.back is not None  # fetched now or before
         if item.arrived is not None:
             torch.cuda.current_stream(item.device).wait_event(item.arrived)
             item.back.record_stream(torch.cuda.current_stream(item.device))
-        plain = item.back.view(saved.dtype)
-        return torch.as_strided(plain, saved.shape, saved.stride, saved.offset)
+        return torch.as_strided(item.back.view(saved.dtype), saved.shape, saved.stride, saved.offset)
 
-    def _bring(self, kept: Kept) -> None:
-        """Start bringing up what a pass kept, unless that was done."""
-        for item in reversed(list(kept.items.values())):
+    def _fetch(self, saved: SavedStorages) -> None:
+        """Start copying the storages of a pass back, unless that was done."""
+        for item in reversed(list(saved.items.values())):
             if item.back is None:
                 self._up(item)
-        kept.items.clear()
-        if self._last is kept:
+        saved.items.clear()
+        if self._last is saved:
             self._last = None
 
     def _up(self, item: HostStorage) -> None:
@@ -304,22 +300,26 @@ def offload_activations(module: nn.Module, offloader: ActivationOffloader) -> No
     module.forward = offloader.carrying(module)
 
 
-def _places(module: nn.Module) -> frozenset[int]:
-    """Storages of the module's own tensors as they are now: torch keeps one Python object for a storage as long as it
-    lives. (Pointers to data would do; tensors without data, of dry runs, have none.)"""
-    return frozenset(id(one.untyped_storage()) for one in [*module.parameters(), *module.buffers()])
+def _storage_ids(module: nn.Module) -> frozenset[int]:
+    """The ids of the current storages of a module's parameters and buffers.
+
+    A storage has one Python object as long as it lives. Pointers to data would not do: tensors of dry runs have none.
+    """
+    return frozenset(id(tensor.untyped_storage()) for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _part(tensor: Tensor) -> int:
-    """Which part of a storage counts its versions by itself; -1: all of it. Gates of a recurrent cell are pieces of one
-    storage (``unsafe_chunk``) that are written to one after another, each with a version of its own."""
+    """The offset of a part of a storage that has a version of its own; -1: the storage has one version.
+
+    Gates of a recurrent cell are parts of one storage (``unsafe_chunk``) that are written one after another.
+    """
     base = tensor._base if tensor._base is not None else tensor
-    apart = base.numel() * base.element_size() < base.untyped_storage().nbytes()
-    return int(base.storage_offset()) if apart else -1
+    is_part = base.numel() * base.element_size() < base.untyped_storage().nbytes()
+    return int(base.storage_offset()) if is_part else -1
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is made of one parameter alone (cast, transposed), which is there again in every pass."""
+    """Whether a tensor is a cast or transposed parameter, which each pass computes again anyway."""
     node = tensor.grad_fn
     while node is not None and node.name().startswith(_SAME_VALUES) and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
@@ -328,6 +328,6 @@ def _is_weight(tensor: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
-    if isinstance(tensor, FakeTensor):  # its storage cannot be given to another tensor
+    if isinstance(tensor, FakeTensor):  # other tensors cannot use its storage
         return tensor.new_empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

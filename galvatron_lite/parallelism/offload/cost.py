@@ -1,17 +1,17 @@
-"""Offload: optimizer states, or activations between the passes, wait in host memory.
+"""Offload: optimizer states, or activations between forward and backward, are in host memory.
 
-States (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, sections 4 and 5): the host keeps the optimizer's states of
-what the device owns and updates them. Once a step the reduced gradients of those items go down, beside the last
-backward that makes them, and the updated parameters come up, tile by tile beside the update of later tiles (section
-5.1), so that the longer of update and copy counts. Parameters and gradients stay on the device; the update, a pass
-over the states, is bound by the host's memory (its CPU-Adam reaches what that bandwidth allows, section 5.1).
+States (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, sections 4 and 5): the host keeps and updates the optimizer
+states of the device's shard. Once a step the reduced gradients are copied to the host during the last backward, and the
+updated parameters are copied back, tile by tile during the update of later tiles (section 5.1), so that the longer of
+update and copy counts. Parameters and gradients stay on the device. The bandwidth of host memory bounds the update, a
+pass over the states (section 5.1: CPU-Adam reaches this bound).
 
 Activations (vDNN, Rhu et al. 2016, arXiv:1602.08124; torchtune's and Megatron-Core's CPU offloading): what a layer
-keeps goes down beside forward and comes up beside backward of the layer after it; copy engines carry it, so compute is
-not slowed, and only what takes longer than the layer's own compute counts.
+saves is copied to the host during its forward, and back during the backward of the next layer. Copy engines do not slow
+down compute, so only the time beyond the layer's compute counts.
 
-Links to the host are full duplex and each device has its own; devices of a node share the host's memory bandwidth,
-of which a device has an even part (``Device.host_memory_bandwidth``).
+Each device has a full-duplex link to its host. Devices of a node share the bandwidth of host memory evenly
+(``Device.host_memory_bandwidth``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from galvatron_lite.parallelism.base import (
     DimensionContext,
     LayerWork,
     StrategyField,
-    shared,
-    sliced,
+    sample_degree,
+    slice_degree,
 )
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -73,56 +73,61 @@ class OffloadDimension(Dimension):
         return set() if strategy.offload is Offload.NONE else {f"offload of {strategy.offload.value}"}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
-        """Nothing, states, activations or both; no states where there are no parameters, no activations where a layer
-        keeps none."""
-        states, kept = kind.trainable > 0, any(size.total for size in kind.kept.values())
-        wanted = {Offload.NONE: True, Offload.STATES: states, Offload.ACTIVATIONS: kept, Offload.ALL: states and kept}
-        return [{"offload": choice} for choice, there in wanted.items() if there]
+        """None, states (of a layer with parameters), activations (of a layer that saves some), or both."""
+        states, saved = kind.trainable > 0, any(size.total for size in kind.kept.values())
+        legal = {
+            Offload.NONE: True,
+            Offload.STATES: states,
+            Offload.ACTIVATIONS: saved,
+            Offload.ALL: states and saved,
+        }
+        return [{"offload": choice} for choice, is_legal in legal.items() if is_legal]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
-        """Sensible: only what no other device of the stage holds a copy of, for sharing copies out (ZeRO over all
-        ranks, sequence parallelism) saves as much over quicker links. Not beside spatial or channel parallelism, which
-        a layer takes to share out what would go to the host."""
+        """Sensible: only what has no copy on another device of the stage.
+
+        To shard copies (ZeRO over all ranks, sequence parallelism) saves as much memory over faster links. Spatial and
+        channel parallelism shard the activations of a layer already.
+        """
         offload = chosen["offload"]
         if room.node is None or offload is Offload.NONE:
             return True
-        if sliced(chosen) * shared(chosen) > chosen["tensor"] * chosen["context"]:
+        if slice_degree(chosen) * sample_degree(chosen) > chosen["tensor"] * chosen["context"]:
             return False
-        sharded = chosen["data"] == 1 and (chosen["context"] == 1 or chosen["zero_stage"] > 0)
-        single = chosen["tensor"] == 1 or chosen["sequence_parallel"]
-        states, kept = offload is not Offload.ACTIVATIONS, offload is not Offload.STATES
-        return (sharded or not states) and (single or not kept)
+        states_sharded = chosen["data"] == 1 and (chosen["context"] == 1 or chosen["zero_stage"] > 0)
+        activations_sharded = chosen["tensor"] == 1 or chosen["sequence_parallel"]
+        return (states_sharded or offload is Offload.ACTIVATIONS) and (activations_sharded or offload is Offload.STATES)
 
     def runs_on(self, device: Device, kind: LayerKind, strategy: Either) -> Flag:  # noqa: ARG002
-        """Where the device's link to its host is known."""
+        """Devices with a link to the host of known bandwidth."""
         return is_option(strategy.offload, Offload.NONE) | (device.host_bandwidth > 0)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
-        """Marks what lies in host memory; must run last, when it is known what the device owns."""
+        """States or activations in host memory; must run last, when the device's shard of the states is final."""
         states = where(strategy.offloads_states, work.state_items, 0.0)
         return replace(work, host_items=states, host_kept=where(strategy.offloads_activations, 1.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class HostTraffic:
-    """Seconds of one layer's copies to and from the host, and of the update there; arrays for many strategies."""
+    """Seconds that copies to and from the host, and the update there, add to a layer; arrays for many strategies."""
 
-    forward: Real  # forward, backward: a micro-batch, beyond the layer's own compute, which they run beside
-    backward: Real
-    step: Real  # once a step beyond the last backward
-    update: Real  # once a step
+    forward: Real  # a micro-batch, beyond the layer's forward compute
+    backward: Real  # a micro-batch, beyond the layer's backward compute
+    step: Real  # a step, beyond the last backward
+    update: Real  # a step
 
 
 def host_traffic(
     device: Device, work: LayerWork, seconds: tuple[Real, Real], kept: Real, item: HostItem
 ) -> HostTraffic:
-    """What offloading adds to a layer's seconds; zeros where nothing is offloaded.
+    """Compute what offloading adds to the seconds of a layer; zeros if nothing is offloaded.
 
     Args:
-        device: with its link to the host (``host_bandwidth`` > 0).
+        device: the type of device, with a link to the host (``host_bandwidth`` > 0).
         work: of the layer.
-        seconds: its compute in forward and in backward (with what is computed again).
-        kept: bytes it keeps between the passes.
+        seconds: the layer's compute in forward and in backward (with recomputation).
+        kept: bytes that the layer saves from forward to backward.
         item: bytes of one parameter item.
     """
     forward, backward = seconds
@@ -139,7 +144,7 @@ def host_traffic(
 
 
 REACHED = 0.45
-"""Share of host memory's bandwidth that an update reaches: ZeRO-Offload's CPU-Adam takes 0.25 s for a billion fp32
+"""Share of the bandwidth of host memory that an update reaches: ZeRO-Offload's CPU-Adam takes 0.25 s for a billion fp32
 items (28 bytes each) on a DGX-2 (2 x 6 DDR4-2666: 256 GB/s; table 4)."""
 
 
@@ -147,12 +152,11 @@ items (28 bytes each) on a DGX-2 (2 x 6 DDR4-2666: 256 GB/s; table 4)."""
 class HostItem:
     """Bytes of one parameter item."""
 
-    gradient: int  # that goes down
-    parameter: int  # that comes up
+    gradient: int  # copied to the host
+    parameter: int  # copied to the device
     state: int  # of the optimizer, at rest
 
     @property
     def updated(self) -> int:
-        """Bytes that pass through host memory in an update: states are read and written, the gradient read, the
-        parameter written."""
+        """Bytes that an update reads (states, gradient) and writes (states, parameter) in host memory."""
         return 2 * self.state + self.gradient + self.parameter

@@ -1,6 +1,6 @@
-"""Pipeline parallelism: stages send the boundary tensor forward and its gradient back.
+"""Costs of pipeline parallelism: stages send the boundary tensor forward and its gradient back.
 
-Not a choice of a single layer, so no ``Dimension``; ``cost`` and ``search`` use these functions instead.
+A pipeline is no choice of a single layer, hence no ``Dimension``; ``cost`` and ``search`` call these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "pipeline"
 
 
 def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
-    """Bytes of the boundary tensor that one device of the sending stage holds, for one micro-batch.
+    """Return the bytes of the boundary tensor on one device of the sending stage, for one micro-batch.
 
     Args:
         output_bytes: bytes per sample of the last layer's output.
@@ -30,27 +30,29 @@ def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
 
 
 def transfer(size: int, stage_devices: int, stride: int | None = None) -> Communication:
-    """One device's send to the device of equal place in another stage, while all its neighbours do the same.
+    """Return the send of a device to its counterpart in another stage, while all devices of the stage do the same.
 
     Args:
         size: bytes.
         stage_devices: devices of one stage.
-        stride: ranks between the two, see ``stride_between``; None: neighbouring groups.
+        stride: difference of the two ranks, see ``stride_between``; None: neighbouring groups of devices.
     """
     group = RankGroup(2, stride or stage_devices, stage_devices)
     return Communication(Collective.SEND_RECV, size, group, Moment.FORWARD, overlaps=False, cause=NAME)
 
 
 def stride_between(first: int, second: int, stage_devices: int, node_devices: int) -> int:
-    """The stride that says which links lie between two groups of devices: at least a node where they are in two."""
+    """Return a stride with the links between two groups of devices: a node or more if they are in different nodes."""
     nodes = [group * stage_devices // node_devices for group in (first, second)]
     return stage_devices if nodes[0] == nodes[1] else max(stage_devices, node_devices)
 
 
 def fills(schedule: Schedule, held: int, microbatches: int) -> bool:
-    """Whether a group of one stage holds so many micro-batches only before its first backward, which makes gradients of
-    weights: all of a step, of several (GPipe; 1F1B where as many stages follow). Zero-bubble: the pass that comes first
-    makes none, but leaves memory for the one that does.
+    """Whether a group of one stage holds ``held`` micro-batches only before its first backward.
+
+    It does if these are all of several micro-batches of a step (GPipe; 1F1B with as many stages after it). That
+    backward computes gradients of weights; the first backward of zero-bubble schedules does not, but leaves memory for
+    the pass that does.
     """
     return schedule.simple and held == microbatches > 1
 
@@ -62,35 +64,35 @@ def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches
 
 
 def buffer_bytes(left: Whole, right: Whole, microbatches: int, schedule: Schedule, *, counted: bool = True) -> Whole:
-    """Bytes of send and receive buffers of one stage, beyond what its layers keep.
+    """Return the bytes of send and receive buffers of a stage, beyond what its layers save.
 
-    Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in
-    the first stage). Going out: one activation under way and one gradient received (``right``, 0 in the last). The
-    inputs of micro-batches in flight are part of what the first layer keeps. With one micro-batch a step nothing comes
-    ahead: what was sent on is there until the step ends, and the gradient received as long as the backward pass (where
-    that is split, it is among what passes of weights wait with). None where the profile counts no buffers.
+    From the stage before: an activation received ahead of its pass and a gradient in flight back (``left`` bytes each,
+    0 in the first stage). To the next stage: an activation in flight and a gradient received (``right`` bytes each, 0
+    in the last stage). The first layer saves the inputs of micro-batches in flight. With one micro-batch a step nothing
+    is received ahead; the activation sent lives until the step ends, and the gradient received as long as backward (if
+    that is split, it is part of what passes of weights hold). 0 if the profile does not count buffers.
     """
     ahead, behind = held_messages(microbatches, schedule)
     return (left * ahead + right * behind) * counted
 
 
 def held_messages(microbatches: int, schedule: Schedule) -> tuple[int, int]:
-    """Messages over the boundaries before and behind a stage that ``buffer_bytes`` counts."""
+    """Return how many messages before and after a stage ``buffer_bytes`` counts."""
     return (2, 2) if microbatches > 1 else (0, 1 if schedule.splits_backward else 2)
 
 
 def weight_seconds(forward: Real, backward: Real) -> Real:
-    """Seconds of the gradients of weights of a layer, from its compute (``backward`` without recomputation).
+    """Return the seconds of a layer's gradients of weights, from its compute (``backward`` without recomputation).
 
-    Every matmul with weights runs once in forward and twice in backward, all else about as long in both, so the
-    weights' share is what backward takes longer (Qi et al. 2023, table 5: within 5 % of their measurements).
+    A matmul with weights runs once in forward and twice in backward, and other operators take as long in both, so the
+    gradients of weights take the time by which backward is longer (Qi et al. 2023, table 5: within 5 % of
+    measurements).
     """
     return least(largest(backward - forward, 0.0), forward)
 
 
 def weight_products(kind: LayerKind) -> int:
-    """How many products with weights a layer makes whose gradients a zero-bubble schedule leaves to a pass of their
-    own."""
+    """Count the products with weights whose gradients zero-bubble schedules compute in a separate pass."""
     return sum(
         operator.count
         for operator in kind.operators

@@ -1,9 +1,8 @@
-"""Backward in two passes: matmuls and convolutions give the gradient of their input at once, that of weights later.
+"""Backward in two passes: matmuls and convolutions compute the gradient of their input at once, that of weights later.
 
-What a layer multiplies with a parameter of its own, or with one that is cast or transposed, runs through functions
-whose backward keeps what the parameter's gradient is made from (Qi et al. 2023, section 2.1); so do the experts of a
-mixture. The gradients of all else (norms, biases, embeddings, parameters that are changed before they are used) are
-made in the first pass.
+Products with a parameter, or with a cast or transposed parameter, run as functions whose backward keeps the operands of
+the parameter's gradient (Qi et al. 2023, section 2.1); so do experts of a mixture. Other gradients (of norms, biases,
+embeddings, and parameters that other operators change before use) are computed in the first pass.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from torch.overrides import TorchFunctionMode
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
 
 Later = Callable[[], None]
-"""Makes the gradient of a parameter, and adds it to what the parameter has."""
+"""Computes the gradient of a parameter and accumulates it."""
 _FAKE = ("torch._subclasses.fake_tensor", "FakeTensor")
 
 
 class Deferral:
-    """The gradients that a stage's backward passes leave to be made."""
+    """The gradients that backward passes of a stage deferred."""
 
     def __init__(self) -> None:
         self._tasks: list[Later] = []
 
     def add(self, task: Later) -> None:
-        """Leave a gradient to be made."""
+        """Defer a gradient."""
         self._tasks.append(task)
 
     def take(self) -> list[Later]:
-        """All that was left since the last call, in order."""
+        """Return and remove all deferred gradients, in order."""
         tasks, self._tasks = self._tasks, []
         return tasks
 
 
 def defer_weights(module: nn.Module, deferral: Deferral) -> None:
-    """Make a module's backward leave the gradients of its weights, in place. Recomputation must be applied after."""
+    """Make a module's backward defer the gradients of its weights, in place. Apply recomputation after this."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -57,7 +56,7 @@ def defer_weights(module: nn.Module, deferral: Deferral) -> None:
 
 
 class _Deferring(TorchFunctionMode):
-    """Takes products with parameters to functions that defer."""
+    """Replaces products with parameters by functions that defer gradients."""
 
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class _Deferring(TorchFunctionMode):
         if product is None or operands is None or not _is_trained(operands.weight):
             return func(*args, **kwargs)
         if isinstance(operands.input, ShardedTensor):
-            with self:  # the product of this rank's tokens, which the tensor's rules call, comes here again
+            with self:  # the tensor's rules call the product of local tokens, which comes here again
                 return type(operands.input).__torch_function__(func, types, args, kwargs)
         plain = all(_is_plain(tensor) for tensor in (operands.input, operands.bias) if tensor is not None)
         if not plain or operands.input is operands.weight:
@@ -84,7 +83,7 @@ class _Deferring(TorchFunctionMode):
 
 
 def _is_trained(weight: Tensor) -> bool:
-    """Whether a weight is a parameter, or a copy of one whose gradient autograd can pass on in a pass of its own."""
+    """Whether a weight is a parameter, or a cast or transposed one through which a separate backward can run."""
     if not _is_plain(weight) or not weight.requires_grad:
         return False
     node = weight.grad_fn
@@ -94,11 +93,11 @@ def _is_trained(weight: Tensor) -> bool:
 
 
 _PASSING = frozenset({"ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0"})
-"""Steps from a parameter to a weight that keep no tensors, so that several passes can go through them."""
+"""Autograd nodes that save no tensors, so that several backward passes can run through them."""
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what it shows, not a wrapper of shares; those of dry runs lack nothing but data."""
+    """Whether a tensor is no wrapper of shards. Tensors of dry runs are plain."""
     kind = type(tensor)
     return kind in (Tensor, nn.Parameter) or (kind.__module__, kind.__name__) == _FAKE
 
@@ -110,20 +109,19 @@ class Operands:
     input: Tensor
     weight: Tensor
     bias: Tensor | None = None
-    # of a convolution: stride, padding, dilation, groups; of a product of groups: where each ends
-    options: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = ()  # of a convolution: stride, padding, dilation, groups; of groups: their ends
 
 
 @dataclass(frozen=True, slots=True)
 class _Matmul:
-    """``input @ weight``, or with the weight's transpose (``linear``); batched where the weight is."""
+    """``input @ weight``, or with the weight's transpose (``linear``); batched if the weight is."""
 
     autocasts: ClassVar = True
     signature: tuple[str, ...] = ("input", "weight")  # its arguments in order
     transposed: bool = False  # whether the weight is [outputs, inputs]
 
     def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
-        """None where it is called in a way that is left alone."""
+        """The operands of a call; None if the call is not replaced."""
         named: dict[str, Any] = {**dict(zip(self.signature, args, strict=False)), **kwargs}
         value, weight = named.get("input"), named.get("weight")
         if len(args) > len(self.signature) or set(named) - set(self.signature):
@@ -154,19 +152,19 @@ class _Matmul:
 
 @dataclass(frozen=True, slots=True)
 class _GroupedMatmul:
-    """``input [rows, inner] @ weight [groups, inner, outputs]``: each group of rows by a weight of its own."""
+    """``input [rows, inner] @ weight [groups, inner, outputs]``: each group of rows with its weight."""
 
     autocasts: ClassVar = False
 
     def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
-        """None where it is called in a way that is left alone."""
+        """The operands of a call; None if the call is not replaced."""
         names = ("input", "weight", "offs", "bias", "out_dtype")
         named: dict[str, Any] = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
         value, weight, ends = named["input"], named["weight"], named["offs"]
         plain = set(named) == set(names) and named["bias"] is None and named["out_dtype"] is None
         if not plain or ends is None or (value.dim(), weight.dim()) != (2, 3):
             return None
-        # of a transposed weight the gradient is made transposed too, in the parameter's layout
+        # the gradient of a transposed weight is computed transposed, in the parameter's layout
         return Operands(value, weight, None, (ends, weight.stride(-2) == 1))
 
     def forward(self, operands: Operands) -> Tensor:
@@ -227,7 +225,7 @@ _PRODUCTS: dict[Callable[..., Any], _Kernels] = {
 
 @dataclass(frozen=True, slots=True)
 class _WeightGradient:
-    """Where the gradient of a product's weight comes from and goes to, without the weight's data."""
+    """Computes the gradient of a product's weight, without the weight's data."""
 
     product: _Kernels
     edge: GradientEdge
@@ -236,14 +234,14 @@ class _WeightGradient:
     options: tuple[Any, ...]
 
     def make(self, value: Tensor, gradient: Tensor) -> None:
-        """Make it as backward would: hooks behind it run."""
+        """Compute and accumulate it as backward would, with hooks."""
         with torch.no_grad():
             computed = self.product.weight_gradient(value, gradient, self.shape, self.options).to(self.dtype)
         torch.autograd.backward(self.edge, computed)
 
 
 class _Product(torch.autograd.Function):
-    """A product whose backward leaves the gradient of the weight to be made later."""
+    """A product whose backward defers the gradient of the weight."""
 
     @staticmethod
     def forward(
@@ -254,11 +252,11 @@ class _Product(torch.autograd.Function):
         device = value.device.type
         if torch.is_autocast_enabled(device) and later.product.autocasts:
             value = value.to(torch.get_autocast_dtype(device))
-        # the parameter itself, as what recomputation saves is cut off from it; a copy of it is computed again
+        # a parameter is not saved for backward, where recomputation would detach it; a cast of it is, and is recomputed
         ctx.parameter = weight if isinstance(weight, nn.Parameter) else None
         ctx.save_for_backward(value, None if isinstance(weight, nn.Parameter) else weight)
         result = later.product.forward(Operands(value, weight, bias, later.options))
-        # a view made in here could not be written to by the layer's code
+        # the layer's code could not write to a view
         return result if result._base is None else result.detach()
 
     @staticmethod

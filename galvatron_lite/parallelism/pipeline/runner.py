@@ -1,10 +1,9 @@
-"""Runs the stages of one rank in the order of the table; activations and gradients on their way between stages.
+"""Run the stages of a rank in the order of the table, and send activations and gradients between stages.
 
-Why not the schedules of ``torch.distributed.pipelining`` (read in torch 2.13): they keep a receive buffer for every
-micro-batch of the step instead of those in flight, so 1F1B loses its memory bound; they learn shapes by running the
-first micro-batch forward and backward once more, through the hooks that count micro-batches and reduce gradients; they
-refuse 1F1B with fewer micro-batches than stages; and they split a batch only where it is made of tensors of equal rows.
-The order of work is theirs.
+The schedules of ``torch.distributed.pipelining`` (as of torch 2.13) have the same order of passes, but: they keep a
+receive buffer for each micro-batch of the step instead of those in flight, so 1F1B loses its memory bound; they learn
+shapes by an additional forward and backward of the first micro-batch, through hooks that count micro-batches and reduce
+gradients; they refuse 1F1B with fewer micro-batches than stages; and they only split batches of tensors of equal rows.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.sharded.tensor import locals_only
 
 Value = Any
-"""What a layer returns: a tensor, or a tuple, list or mapping of tensors and plain values."""
+"""Output of a layer: a tensor, or a tuple, list or mapping of tensors and plain values."""
 Template = tuple[Value, Any]
-"""What the receiver must know of a value: itself with tensors on the meta device, and what its sender adds."""
+"""A value with its tensors on the meta device, and a header of its sender."""
 
 
 _PURPOSES = {
@@ -42,24 +41,24 @@ _PURPOSES = {
     (Pass.BACKWARD, True): "pipeline back",
 }
 PipelineGroups = Mapping[tuple[Pass, bool], dist.ProcessGroup]
-"""Ranks with the same place in every group of devices, in their order, by pass and whether it goes to a later group.
+"""Process groups of the ranks with the same index in all groups of devices, by pass and whether it goes to a later
+group.
 
-Each has a group of processes: with NCCL the transfers between two ranks of one group run in order, and a send that
-waits for its receiver must not hold back the opposite direction, or what goes back to an earlier group of devices to be
-passed forward there.
+NCCL runs the transfers between two ranks of a process group in order, and a send that waits for its receiver must not
+block the opposite direction, nor forward passes to an earlier group of devices.
 """
 
 
 def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: bool = False) -> PipelineGroups:
-    """Make the groups of this rank. Every rank of the world calls this at the same time.
+    """Create the groups of this rank. All ranks of the world must call this together.
 
     Args:
-        stages: groups of devices; divides the world size. Number s holds the consecutive ranks [s*n, (s+1)*n).
-        groups: makes them.
+        stages: groups of devices; divides the world size. Group s has the consecutive ranks [s*n, (s+1)*n).
+        groups: creates process groups.
         turns: whether stages go round the groups of devices more than once.
 
     Raises:
-        LaunchError: they do not divide the world.
+        LaunchError: the world size is not divisible.
     """
     chains = place_groups(range(stages), stages)
     groups = ProcessGroups() if groups is None else groups
@@ -71,18 +70,18 @@ def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: 
 
 
 def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
-    """For every place in a stage: the world ranks with that place in the chosen stages."""
+    """Return, for each index in a stage, the world ranks with that index in the chosen stages."""
     width = dist.get_world_size() // stages
     return [[stage * width + place for stage in chosen] for place in range(width)]
 
 
 class Sender:
-    """One direction of traffic to another group of devices.
+    """Sends messages to another group of devices.
 
     Args:
-        group: the ranks with this rank's place in every group of devices.
-        peer: number of the other group of devices.
-        device: where tensors live.
+        group: the ranks with this rank's index in all groups of devices.
+        peer: index of the other group of devices.
+        device: of tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
@@ -95,9 +94,9 @@ class Sender:
 
         Args:
             tensors: of the message.
-            room: messages that may be under way, with this one; waits for earlier ones where there are more.
-            announcement: sent ahead of it; None: nothing. Pickled as torch's object collectives do: it comes from this
-                program's own ranks.
+            room: messages that may be in flight, including this one; waits for earlier ones if there are more.
+            announcement: sent before it; None: nothing. It is pickled, as in torch's object collectives, since it comes
+                from ranks of this program.
         """
         while len(self._sending) >= room:
             self._finish_oldest()
@@ -109,7 +108,7 @@ class Sender:
         self._sending.append([(dist.isend(tensor, self._peer, group=self._group), tensor) for tensor in data])
 
     def finish(self) -> None:
-        """Wait for every send under way."""
+        """Wait for all sends in flight."""
         while self._sending:
             self._finish_oldest()
 
@@ -120,7 +119,7 @@ class Sender:
 
 
 class Receiver:
-    """The other end of a ``Sender``; arguments alike."""
+    """Receives the messages of a ``Sender``, with the same arguments."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -135,20 +134,20 @@ class Receiver:
         return pickle.loads(text.cpu().numpy().tobytes())
 
     def receive(self, templates: Sequence[Tensor]) -> Incoming:
-        """Start receiving tensors shaped like the templates."""
+        """Start receiving tensors with the shapes of templates."""
         buffers = [torch.empty(like.shape, dtype=like.dtype, device=self._device) for like in templates]
         return Incoming(buffers, [dist.irecv(buffer, self._peer, group=self._group) for buffer in buffers])
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Tensors on their way."""
+    """Tensors in flight to this rank."""
 
     buffers: list[Tensor]
     works: list[dist.Work | None]
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
+        """Wait for the tensors and return them."""
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -156,15 +155,15 @@ class Incoming:
 
 
 class P2PChannel:
-    """Sends what passes make to where it is needed, and receives what they need, in the order of the table.
+    """Sends results of passes to the stages that read them, and receives their inputs, in the order of the table.
 
-    Messages of a link are received in the order they are sent, whichever is needed first. Shapes are announced with the
-    first message of a kind.
+    Messages of a link are received in the order they are sent, also if a later one is needed first. The first message
+    of a kind announces its shapes.
 
     Args:
         groups: process groups.
-        index: number of this rank's group of devices.
-        device: where tensors live.
+        index: of this rank's group of devices.
+        device: of tensors.
     """
 
     def __init__(self, groups: PipelineGroups, index: int, device: torch.device) -> None:
@@ -181,30 +180,30 @@ class P2PChannel:
 
         Args:
             schedule: of this rank's group of devices.
-            kind: what shapes of values depend on: those of a micro-batch, and whether gradients will flow.
-            gradients: shapes of the gradients that will come for an action whose forward pass is done, else None.
+            kind: key of the shapes of values: the shapes of a micro-batch, and whether gradients are computed.
+            gradients: returns the shapes of the gradients for a backward pass; None before its forward pass.
         """
         self._schedule, self._kind, self._gradients = schedule, kind, gradients
         self._due = {link: deque(actions) for link, actions in schedule.arriving.items()}
         self._arriving: dict[Action, Incoming] = {}
 
     def template(self, action: Action) -> Template:
-        """The template of the value that arrived for a forward pass."""
+        """Return the template of the value that arrived for a forward pass."""
         return self._templates[action.chunk, self._kind]
 
     def arrived(self, action: Action) -> list[Tensor]:
-        """What was sent for a pass, once it is here; empty where nothing comes in."""
+        """Wait for the inputs of a pass and return them; empty if it receives none."""
         self._expect(action, waits=True)
         incoming = self._arriving.pop(action, None)
         return incoming.wait() if incoming is not None else []
 
     def foresee(self, action: Action | None) -> None:
-        """Start receiving what a later pass needs, as far as shapes are known; it takes one more buffer."""
+        """Start receiving the inputs of a later pass if their shapes are known; this takes one more buffer."""
         if action is not None:
             self._expect(action, waits=False)
 
     def send(self, action: Action, value: Value, header: Any = None) -> None:
-        """Send the result of a pass: a value whose template the receiver needs, or gradients it has the shapes of."""
+        """Send the result of a pass: a value with its template, or gradients, whose shapes the receiver has."""
         target = receiver(self._schedule.course, self._index, action)
         assert target is not None
         group, wanted = target
@@ -224,7 +223,7 @@ class P2PChannel:
         self._senders[link].send(tensors, self._schedule.room, None if silent else (template_of(value), header))
 
     def finish(self) -> None:
-        """Wait for every send under way."""
+        """Wait for all sends in flight."""
         for item in self._senders.values():
             item.finish()
 
@@ -240,7 +239,7 @@ class P2PChannel:
             self._arriving[self._due[link].popleft()] = self._receivers[link].receive(shapes)
 
     def _shapes_of_next(self, link: Link, waits: bool) -> Sequence[Tensor] | None:
-        """Shapes of a link's next message; None where they are not known yet and nobody waits for them."""
+        """The shapes of a link's next message; None if they are not known yet and ``waits`` is False."""
         if link not in self._receivers:
             self._receivers[link] = Receiver(self._groups[link[0], link[1] < self._index], link[1], self._device)
         following = self._due[link][0]
@@ -255,18 +254,18 @@ class P2PChannel:
 
 
 def template_of(value: Value) -> Value:
-    """The value with its tensors on the meta device."""
+    """Return a value with its tensors on the meta device."""
     return map_tensors(
         value, lambda tensor: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     )
 
 
 class GradientSlot:
-    """Where the gradient of a tensor that arrived is put.
+    """Holds the gradient of a received tensor.
 
     Attributes:
         like: the tensor's shape and dtype.
-        gradient: None until backward, and where nobody used the tensor.
+        gradient: None until backward, and if the tensor was not used.
     """
 
     __slots__ = ("gradient", "like")
@@ -276,14 +275,14 @@ class GradientSlot:
         self.gradient: Tensor | None = None
 
     def taken(self, device: torch.device) -> Tensor:
-        """The gradient; zeros where there is none: the sender waits for one all the same."""
+        """Return the gradient; zeros if there is none, since the sender waits for one."""
         return torch.zeros_like(self.like, device=device) if self.gradient is None else self.gradient
 
 
 def arrived(template: Value, tensors: list[Tensor]) -> tuple[Value, list[GradientSlot]]:
-    """A value like the template that holds these tensors, and a slot for each that needs a gradient.
+    """Return a value like the template with these tensors, and a slot for each tensor that needs a gradient.
 
-    Those are no leaves, so that code may change them in place, and they live no longer than autograd needs them.
+    These tensors are no leaves, so code may change them in place, and they live no longer than autograd needs them.
     """
     source, slots = iter(tensors), list[GradientSlot]()
 
@@ -292,7 +291,7 @@ def arrived(template: Value, tensors: list[Tensor]) -> tuple[Value, list[Gradien
         if not like.requires_grad:
             return tensor
         slots.append(GradientSlot(like))
-        # without data, but makes the result ask for a gradient
+        # a tensor without data makes the result require a gradient
         anchor = torch.empty(0, device=tensor.device, requires_grad=True)
         filled: Tensor = _Arrival.apply(anchor, tensor, slots[-1])  # type: ignore[no-untyped-call]
         return filled
@@ -304,7 +303,7 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, tensor: Tensor, slot: GradientSlot) -> Tensor:
         ctx.slot = slot
-        return tensor.data  # the same storage, but no view, which autograd would not let others change
+        return tensor.data  # the same storage, but no view, which later code could not change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
@@ -313,7 +312,7 @@ class _Arrival(torch.autograd.Function):
 
 
 def differentiable(value: Value) -> list[Tensor]:
-    """The tensors of a value through which gradients flow."""
+    """Return the tensors of a value that require gradients."""
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
 
 
@@ -323,21 +322,21 @@ Call = Callable[[int, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One of a rank's stages, and how values travel between stages: by default as they are."""
+    """A stage of a rank, and how its values are sent: by default unchanged."""
 
-    stage: StageModel  # its part of the model
-    # plain tensors to be sent, and a header: what the next stage must know of them beside their shapes
+    stage: StageModel
+    # turns an output into plain tensors and a header, which the next stage gets with their shapes
     pack: Callable[[Value], tuple[Value, Any]] = lambda value: (value, None)
-    # the stage's input from tensors that arrived, and their header
-    unpack: Callable[[Value, Any], Value] = lambda value, _: value
-    deferral: Deferral | None = None  # keeps what makes the gradients of weights; None: they are made in backward
+    unpack: Callable[[Value, Any], Value] = lambda value, _: value  # the inverse of ``pack`` of the stage before
+    deferral: Deferral | None = None  # of gradients of weights; None: backward computes them
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """What a micro-batch leaves between its passes.
+    """The state of a micro-batch between its passes.
 
-    Outputs are edges of the autograd graph, not tensors: once sent, their data is kept only if autograd needs it.
+    Outputs are edges of the autograd graph instead of tensors, so that their data is freed once sent, unless autograd
+    needs it.
     """
 
     inputs: list[GradientSlot]
@@ -348,21 +347,19 @@ class _InFlight:
 class PipelineRunner:
     """Runs a rank's share of a training step.
 
-    What travels is what ``StageModel.run`` returns, each tensor in the layout of the layer that made it, to the rank
-    with the same place in the group of devices that runs the next stage; the layers that read it convert it. What a
-    stage hands on to a later one goes with what it made itself, and gradients of all its readers are added on their way
-    back.
+    A rank sends what ``StageModel.run`` returns, in the layout of the layer that computed it, to the rank with the same
+    index in the group of devices of the next stage; the layers that read it redistribute it. Values for later stages
+    are forwarded together with a stage's outputs, and the gradients of all their readers are added on the way back.
 
     Attributes:
-        pipeline: how stages are spread, and the order of their passes.
+        pipeline: the stages on groups of devices, and the order of their passes.
 
     Args:
-        chunks: the rank's stages, in the order of the model; their hooks are attached here, so every other hook must be
-            in place.
-        groups: from ``pipeline_groups``.
-        pipeline: the attribute.
-        index: number of this rank's group of devices, 0 the first.
-        device: where activations live.
+        chunks: the rank's stages, in the order of the model; this attaches their hooks, after all other hooks.
+        groups: of ``pipeline_groups``.
+        pipeline: see the attribute.
+        index: of this rank's group of devices.
+        device: of activations.
     """
 
     def __init__(
@@ -380,19 +377,19 @@ class PipelineRunner:
         before_pass: Callable[[Action, bool], None] | None = None,
         begun: Callable[[], None] | None = None,
     ) -> Tensor:
-        """All passes of every micro-batch.
+        """Run all passes of all micro-batches.
 
         Args:
-            microbatches: by stage of this rank: this rank's rows of each, in the layout of the stage's glue code; all
-                of equal shapes.
+            microbatches: for each stage of this rank, this rank's rows of each micro-batch in the layout of the stage's
+                glue code; all of equal shapes.
             call: runs the model of a stage on a micro-batch and returns its loss, scaled such that the sum over
-                micro-batches and batch ranks is the loss to be minimised. On other stages than the last it is left
+                micro-batches and batch ranks is the loss to minimise. On other stages than the last, the call ends
                 where the model returns.
-            before_pass: called with every pass before it, and whether it is the stage's last of this kind.
-            begun: called when what a pass needs of other stages is there; not in passes of weights.
+            before_pass: called before each pass, with the pass and whether it is the stage's last of this kind.
+            begun: called when the inputs of a pass have arrived; not in passes of weights.
 
         Returns:
-            The sum of the scaled losses where the last stage is, zero elsewhere.
+            The sum of the scaled losses on ranks of the last stage, zero on others.
         """
         actions = self._begin(microbatches, call, begun)
         last = {(action.what, action.chunk): action for action in actions}
@@ -405,17 +402,17 @@ class PipelineRunner:
         return self._loss
 
     def outputs(self, microbatches: Sequence[Sequence[Any]], call: Call) -> list[Any]:
-        """Forward passes alone, without gradients.
+        """Run forward passes only, without gradients.
 
         Args:
             microbatches: see ``step``.
-            call: runs the model of a stage on a micro-batch; what it returns on the last stage is the output.
+            call: runs the model of a stage on a micro-batch; on the last stage it returns the output.
 
         Returns:
-            By micro-batch the output of the last stage; nothing elsewhere.
+            The outputs of all micro-batches on ranks of the last stage; empty on others.
 
         Raises:
-            InputError: an output is made of what an earlier stage has.
+            InputError: an output depends on values that only an earlier stage has.
         """
         with torch.no_grad():
             actions = self._begin(microbatches, call, forward_only=True)
@@ -486,7 +483,7 @@ class PipelineRunner:
         self._channel.foresee(following)
         done = self._in_flight.pop(key)
         if done.outputs:
-            with locals_only():  # what recomputation checks against what was kept: shards as they are held
+            with locals_only():  # recomputation compares shapes of local shards
                 torch.autograd.backward(done.outputs, None if chunk.stage.last else gradients)
         if chunk.deferral is not None:
             self._later[key] = chunk.deferral.take()

@@ -1,7 +1,7 @@
-"""Pipeline schedules: each knows all there is to know of it, and the registry knows each.
+"""Pipeline schedules and their registry. No torch here.
 
-Pure: no torch, no communication. Zero-bubble orders depend on the seconds of each pass: see ``table``;
-``table.actions_of`` has the order of every schedule.
+A schedule defines its order of passes, micro-batches in flight and closed form of a step. Zero-bubble orders depend on
+the seconds of each pass (``table``); ``table.actions_of`` returns the order of any schedule.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from galvatron_lite.arrays import IntArray
 
 Moments: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""Backward passes of a group: the chunk it is of, and the micro-batches of every chunk that the group holds then (the
-one of the pass included)."""
+"""Backward passes of a group: the chunk of each, and the micro-batches of each chunk that the group holds during it."""
 
 
 Figure = TypeVar("Figure", float, int, "IntArray")
@@ -37,11 +36,11 @@ class Form:
     microbatches: int  # a step, rounded up to whole rounds
     ramp: tuple[float, ...]  # ramp, rounds: per part
     rounds: tuple[float, ...]
-    freed: float = 0.0  # how much of W leaves R; 0 where backward is not split
-    apart: bool = False  # whether forward and backward count apart (GPipe)
+    freed: float = 0.0  # how much of W leaves R; 0 if backward is not split
+    apart: bool = False  # whether forward and backward are separate parts (GPipe)
 
     def parts(self, forward: Figure, backward: Figure, saved: Figure) -> tuple[Figure, ...]:
-        """The parts of a group, a stage or a layer; they add up over layers.
+        """Return the parts of a group, a stage or a layer; they add up over layers.
 
         Args:
             forward, backward: time of one micro-batch, backward with the gradients of weights.
@@ -56,17 +55,17 @@ class Form:
 
     @property
     def share(self) -> float:
-        """What of a stage's time (less what is freed) delays the step where the stage is not the slowest."""
+        """The share of a stage's time (without what is freed) that delays a step if the stage is not the slowest."""
         return self.ramp[0]
 
     @property
     def alone(self) -> tuple[float, ...]:
-        """Per part, how often it counts for a group that is the slowest."""
+        """How often each part of the slowest group counts."""
         return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))
 
 
 class Pass(StrEnum):
-    """What is done with a micro-batch."""
+    """A pass of a micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -77,17 +76,17 @@ class Pass(StrEnum):
 class Action:
     """One pass of one micro-batch."""
 
-    what: Pass  # the pass; with a zero-bubble schedule ``BACKWARD`` is the gradient of the input only
-    microbatch: int  # its number
-    chunk: int = 0  # which of the group's virtual stages, in the order of the model
+    what: Pass  # under zero-bubble schedules ``BACKWARD`` is only the gradient of the input
+    microbatch: int  # index
+    chunk: int = 0  # index of the virtual stage of the group, in the order of the model
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What the passes of a step, and what they wait for, depend on."""
+    """The figures that determine the passes of a step."""
 
-    schedule: Schedule  # order of passes
-    groups: int  # of devices that the stages are spread over (the pipeline degree)
+    schedule: Schedule
+    groups: int  # of devices (the pipeline degree)
     virtual: int  # stages of each group
     microbatches: int  # a step
 
@@ -97,24 +96,24 @@ _REGISTRY: dict[str, Schedule] = {}
 
 @dataclass(frozen=True, eq=False)
 class Schedule(str):
-    """Order of micro-batches in a pipeline: one object each, that compares and prints as its name.
+    """Order of the passes of micro-batches in a pipeline. A schedule compares and prints as its name.
 
-    The base runs one stage on each group of devices: ``ahead`` forward passes, then a backward and a forward pass in
-    turn. Another order is a subclass; ``register`` makes it one to choose from.
+    This class runs one stage on each group of devices: ``ahead`` forward passes, then backward and forward passes in
+    turn. Subclasses define other orders; ``register`` makes them available.
 
     Attributes:
-        value: its name in plans and on the command line.
-        aliases: other names that people write.
-        software: training software besides this package's runtime that runs it (``backends``).
+        value: name in plans and on the command line.
+        aliases: other names on the command line.
+        software: other training software that runs it (``backends``).
         executable: whether pipelines run it; cyclic data parallelism has an engine of its own.
-        virtual_stages: stages of each group of devices; None: as many as a plan says, more than one.
+        virtual_stages: stages of each group of devices; None: the plan's number, more than one.
         splits_backward: whether backward is split into the gradient of the input and that of the weights
             (``table`` orders the passes).
-        no_better_than: name of a schedule under which no plan takes longer or holds more; the search leaves this one
-            out beside it.
-        settles: whether a group holds as many micro-batches at once in a long step as in one of a few rounds.
-        repeats: whether nothing changes from one micro-batch to the next between warm-up and draining.
-        front_loaded: whether before its first backward the first group runs as many micro-batches as there are groups
+        no_better_than: name of a schedule under which no plan takes longer or holds more; the search skips this
+            schedule if it tries the other.
+        settles: whether a group holds as many micro-batches at once in a long step as in a step of a few rounds.
+        repeats: whether all micro-batches between warm-up and draining run alike.
+        front_loaded: whether the first group, before its first backward, runs as many micro-batches as there are groups
             through each of its stages, and later groups hold no more of any stage.
     """
 
@@ -129,7 +128,7 @@ class Schedule(str):
     repeats: bool = False
     front_loaded: bool = False
 
-    turns_back: ClassVar[bool] = False  # whether stages go forth and back over the groups, not round and round
+    turns_back: ClassVar[bool] = False  # whether stages go back and forth over the groups, instead of round and round
     GPIPE: ClassVar[Schedule]
     ONE_F_ONE_B: ClassVar[Schedule]
     INTERLEAVED: ClassVar[Schedule]
@@ -139,14 +138,14 @@ class Schedule(str):
     CYCLIC: ClassVar[Schedule]
 
     def __new__(cls, value: str, *_: object, **__: object) -> Schedule:
-        """As text it is its name."""
+        """Make a string of the name."""
         return super().__new__(cls, value)
 
     def __str__(self) -> str:
         return self.value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return schedule_named, (self.value,)  # there is one object a schedule
+        return schedule_named, (self.value,)  # a schedule has a single object
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, __: Any) -> Any:
@@ -161,52 +160,51 @@ class Schedule(str):
         return self.executable and self.virtual_stages == 1 and not self.splits_backward
 
     def ahead(self, groups: int, group: int, microbatches: int) -> int:  # noqa: ARG002
-        """Forward passes of a group before its first backward pass, the one it alternates with aside.
+        """Return the forward passes of a group's warm-up, before forward and backward passes alternate.
 
-        1F1B: one for each stage that follows (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
-        GPU Clusters", section 2.2), so that a stage never holds more than ``groups - group`` micro-batches.
+        1F1B: one for each later stage (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+        Clusters", section 2.2), so that a stage never holds more than ``groups - group`` micro-batches.
         """
         return groups - group - 1
 
     def in_flight(self, groups: int, group: int, microbatches: int) -> int:
-        """The most micro-batches whose activations a group of one stage holds at once."""
+        """Return the most micro-batches whose activations a group of one stage holds at once."""
         return min(microbatches, self.ahead(groups, group, microbatches) + 1)
 
     def limit(self, groups: int) -> int:
-        """Micro-batches of each stage that a group may hold where backward is split, waiting gradients included."""
+        """Return the most micro-batches of each stage that a group may hold under a split backward, until pass W."""
         return groups
 
     def moments(self, groups: int, group: int, microbatches: int, virtual: int) -> Moments:
-        """Micro-batches of each virtual stage that a group holds at what may be its worst moments.
+        """Return the moments at which a group may hold the most memory.
 
-        From the end of warm-up on they come round again, so a step of three rounds shows them.
+        They recur after warm-up, so a step of three rounds shows all of them.
         """
         if self.virtual_stages == 1:
             return ((0, (self.in_flight(groups, group, microbatches),)),)
         return moments_of(self.actions(groups, group, min(microbatches, 3 * groups), virtual), virtual)
 
     def actions(self, groups: int, group: int, microbatches: int, virtual: int = 1) -> tuple[Action, ...]:  # noqa: ARG002
-        """What a group does in a step, in order, where that does not depend on seconds."""
+        """Return the passes of a group in a step, in order, if the order does not depend on seconds."""
         forward = [Action(Pass.FORWARD, index) for index in range(microbatches)]
         backward = [Action(Pass.BACKWARD, index) for index in range(microbatches)]
         return alternating(forward, backward, self.ahead(groups, group, microbatches))
 
     def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:  # noqa: ARG002
-        """Seconds of a step on so many groups of devices with so many stages each; derived in ``cost.schedule``."""
+        """Return the closed form of a step's seconds, for ``virtual`` stages a group; derived in ``cost.schedule``."""
         return Form(microbatches, (1,), (microbatches - 1,))
 
     def virtual_choices(self, groups: int, blocks: int, edges: int) -> Sequence[int]:  # noqa: ARG002
-        """How many stages a group may run of a model of so many blocks, and so many layers or groups of them besides
-        which may have a stage of their own."""
+        """Return how many stages a group may run; ``edges``: layers around the blocks that may be stages too."""
         return (1,)
 
     def suits(self, groups: int, microbatches: int) -> bool:  # noqa: ARG002
-        """Whether the search tries so many micro-batches under it."""
+        """Whether the search tries a number of micro-batches."""
         return True
 
 
 class _AllForward(Schedule):
-    """Every forward pass, then every backward pass (Huang et al. 2019, GPipe)."""
+    """All forward passes, then all backward passes (Huang et al. 2019, GPipe)."""
 
     def ahead(self, groups: int, group: int, microbatches: int) -> int:  # noqa: ARG002
         return microbatches - 1
@@ -227,7 +225,7 @@ class _Interleaved(Schedule):
         return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
 
     def virtual_choices(self, groups: int, blocks: int, edges: int) -> Sequence[int]:
-        """Every one of several holds a block, or layers before or after all blocks."""
+        """Each of several stages holds a block, or layers before or after all blocks."""
         return range(2, (blocks + edges) // groups + 1) if blocks >= groups else ()
 
     def suits(self, groups: int, microbatches: int) -> bool:
@@ -236,9 +234,9 @@ class _Interleaved(Schedule):
 
 @dataclass(frozen=True, eq=False)
 class _ZeroBubble(Schedule):
-    """Backward in two passes, the later of which fills gaps, within a limit of memory (Qi et al. 2023, section 3.1)."""
+    """Backward in two passes, of which the later fills gaps, within a memory limit (Qi et al. 2023, section 3.1)."""
 
-    rounds: int = 1  # micro-batches of each stage that a group may hold, by the number of groups
+    rounds: int = 1  # micro-batches of each stage that a group may hold, over the number of groups
     splits_backward: bool = True
 
     def limit(self, groups: int) -> int:
@@ -254,7 +252,7 @@ class _ZeroBubble(Schedule):
 
 
 class _VShaped(_ZeroBubble):
-    """Two half stages a group, forth and back (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")."""
+    """Two half stages a group, back and forth (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")."""
 
     turns_back = True
 
@@ -271,10 +269,10 @@ class _VShaped(_ZeroBubble):
 
 
 def register(schedule: Schedule) -> Schedule:
-    """Make a schedule one that plans may name and the search may choose.
+    """Make a schedule available to plans and the search.
 
     Raises:
-        InputError: another one has its name or one of its aliases.
+        InputError: another schedule has its name or one of its aliases.
     """
     for name in (schedule.value, *schedule.aliases):
         if name in schedule_names():
@@ -285,7 +283,7 @@ def register(schedule: Schedule) -> Schedule:
 
 @contextmanager
 def registered(schedule: Schedule) -> Iterator[Schedule]:
-    """The same for as long as a block lasts."""
+    """Register a schedule within a ``with`` block; see ``register``."""
     register(schedule)
     try:
         yield schedule
@@ -294,21 +292,21 @@ def registered(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def schedules() -> tuple[Schedule, ...]:
-    """Every schedule."""
+    """List the registered schedules."""
     return tuple(_REGISTRY.values())
 
 
 def schedule_names() -> dict[str, Schedule]:
-    """Every schedule by its name, then by its aliases."""
+    """Return the registered schedules by name, then by alias."""
     aliases = {alias: schedule for schedule in schedules() for alias in schedule.aliases}
     return {**_REGISTRY, **aliases}
 
 
 def schedule_named(value: str) -> Schedule:
-    """The schedule that plans call so.
+    """Return the schedule of a name in plans.
 
     Raises:
-        InputError: there is none.
+        InputError: no schedule has this name.
     """
     if value not in _REGISTRY:
         raise InputError("schedule", value, f"Give one of {', '.join(_REGISTRY)}.")
@@ -337,24 +335,24 @@ Schedule.ZERO_BUBBLE_2P = register(_ZeroBubble("zb-2p", ("zb2p",), rounds=2))
 Schedule.ZERO_BUBBLE_V = register(_VShaped("zb-v", ("zbv",), virtual_stages=2))
 Schedule.CYCLIC = register(Schedule("cyclic", executable=False))
 DEFAULT_SCHEDULE = Schedule.ONE_F_ONE_B
-"""That of plans that name none, and of plans without a pipeline."""
+"""The schedule of plans that name none, and of plans without a pipeline."""
 DELAYED_SCHEDULE = Schedule.CYCLIC
-"""That of plans with delayed gradients."""
+"""The schedule of plans with delayed gradients."""
 
 
 def group_of(schedule: Schedule, pipeline: int, stage: int) -> int:
-    """The group of devices that runs a (virtual) stage."""
-    turn, place = divmod(stage, pipeline)
-    return pipeline - 1 - place if schedule.turns_back and turn % 2 else place
+    """Return the group of devices that runs a (virtual) stage."""
+    chunk, index = divmod(stage, pipeline)
+    return pipeline - 1 - index if schedule.turns_back and chunk % 2 else index
 
 
 def stage_at(schedule: Schedule, pipeline: int, group: int, chunk: int) -> int:
-    """The (virtual) stage that is a group's ``chunk``-th: the inverse of ``group_of``."""
+    """Return the (virtual) stage that is a group's chunk: the inverse of ``group_of``."""
     return chunk * pipeline + (pipeline - 1 - group if schedule.turns_back and chunk % 2 else group)
 
 
 def alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """So many forward passes ahead, then one of each in turn, then the remaining backward passes."""
+    """Return ``ahead`` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     ahead = min(ahead, len(forward))
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
     return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
@@ -365,8 +363,8 @@ def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> tu
     """Micro-batches go through the chunks ``groups`` at a time.
 
     Warm-up: ``2 (groups - group - 1) + (virtual - 1) groups`` forward passes (Megatron-LM,
-    ``forward_backward_pipelining_with_interleaving``). Where ``groups`` does not divide the micro-batches, the order
-    is that of the next multiple without the passes there is no micro-batch for.
+    ``forward_backward_pipelining_with_interleaving``). If ``groups`` does not divide the micro-batches, the order is
+    that of the next multiple, without the passes of absent micro-batches.
     """
     padded = -(-microbatches // groups) * groups
     rounds = [
@@ -382,11 +380,11 @@ def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> tu
 
 
 def moments_of(actions: Sequence[Action], virtual: int) -> Moments:
-    """The backward passes of a group that may be its worst moments, by what it holds then.
+    """Return the backward passes of a group during which it may hold the most memory.
 
-    Which of them is the worst depends on the bytes of each chunk. Left out are those of a chunk at which no more of any
-    chunk is held than at another one of it, and those halfway between two others: bytes are linear in counts, so no
-    such moment is worse than both.
+    Which of them it is depends on the bytes of each chunk. A moment is left out if another of the same chunk holds as
+    many or more micro-batches of all chunks, or if it is the midpoint of two others: bytes are linear in micro-batches,
+    so it cannot hold more than both.
     """
     held, moments = [0] * virtual, [dict[tuple[int, ...], None]() for _ in range(virtual)]
     for action in actions:
@@ -395,27 +393,27 @@ def moments_of(actions: Sequence[Action], virtual: int) -> Moments:
         elif action.what is Pass.BACKWARD:
             moments[action.chunk][tuple(held)] = None
             held[action.chunk] -= 1
-    return tuple((chunk, counts) for chunk, every in enumerate(moments) for counts in _worst(tuple(every)))
+    return tuple((chunk, counts) for chunk, distinct in enumerate(moments) for counts in _worst(tuple(distinct)))
 
 
 def most_of(moments: Moments) -> tuple[int, ...]:
-    """The most micro-batches of each chunk at any of them."""
+    """Return the most micro-batches of each chunk at any of the moments."""
     return tuple(max(counts) for counts in zip(*(counts for _, counts in moments), strict=True))
 
 
-def _worst(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Counts that no other ones exceed, without the midpoints of two that hold some of the same chunks."""
+def _worst(moments: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The counts that no others exceed, without midpoints of two that hold the same chunks."""
     points: dict[tuple[int, ...], None] = {}
-    for counts in sorted(every, key=sum, reverse=True):  # what exceeds a count comes before it
+    for counts in sorted(moments, key=sum, reverse=True):  # counts that exceed others come before them
         if not any(all(map(le, counts, more)) for more in points):
             points[counts] = None
-    most = [counts for counts in every if counts in points]
+    most = [counts for counts in moments if counts in points]
     return [counts for counts in most if not any(_between(counts, end, points) for end in most if end != counts)]
 
 
 def _between(middle: tuple[int, ...], end: tuple[int, ...], points: Container[tuple[int, ...]]) -> bool:
-    """Whether ``middle`` is the midpoint of ``end`` and a third one, each with some of the same chunks."""
-    third = tuple([2 * here - there for here, there in zip(middle, end, strict=True)])
+    """Whether ``middle`` is the midpoint of ``end`` and another point that holds the same chunks."""
+    third = tuple([2 * count - other for count, other in zip(middle, end, strict=True)])
     if third not in points:
         return False
     chunks = [[count > 0 for count in counts] for counts in (end, middle, third)]

@@ -1,6 +1,10 @@
-"""The table of a step: what every group of devices does, in order. Planner and runtime read the same.
+"""The table of a step: the passes of each group of devices, in order, for both planner and runtime. No torch here.
 
-Pure: no torch, no communication.
+Zero-bubble pipelines (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241) split backward: B, the
+gradient of the input, is sent on at once; W, the gradient of the weights, fills gaps. The paper finds orders by a
+heuristic search within a memory limit (section 3.1; p micro-batches a group for ``zb-1p``, 2p for ``zb-2p``; ``zb-v`` p
+with two half stages a group). Here each group is greedy under the same limit: B first, then F if the limit allows it,
+else W, unless another pass is due soon. Like the paper, we take the best of several such rules.
 """
 
 from __future__ import annotations
@@ -23,25 +27,15 @@ from galvatron_lite.parallelism.pipeline.schedule import (
 )
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes, even_order
 
-# Zero-bubble pipelines: backward in two parts, ordered as the seconds of the passes ask for.
-#
-# Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): B, the gradient of the input, is passed on at
-# once; W, the gradient of the weights, fills gaps. Their schedules are found by a heuristic search within a limit of
-# memory (section 3.1; p micro-batches a group for ``zb-1p``, 2p for ``zb-2p``; ``zb-v`` p with two half stages a
-# group). Here every group is greedy under the same limit: B first, then F where the limit allows it, else W, unless
-# another pass is due soon; like the paper's, the search takes the best of several such rules. Pure: no torch, no
-# communication.
-
-
 _ROUNDS = 4
-"""Rounds of ``groups`` micro-batches that are simulated; from then on every group is busy without a gap."""
+"""Rounds of ``groups`` micro-batches that are simulated; after them all groups are busy without gaps."""
 _PATIENCE = (0.0, 0.5)
-"""Rules that are tried: W starts only in gaps of at least so many of its own durations."""
+"""The rules: W starts only in gaps of at least this many of its durations."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """What one group of devices did in a step."""
+    """The passes of a group of devices in a step."""
 
     actions: tuple[Action, ...]  # its passes, in order
     starts: tuple[float, ...]  # seconds from the step's beginning to the start of each
@@ -50,7 +44,7 @@ class GroupWork:
 
 @dataclass(slots=True)
 class _Group:
-    """One group of devices as the simulation goes on: what may start, by chunk, and what is in memory."""
+    """The state of a group of devices in the simulation: passes that may start, by chunk, and what is in memory."""
 
     virtual: int
     forwards: list[deque[tuple[float, int]]] = field(init=False)
@@ -69,7 +63,7 @@ class _Group:
         self.saved, self.pending = [0] * self.virtual, [0] * self.virtual
 
     def choose(self, now: float, room: float, share: float, least: float) -> tuple[Pass, int] | None:
-        """The pass to start now: of equal ones that of the later chunk; a last place is kept for later chunks."""
+        """The pass to start now, of later chunks first; room is left for one pass of each later chunk."""
         for chunk in reversed(range(self.virtual)):
             if self.backwards[chunk] and self.backwards[chunk][0][0] <= now:
                 return Pass.BACKWARD, chunk
@@ -81,7 +75,7 @@ class _Group:
         return (Pass.WEIGHT, self.weights[0][0]) if self.weights and self.gap(now, used, room) >= least else None
 
     def gap(self, now: float, used: float, room: float) -> float:
-        """Seconds until a pass arrives that could start then; infinite where none is known to be on its way."""
+        """Seconds until a pass arrives that could start then; infinite if none is in flight."""
         firsts = [queue[0][0] for queue in self.backwards if queue]
         firsts += [
             queue[0][0] for chunk, queue in enumerate(self.forwards) if queue and used + self.virtual - chunk <= room
@@ -89,7 +83,7 @@ class _Group:
         return min(firsts, default=inf) - now
 
     def start(self, now: float, chosen: tuple[Pass, int], times: StageTimes, hidden: float) -> tuple[float, int] | None:
-        """Work through a pass; returns when its result arrives and for which micro-batch, None for W."""
+        """Run a pass; return when its result arrives, and its micro-batch; None for W."""
         what, chunk = chosen
         self.begin = now if self.begin < 0.0 else self.begin
         self.starts.append(now)
@@ -119,7 +113,7 @@ class _Group:
 
 
 def step_work(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]:
-    """What every group of devices does in a step, by the rule that ``shown_rounds`` found best."""
+    """Return the passes of each group of devices in a step, by the best rule of ``shown_rounds``."""
     shown = shown_of(course)
     if shown == course:
         return shown_rounds(order, course)
@@ -128,13 +122,13 @@ def step_work(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]
 
 
 def shown_of(course: ScheduleConfig) -> ScheduleConfig:
-    """The same with no more micro-batches than are simulated to choose a rule, and to price a step."""
+    """Limit the micro-batches to those that are simulated to choose a rule, and to price a step."""
     return replace(course, microbatches=min(course.microbatches, _ROUNDS * course.groups))
 
 
 @lru_cache(maxsize=256)
 def shown_rounds(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]:
-    """What every group does in the first rounds of a step, by the best rule; then each is busy without a gap."""
+    """Return the passes of each group in the first rounds of a step, by the best rule."""
     return min((_simulated(order, shown_of(course), rule) for rule in _PATIENCE), key=_longest)
 
 
@@ -160,7 +154,7 @@ def _simulated(order: PassOrder, course: ScheduleConfig, patience: float) -> tup
         stage = stage_at(course.schedule, course.groups, place, chosen[1])
         result, forward = group.start(now, chosen, order.stages[stage], order.hidden), chosen[0] is Pass.FORWARD
         if result is not None and (forward or stage > 0):
-            # to the stage that waits for it; the last forward to its own backward
+            # to the stage that waits for it; the last forward to its backward
             turns = forward and stage == course.groups * course.virtual - 1
             target = stage if turns else stage + 1 if forward else stage - 1
             reader = group_of(course.schedule, course.groups, target)
@@ -172,19 +166,19 @@ def _simulated(order: PassOrder, course: ScheduleConfig, patience: float) -> tup
 
 
 Table = tuple[tuple[Action, ...], ...]
-"""By group of devices: its passes, in order."""
+"""The passes of each group of devices, in order."""
 Link = tuple[Pass, int, int]
-"""Messages of forward (or backward) passes from one group to another; they arrive in the order they were sent."""
+"""Messages of forward or backward passes from a group to another, which arrive in the order they were sent."""
 ROOM = 2
-"""Messages of a link that may be under way before the sender waits: one that is sent, and one not yet asked for."""
+"""Messages of a link in flight before the sender waits: one that is sent, and one that is not received yet."""
 
 
 def actions_of(course: ScheduleConfig, order: PassOrder | None = None) -> Table:
-    """What every group of devices does in a step.
+    """Return the passes of each group of devices in a step.
 
     Args:
         course: of the pipeline.
-        order: what a zero-bubble order is made from; passes that all take as long if not given.
+        order: of zero-bubble schedules; by default all passes take equally long.
     """
     if course.schedule.splits_backward:
         order = order or even_order(course.groups * course.virtual)
@@ -196,7 +190,7 @@ def actions_of(course: ScheduleConfig, order: PassOrder | None = None) -> Table:
 
 
 def receiver(course: ScheduleConfig, group: int, action: Action) -> tuple[int, Action] | None:
-    """The group, and its action, that a pass's result is for; None where nothing waits for it in another stage."""
+    """Return the group and the action that receive a pass's result; None if no other stage does."""
     target = _neighbour(course, group, action, 1)
     if target is None:
         return None
@@ -205,7 +199,7 @@ def receiver(course: ScheduleConfig, group: int, action: Action) -> tuple[int, A
 
 
 def sender(course: ScheduleConfig, group: int, action: Action) -> int | None:
-    """The group that makes what a pass needs of another stage; None where it needs nothing."""
+    """Return the group that computes a pass's input; None if no other stage does."""
     source = _neighbour(course, group, action, -1)
     return None if source is None else group_of(course.schedule, course.groups, source)
 
@@ -220,55 +214,54 @@ def _neighbour(course: ScheduleConfig, group: int, action: Action, step: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How stages are spread over groups of devices, and in which order they work."""
+    """The stages of a pipeline on groups of devices, and the order of their passes."""
 
-    schedule: Schedule  # order of passes
+    schedule: Schedule
     groups: int  # of devices
     virtual: int = 1  # stages of each group
-    order: PassOrder | None = None  # what a zero-bubble order is made from; None: passes that all take as long
+    order: PassOrder | None = None  # of zero-bubble schedules; None: all passes take equally long
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are made in passes of their own."""
+        """Whether gradients of weights are computed in separate passes."""
         return self.schedule.splits_backward
 
     def course(self, microbatches: int) -> ScheduleConfig:
-        """Of a step of so many micro-batches."""
+        """Return the configuration of a step."""
         return ScheduleConfig(self.schedule, self.groups, self.virtual, microbatches)
 
     def group_of(self, stage: int) -> int:
-        """The group of devices that runs a stage."""
+        """Return the group of devices that runs a stage."""
         return group_of(self.schedule, self.groups, stage)
 
     def stages_of(self, group: int) -> tuple[int, ...]:
-        """The stages of a group, in the order of the model."""
+        """Return the stages of a group, in the order of the model."""
         return tuple(stage_at(self.schedule, self.groups, group, chunk) for chunk in range(self.virtual))
 
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """What one group of devices does in a step."""
+    """The passes and messages of a group of devices in a step."""
 
-    course: ScheduleConfig  # of the pipeline
-    group: int  # which
+    course: ScheduleConfig
+    group: int  # index
     actions: tuple[Action, ...]  # in order
-    # by link that ends here: the actions that its messages are for, in the order they are sent
-    arriving: dict[Link, tuple[Action, ...]]
-    room: int  # messages of a link that may be under way before the sender waits
+    arriving: dict[Link, tuple[Action, ...]]  # by link to this group: the actions that receive its messages, in order
+    room: int  # messages of a link in flight before the sender waits
 
 
 @lru_cache(maxsize=64)
 def rank_schedule(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> RankSchedule:
-    """What a group does in a step.
+    """Return the passes and messages of a group in a step.
 
     Args:
         pipeline: all groups.
         microbatches: of the step.
-        group: which.
-        forward_only: leave out all but forward passes.
+        group: index of the group.
+        forward_only: only forward passes.
 
     Raises:
-        InputError: the groups wait for one another in a circle.
+        InputError: the groups deadlock.
     """
     course = pipeline.course(microbatches)
     table = actions_of(course, pipeline.order)
@@ -280,15 +273,15 @@ def rank_schedule(pipeline: Pipeline, microbatches: int, group: int, *, forward_
             target = receiver(course, source, action)
             if target is not None and target[0] == group != source:
                 arriving.setdefault((action.what, source, group), []).append(target[1])
-    messages = {link: tuple(wanted) for link, wanted in arriving.items()}
+    messages = {link: tuple(receivers) for link, receivers in arriving.items()}
     return RankSchedule(course, group, table[group], messages, room_of(course, table))
 
 
 def room_of(course: ScheduleConfig, table: Table) -> int:
-    """The fewest messages under way on a link (a power of two) with which a step comes to its end.
+    """Return the fewest messages in flight on a link (a power of two) with which a step does not deadlock.
 
     Raises:
-        InputError: the groups wait for one another in a circle, however many there are.
+        InputError: the groups deadlock with any number.
     """
     room = ROOM
     while not ends(course, table, room):
@@ -301,11 +294,11 @@ def room_of(course: ScheduleConfig, table: Table) -> int:
 
 
 def ends(course: ScheduleConfig, table: Sequence[Sequence[Action]], room: int) -> bool:
-    """Whether all groups come to the end of their actions where a message that is sent waits for those before it.
+    """Whether all groups complete their actions if a link delivers messages in order.
 
-    A group stands still before a pass whose input was not sent, and behind one whose result cannot be sent as ``room``
-    messages are on its link that the receiver has not asked for. It asks for messages in the order they are sent, when
-    it needs one of them.
+    A group waits before a pass whose input was not sent, and after a pass whose result cannot be sent, as the receiver
+    has not received ``room`` messages of the link. It receives messages in the order they are sent, up to the message
+    that it needs.
     """
     links: dict[Link, deque[Action]] = {}
     done: set[tuple[int, Action]] = set()
@@ -337,7 +330,7 @@ def ends(course: ScheduleConfig, table: Sequence[Sequence[Action]], room: int) -
 
 
 def _is_ready(course: ScheduleConfig, group: int, action: Action, done: set[tuple[int, Action]]) -> bool:
-    """Whether what a pass needs of its own group is there."""
+    """Whether a pass's inputs from its group are computed."""
     before = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT: Pass.BACKWARD}.get(action.what)
     if before is not None and (group, Action(before, action.microbatch, action.chunk)) not in done:
         return False
@@ -348,7 +341,7 @@ def _is_ready(course: ScheduleConfig, group: int, action: Action, done: set[tupl
 
 
 def _take(course: ScheduleConfig, group: int, action: Action, links: dict[Link, deque[Action]]) -> bool:
-    """Ask for the message of a pass, and those before it; returns whether it was sent."""
+    """Receive the message of a pass, and those before it; return whether it was sent."""
     source = sender(course, group, action)
     if source is None or source == group:
         return True

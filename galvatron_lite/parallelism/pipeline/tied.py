@@ -1,7 +1,7 @@
-"""Parameters that layers of different stages share (embedding and head): a copy on each stage, kept in step.
+"""Parameters that layers of different stages share (embedding and head), with a synchronized copy on each stage.
 
-The copies start equal (the first stage's value is sent to the others) and get the same gradient: the sum of theirs.
-Equal gradients and equal optimizer states keep them equal.
+The copies start equal (the first stage broadcasts its value) and get the same gradient: the sum of all. Equal gradients
+and equal optimizer states keep them equal.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ COPIES = "shared parameters"
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """One parameter under several names."""
+    """A parameter under several names."""
 
     names: tuple[str, ...]  # its paths in the model, in the order of the layers that hold them
     layers: tuple[str, ...]  # the layer of each name
 
     def names_in(self, stage: Sequence[str]) -> list[str]:
-        """Its names in a stage, given by the names of its layers."""
+        """Return its names in a stage; ``stage``: names of the stage's layers."""
         return [name for name, layer in zip(self.names, self.layers, strict=True) if layer in stage]
 
 
 def find_shared(model: nn.Module, layers: Sequence[Layer]) -> tuple[SharedParameter, ...]:
-    """Parameters that more than one layer holds. Call it on the whole model, before a stage is cut out of it."""
+    """Return parameters that more than one layer holds. Call it on the full model, before it is cut into stages."""
     order = {layer.name: position for position, layer in enumerate(layers)}
     holders: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append((name, _holder(name, layers)))
     shared = []
     for names in holders.values():
-        # names that lead through modules of no layer are other names of what layers hold
+        # names through modules of no layer are aliases
         entries = [(name, layer) for name, layer in names if layer] or [(names[0][0], layer_of(names[0][0], layers))]
         entries.sort(key=lambda entry: order[entry[1]])
         if len({layer for _, layer in entries}) > 1:
@@ -55,9 +55,9 @@ def find_shared(model: nn.Module, layers: Sequence[Layer]) -> tuple[SharedParame
 
 
 def layer_of(name: str, layers: Sequence[Layer]) -> str:
-    """The layer that holds a parameter or buffer: the one with the longest module path that leads to it.
+    """Return the layer of a parameter or buffer, by the longest module path that contains it.
 
-    What no layer's module holds counts to the layer before the blocks.
+    Parameters outside the layers' modules belong to the layer before the blocks.
     """
     return _holder(name, layers) or next((layer.name for layer in layers if layer.role is Role.BEFORE), layers[0].name)
 
@@ -69,30 +69,30 @@ def _holder(name: str, layers: Sequence[Layer]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """One parameter's copies on this rank, and the ranks that have others; None: there are none elsewhere."""
+    """The copies of a parameter on this rank, and the ranks with other copies."""
 
     parameters: tuple[nn.Parameter, ...]
-    group: dist.ProcessGroup | None
-    source: int
+    group: dist.ProcessGroup | None  # None: all copies are on this rank
+    source: int  # index in the group of the first stage's copy
 
 
 class SharedCopies:
-    """This rank's copies of parameters that live on several stages.
+    """This rank's copies of parameters on several stages.
+
+    All ranks of the world must create it together, and then call ``start_equal`` if values may differ.
 
     Args:
-        models: the models of this rank's stages, sharded, by number of the stage.
-        shared: from ``find_shared``.
+        models: the sharded models of this rank's stages, by index of the stage.
+        shared: of ``find_shared``.
         stages: names of each stage's layers.
-        strategies: of every layer, by name.
-        groups: makes process groups.
-        reduced: what carries a parameter's reduced gradient, where that is not the parameter itself.
-        held: what holds its values, where that is not the parameter itself.
-        pipeline: how stages are spread over groups of devices; one each if not given.
+        strategies: of all layers, by name.
+        groups: creates process groups.
+        reduced: the tensor with a parameter's reduced gradient, if it is not the parameter.
+        held: the tensor with a parameter's values, if it is not the parameter.
+        pipeline: the stages on groups of devices; one each by default.
 
     Attributes:
         counted_elsewhere: names of parameters here that another stage counts in the global gradient norm.
-
-    Every rank of the world makes one at the same time, and then calls ``start_equal`` where values may differ.
 
     Raises:
         InputError: two layers that share a parameter have different strategies, so that their slices do not match.
@@ -133,7 +133,7 @@ class SharedCopies:
         return frozenset(parameter for copies in self._copies for parameter in copies.parameters)
 
     def reduce(self) -> None:
-        """Sum the gradients of the copies. Call it once a step, when every other reduction is done."""
+        """Sum the gradients of the copies. Call it once a step, after all other reductions."""
         for copies in self._copies:
             if not any(parameter.requires_grad for parameter in copies.parameters):
                 continue  # a gradient of zeros would let the optimizer decay it
@@ -150,7 +150,7 @@ class SharedCopies:
                 other.copy_(first)
 
     def start_equal(self) -> None:
-        """Make the copies equal to the first stage's; every rank of the world calls it."""
+        """Make the copies equal to the first stage's. All ranks of the world must call it."""
         with torch.no_grad():
             for copies in self._copies:
                 first, *others = (_local(self._held.get(parameter, parameter)) for parameter in copies.parameters)
@@ -163,9 +163,10 @@ class SharedCopies:
 def shared_before(
     models: Mapping[int, nn.Module], stage: int, shared: Sequence[SharedParameter], stages: Sequence[Sequence[str]]
 ) -> dict[str, nn.Parameter]:
-    """What a stage shares with earlier stages of the same rank, by its names there; what ZeRO shares out has copies.
+    """Return parameters that a stage shares with earlier stages of this rank, by name; ZeRO's shards are copies
+    instead.
 
-    ``models``: of the earlier ones, sharded, by number of the stage; ``stages``: names of each stage's layers.
+    ``models``: sharded models of earlier stages by index; ``stages``: names of each stage's layers.
     """
     parameters: dict[str, nn.Parameter] = {}
     for item in shared:
@@ -178,7 +179,7 @@ def shared_before(
 
 
 def untie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give modules copies of parameters, by name, as splitting changes parameters in place."""
+    """Replace parameters of modules by copies, by name, since splitting changes parameters in place."""
     copies = {
         id(parameter): nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         for parameter in parameters.values()
@@ -187,24 +188,28 @@ def untie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def tie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Make modules hold other parameters than their own, by name."""
+    """Replace parameters of modules, by name."""
     for name, parameter in parameters.items():
-        home, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(home), attribute, parameter)
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, parameter)
 
 
 def holding_groups(holders: Sequence[int], pipeline: Pipeline) -> list[int]:
-    """The groups of devices of stages, in order."""
+    """Return the groups of devices of stages, in order."""
     return sorted({pipeline.group_of(stage) for stage in holders})
 
 
 def holding_stages(shared: SharedParameter, stages: Sequence[Sequence[str]]) -> list[int]:
-    """Numbers of the stages with layers that hold a shared parameter."""
+    """Return the indices of the stages with layers that hold a shared parameter."""
     return [number for number, names in enumerate(stages) if set(names) & set(shared.layers)]
 
 
 def check_shared(shared: Sequence[SharedParameter], strategies: Mapping[str, Strategy]) -> None:
-    """Raise InputError where layers that share a parameter have different strategies."""
+    """Check that layers that share a parameter have the same strategy.
+
+    Raises:
+        InputError: they do not.
+    """
     for parameter in shared:
         first, *others = parameter.layers
         for other in others:

@@ -1,4 +1,8 @@
-"""Recomputation: throw activations away in forward and compute them again in backward."""
+"""Recomputation: discard activations in forward and compute them again in backward.
+
+A layer may count its calls, update buffers (a moving average) or append to a cache among its arguments. When it runs
+again in backward it must see the state of the first run, and leave the current state unchanged (``LayerState``).
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,9 @@ from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 from galvatron_lite.parallelism.recompute.sums import MUTATED, KeptSums
 
-# What a layer changes besides its outputs, and how it runs again as if it had not.
-#
-# A layer may count its calls, update buffers (an average over steps) or append to a cache that it is given. Run again
-# in backward, it must see what it saw the first time and leave everything as it is.
-
-
 _STATELESS = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module, Tensor)
 _MACHINERY = ("torch", "deepspeed", "galvatron_lite")
-"""Packages whose objects count what runs, the second time too."""
+"""Packages whose objects are not restored, since they also track the second run."""
 
 
 @dataclass(slots=True)
@@ -41,7 +39,7 @@ class _Container:
 
     path: str
     value: Any
-    names: tuple[str, ...] | None = None  # of a module's attributes that count; None: all
+    names: tuple[str, ...] | None = None  # of the attributes of a module that are compared; None: all
     content: Any = None
     copies: dict[Any, tuple[int, Tensor]] = field(default_factory=dict)
 
@@ -60,14 +58,14 @@ class _Container:
             self.value.extend(content)
 
     def tensors(self) -> Iterator[tuple[Any, Tensor]]:
-        """Tensors of its content that are no parameters, by key."""
+        """Tensors of its content other than parameters, by key."""
         if not isinstance(self.content, set):
             for key, value in self.content.items() if isinstance(self.content, dict) else enumerate(self.content):
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     yield key, value
 
     def keep_overwritten(self) -> None:
-        """Let go of the copies of tensors that the call has left as they were."""
+        """Drop the copies of tensors that the call did not overwrite."""
         for key, (version, copied) in list(self.copies.items()):
             tensor = self.content[key]
             without_values = tensor.is_meta or isinstance(tensor, FakeTensor)  # as in dry runs
@@ -76,7 +74,7 @@ class _Container:
 
     @property
     def changed(self) -> bool:
-        """Whether it holds other objects than before the call, or unequal plain values."""
+        """Whether it has other objects than before the call, or unequal plain values."""
         now = self.read()
         if isinstance(now, set):
             return bool(now != self.content)
@@ -91,48 +89,48 @@ def _differ(first: Any, second: Any) -> bool:
 
 
 class LayerState:
-    """What a layer can change: attributes and buffers of its modules, and objects among its arguments.
+    """The state that a layer can change: attributes and buffers of its modules, and objects among its arguments.
 
-    The first call finds out whether it changes any; a layer that does not is looked at no more. Attributes that it
-    gets later are not looked at.
+    The first call finds out whether the layer changes any. If not, later calls do not check. Attributes that are added
+    later are not checked.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._name = type(module).__name__
-        self._repeatable = type(module) in (nn.ReLU, nn.ReLU6)  # of its own result gives the same
+        self._idempotent = type(module) in (nn.ReLU, nn.ReLU6)  # may run again on an input that it overwrote
         self._changes = True
         self._overwritten: set[tuple[str, Any]] | None = None  # None until the first call
         self._modules = [
-            (path, one, tuple(name for name in vars(one) if not name.startswith("_") and name != "training"))
-            for path, one in module.named_modules()
+            (path, child, tuple(name for name in vars(child) if not name.startswith("_") and name != "training"))
+            for path, child in module.named_modules()
         ]
 
     def call(self, run: Callable[[list[_Container]], Any], arguments: Any) -> Any:
-        """Run the layer, which is given its state before the call.
+        """Run the layer; ``run`` gets its state before the call.
 
         Raises:
-            InputError: it overwrites a tensor that it is given.
+            InputError: the layer overwrites a tensor among its arguments.
         """
         if not self._changes:
             return run([])
         before = list(self._containers(arguments))
-        for one in before:
-            one.content = one.read()
-            one.copies = {
+        for container in before:
+            container.content = container.read()
+            container.copies = {
                 key: (value._version, value.detach().clone())
-                for key, value in one.tensors()
-                if self._overwritten is None or (one.path, key) in self._overwritten
+                for key, value in container.tensors()
+                if self._overwritten is None or (container.path, key) in self._overwritten
             }
         versions = [(tensor, tensor._version) for tensor in tensors_of(arguments)]
         output = run(before)
-        if not self._repeatable and any(tensor._version != version for tensor, version in versions):
+        if not self._idempotent and any(tensor._version != version for tensor, version in versions):
             remedy = "It overwrites a tensor that it is given, and cannot run again on it: plan it without recompute."
             raise InputError("recompute", self._name, remedy)
         if self._overwritten is None:
-            for one in before:
-                one.keep_overwritten()
-            self._overwritten = {(one.path, key) for one in before for key in one.copies}
-            self._changes = bool(self._overwritten) or any(one.changed for one in before)
+            for container in before:
+                container.keep_overwritten()
+            self._overwritten = {(container.path, key) for container in before for key in container.copies}
+            self._changes = bool(self._overwritten) or any(container.changed for container in before)
             if not self._changes:
                 before.clear()
         return output
@@ -149,34 +147,34 @@ class LayerState:
 
 @contextmanager
 def as_before(containers: list[_Container]) -> Iterator[None]:
-    """The state of a layer before its first run, inside; afterwards as it is now."""
+    """Restore the state of a layer before its first run inside, and the current state afterwards."""
     now = [(container, container.read()) for container in containers]
-    for one in containers:
-        content = one.content.copy()
-        for key, (_, copied) in one.copies.items():
+    for container in containers:
+        content = container.content.copy()
+        for key, (_, copied) in container.copies.items():
             content[key] = copied
-        one.write(content)
+        container.write(content)
     try:
         yield
     finally:
-        for one, content in now:
-            one.write(content)
+        for container, content in now:
+            container.write(content)
 
 
 def _inside(path: str, value: Any, seen: set[int]) -> Iterator[_Container]:
-    """Containers that can change, in a nest of containers and objects."""
+    """The mutable containers in a nest of containers and objects."""
     if isinstance(value, _STATELESS) or id(value) in seen:
         return
     seen.add(id(value))
-    held = value
+    content = value
     if not isinstance(value, (tuple, dict, list, deque, set)):
         if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in _MACHINERY:
             return
-        held = vars(value)
-    if not isinstance(held, tuple):
-        yield _Container(path, held)
-    if not isinstance(held, set):
-        for key, item in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        content = vars(value)
+    if not isinstance(content, tuple):
+        yield _Container(path, content)
+    if not isinstance(content, set):
+        for key, item in list(content.items() if isinstance(content, dict) else enumerate(content)):
             yield from _inside(f"{path}.{key}", item, seen)
 
 
@@ -204,19 +202,19 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
 
 
 def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None = None) -> Forward:
-    """A forward function that recomputes; ``forward`` itself where nothing is recomputed.
+    """Wrap a forward function to recompute in backward; return ``forward`` itself if nothing is recomputed.
 
-    ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return, of row-split matmuls the sum
-    over the tensor group (``recompute.sums``), and recomputes the rest.
-    Non-reentrant ``torch.utils.checkpoint``; random numbers (dropout) and the module's state (buffers, counters, caches
-    that it is given) are the same both times, and what it changes is changed once.
+    ``FULL`` saves only the inputs. ``SELECTIVE`` saves the outputs of ``KEPT_OPERATORS``, and for row-split matmuls the
+    sum over the tensor group (``recompute.sums``); it recomputes the rest. Both use non-reentrant
+    ``torch.utils.checkpoint``. Both runs see the same random numbers and the same state of the module (buffers,
+    counters, caches among its arguments), and state changes once.
+
+    The returned function raises ``InputError`` if the module overwrites a tensor among its arguments.
 
     Args:
         forward: of a module.
         recompute: what is computed again.
-        module: whose forward it is; without one only what it is given is looked at.
-
-    The function raises ``InputError`` where the module overwrites a tensor that it is given.
+        module: of ``forward``; without one only the arguments are checked for changes.
     """
     if recompute is Recompute.NONE:
         return forward
@@ -239,9 +237,9 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
 
 
 def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
-    """Make a module recompute, in place. Its hooks stay outside: what they do happens once.
+    """Make a module recompute, in place. Its hooks stay outside and run once.
 
-    Whatever is recomputed, gated MLPs keep their gates alone (``model.gates``).
+    Gated MLPs save only their gates, whether or not the module recomputes (``model.gates``).
     """
     keep_gates(module)
     if recompute is not Recompute.NONE:
@@ -249,14 +247,15 @@ def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
 
 
 def _wrapped(forward: Forward, recompute: Recompute) -> Forward:
-    """Autocast casts weights in every pass: their copies are kept no more than what is made of them, and a pass that
-    finds them cast by an earlier call of the layer would run fewer operators than the second time.
+    """Wrap forward so that both runs call the same operators.
 
-    Under selective recomputation activations (ReLU) that were asked to work in place make new tensors: what is kept
-    may not change.
+    Autocast does not cache the casts of weights: they are recomputed like other tensors, and a run that finds casts of
+    an earlier call in the cache would call fewer operators than the second run.
 
-    The second time is inside ``backward``, which a guarded loss calls with subclasses of tensors disabled; shards are
-    such, too. Checkpoints of the layer's own are left out both times.
+    Under selective recomputation in-place activations (ReLU) return new tensors, since saved tensors must not change.
+
+    The second run is inside ``backward``, which a guarded loss calls with tensor subclasses disabled; sharded tensors
+    need them enabled. Checkpoints in the layer's code do nothing in either run.
     """
     selective = recompute is Recompute.SELECTIVE
 
@@ -276,7 +275,7 @@ def _wrapped(forward: Forward, recompute: Recompute) -> Forward:
 
 
 def casting_anew() -> AbstractContextManager[Any]:
-    """The autocast that is in force, without what it has cast before."""
+    """Return the active autocast, without its cache."""
     kind = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
     if kind is None:
         return nullcontext()
@@ -292,7 +291,7 @@ class _OutOfPlace(TorchFunctionMode):
 def _contexts(
     recompute: Recompute, before: list[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of the first run, and of the second, which has the layer's state from before the first."""
+    """The contexts of the first run, and of the second run, which restores the layer's state before the first."""
     if recompute is not Recompute.SELECTIVE:
         return nullcontext(), as_before(before)
     first, again = create_selective_checkpoint_contexts(list(KEPT_OPERATORS))  # type: ignore[no-untyped-call]

@@ -1,14 +1,14 @@
-"""Recomputation: activations thrown away in forward are computed again in backward (Chen et al. 2016).
+"""Recomputation: activations that forward discards are computed again in backward (Chen et al. 2016).
 
-Communication inside what runs again runs again too:
+Communication of the operators that run again is repeated:
 
-- full: all of forward's.
-- selective that runs attention's core again (Korthikanti et al. 2022, section 5): the ring of context parallelism,
-  which is inside the core; no collective of tensor parallelism is.
-- selective that runs matmuls with weights again (torchtitan's per-operator policy, whose list of what is kept holds
-  reduce-scatters): gathers of their inputs, and the ring (or Ulysses' all-to-alls) where the core is not kept.
-- selective that runs all but matmuls and attention again (PyTorch's per-operator policy): all of forward's but the
-  ring, whose kernel is kept, and the sums that end regions of tensor parallelism (``recompute.sums``).
+- Full: all communication of forward.
+- Selective, attention's core runs again (Korthikanti et al. 2022, section 5): the ring of context parallelism, which is
+  inside the core; no collective of tensor parallelism.
+- Selective, matmuls with weights run again (torchtitan's per-operator policy, which keeps reduce-scatters): gathers of
+  their inputs, and the ring (or Ulysses' all-to-alls) unless the core is kept.
+- Selective, all but matmuls and attention runs again (PyTorch's per-operator policy): all communication of forward but
+  the ring, whose kernel is kept, and the sums that end regions of tensor parallelism (``recompute.sums``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     StrategyField,
-    sent,
+    drop_unused,
 )
 from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.ranks import Either
@@ -37,7 +37,7 @@ from galvatron_lite.parallelism.tensor.cost import copying, regions
 
 @dataclass(frozen=True, slots=True)
 class RecomputeDimension(Dimension):
-    """What is thrown away in forward and computed again in backward."""
+    """What forward discards and backward computes again."""
 
     name: str = "recompute"
 
@@ -70,52 +70,53 @@ class RecomputeDimension(Dimension):
         return set() if again is Recompute.NONE else {f"{again.value} recomputation"}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
-        """What capture found runnable."""
+        """The choices that ``capture`` could run."""
         return [{"recompute": choice} for choice in Recompute if choice in kind.kept]
 
     def reason(self, kind: LayerKind) -> str:
-        """Names the choices that cannot be run."""
+        """The choices that cannot run."""
         missing = [choice.value for choice in Recompute if choice not in kind.kept]
         return f"recompute: {kind.name} offers no {' or '.join(missing)} recomputation" if missing else ""
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
-        """Forward's communication so far happens again in backward; its compute is part of the profile's points.
+        """Forward's communication so far is repeated in backward; recomputed compute is in the points of a profile.
 
-        Must run after the dimensions whose communication is part of the layer's own forward (tensor, context,
-        expert), and before those whose communication wraps the layer (ZeRO: parameters are still gathered when
-        forward runs again).
+        Must run after the dimensions that communicate inside forward (tensor, context, expert), and before those that
+        communicate around it (ZeRO: parameters are still gathered when forward runs again).
         """
         full = is_option(strategy.recompute, Recompute.FULL)
-        some = is_option(strategy.recompute, Recompute.SELECTIVE)
-        if never(full | some):
+        selective = is_option(strategy.recompute, Recompute.SELECTIVE)
+        if never(full | selective):
             return work
-        repeated = _selective(kind)
-        again = sent(
+        selective_count = _selective(kind)
+        again = drop_unused(
             *(
                 replace(
                     communication,
                     moment=Moment.BACKWARD,
-                    count=where(full, communication.count, where(some, repeated(communication), 0)),
+                    count=where(full, communication.count, where(selective, selective_count(communication), 0)),
                 )
                 for communication in work.communications
                 if communication.moment is Moment.FORWARD
             )
         )
         overhead = work.microbatch_overhead + copying(again, context)
-        return replace(work.sending(*again), recompute=strategy.recompute, microbatch_overhead=overhead)
+        return replace(work.with_communications(*again), recompute=strategy.recompute, microbatch_overhead=overhead)
 
 
 def _selective(kind: LayerKind) -> Callable[[Communication], Whole]:
-    """How often selective recomputation repeats a communication of forward; see the module."""
-    again = [operator for operator in kind.operators if operator.again]
-    core = any(_is_core(operator) for operator in again)
-    if any(operator.kind is OperatorClass.MATMUL and operator.weight_bytes for operator in again):
-        around = ("context", ULYSSES)
-        return lambda one: one.count * (core if one.cause in around else one.collective is Collective.ALL_GATHER)
+    """Return how often selective recomputation repeats a communication of forward; see the module."""
+    recomputed = [operator for operator in kind.operators if operator.again]
+    core = any(_is_core(operator) for operator in recomputed)
+    if any(operator.kind is OperatorClass.MATMUL and operator.weight_bytes for operator in recomputed):
+        around_core = ("context", ULYSSES)
+        return lambda call: (
+            call.count * (core if call.cause in around_core else call.collective is Collective.ALL_GATHER)
+        )
     if core:
-        return lambda one: one.count * _is_ring(one)
+        return lambda call: call.count * _is_ring(call)
     rows = regions(kind)[1]
-    return lambda one: largest(one.count - rows, 0) if _is_sum(one) else one.count * (not _is_ring(one))
+    return lambda call: largest(call.count - rows, 0) if _is_sum(call) else call.count * (not _is_ring(call))
 
 
 def _is_sum(communication: Communication) -> bool:
@@ -124,7 +125,7 @@ def _is_sum(communication: Communication) -> bool:
 
 
 def _is_core(operator: Operator) -> bool:
-    """Whether an operator is attention's: the fused kernel, or a matmul of activations with one another."""
+    """Whether an operator is in attention's core: the fused kernel, or a matmul of two activations."""
     plain = operator.kind is OperatorClass.MATMUL and operator.weight_bytes == 0
     return plain or operator.kind is OperatorClass.ATTENTION
 

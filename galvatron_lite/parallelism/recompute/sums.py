@@ -1,8 +1,8 @@
-"""Sums over a tensor group that selective recomputation keeps in place of the products they are made of.
+"""Sums over a tensor group, which selective recomputation keeps instead of their partial products.
 
-The product of a matmul that is split by rows is a partial sum, as large on each device as without tensor parallelism.
-Only the sum over the group is used; under sequence parallelism each device has just its own tokens of it. So the sum
-is kept, and in backward neither the matmul nor the collective runs again.
+The product of a row-split matmul is a partial sum, as large on each device as without tensor parallelism. Later code
+uses only the sum over the group, and under sequence parallelism only the device's tokens of it. So the sum is kept, and
+backward runs neither the matmul nor the collective again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MUTATED = "cached during selective activation checkpoint has been mutated"
-"""Part of what torch raises where a kept tensor was changed in place (``torch.utils.checkpoint``)."""
+"""Part of the message that torch raises if a kept tensor was changed in place (``torch.utils.checkpoint``)."""
 
 
 class KeptSums:
@@ -30,7 +30,7 @@ class KeptSums:
         self._sums = deque[tuple[Tensor, int]]()
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """The sum: made and kept in forward, returned in backward."""
+        """Compute and keep a sum in forward; return it in backward."""
         if not self._again:
             total = make()
             self._sums.append((total.detach(), total._version))
@@ -42,7 +42,7 @@ class KeptSums:
 
     @contextmanager
     def active(self, *, again: bool) -> Iterator[None]:
-        """While the layer runs on this thread; ``again``: in backward."""
+        """Use these sums while the layer runs on this thread; ``again``: in backward."""
         outer = current()
         _ACTIVE.sums, self._again = self, again
         try:
@@ -52,7 +52,7 @@ class KeptSums:
 
     @contextmanager
     def row(self) -> Iterator[None]:
-        """While a row-split matmul and its collective run."""
+        """Run a row-split matmul and its collective inside."""
         self.in_row = True
         try:
             with _RowMode(run=not self._again):
@@ -64,11 +64,11 @@ class KeptSums:
 _ACTIVE = threading.local()
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default: _aten.mm.out, _aten.bmm.default: _aten.bmm.out}
-"""Matmuls, and what runs in their place: an operator whose output selective recomputation does not keep."""
+"""Matmuls, and the operators that replace them, whose outputs selective recomputation does not keep."""
 
 
 class _RowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Matmuls that selective recomputation does not keep; in backward only memory for what is kept already."""
+    """Replace matmuls by operators whose outputs are not kept; in backward, by an allocation without compute."""
 
     def __init__(self, *, run: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,13 +83,13 @@ class _RowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def current() -> KeptSums | None:
-    """The sums of the layer that runs on this thread under selective recomputation; None outside of one."""
+    """Return the sums of the layer that runs on this thread under selective recomputation; None outside of one."""
     return None if torch.compiler.is_compiling() else getattr(_ACTIVE, "sums", None)
 
 
 @contextmanager
 def row_product() -> Iterator[None]:
-    """Around a row-split matmul and its collective."""
+    """Run a row-split matmul and its collective inside."""
     sums = current()
     if sums is None:
         yield
@@ -99,6 +99,6 @@ def row_product() -> Iterator[None]:
 
 
 def kept_sum(make: Callable[[], Tensor]) -> Tensor:
-    """The sum of a row-split matmul's products, not made again where it is kept; any other sum is made."""
+    """Compute a sum over the group, or return it if it is that of a row-split matmul and was kept."""
     sums = current()
     return make() if sums is None or not sums.in_row else sums.keep(make)

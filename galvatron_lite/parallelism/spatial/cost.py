@@ -1,19 +1,19 @@
 """Spatial parallelism: devices share the pixels of each sample, as a grid of planes, rows and columns.
 
-Each of p = d x h x w devices holds about 1/p of every activation and does as much of the work (``spatial.grids``);
-weights are whole on all, so their gradients are summed over the spatial ranks too, once a step
-(``parallelism.ranks``), and ZeRO's shards of states go over them. Kahira et al. 2021 (arXiv:2104.09075, table 3,
-"spatial"); the same for ConvNeXt in NVIDIA's and NIO's multi-camera training (PyTorch pull request 113123).
+Each of p = d x h x w devices holds about 1/p of the activations and does 1/p of the work (``spatial.grids``). Weights
+are replicated, so their gradients are summed over the spatial ranks too, once a step (``parallelism.ranks``), and ZeRO
+shards states over them. Kahira et al. 2021 (arXiv:2104.09075, table 3, "spatial"); ConvNeXt in NVIDIA's and NIO's
+multi-camera training does the same (PyTorch pull request 113123).
 
-What a window needs of the two neighbours they send in forward, and take back its gradient in backward (Kahira et al.,
-halo(x) and halo(dL/dy)). What arrived in forward is kept for the gradient of the weights. Planes go first, then rows
-with the planes that arrived, then columns with both. Nothing hides these exchanges. Where extents do not divide, the
-device with most pixels decides.
+In forward the two neighbours send the pixels that a window needs beyond a device's share, and in backward they receive
+their gradients (Kahira et al., halo(x) and halo(dL/dy)). Pixels received in forward are saved for the gradient of the
+weights. Planes are exchanged first, then rows including received planes, then columns including both. Compute does not
+hide these exchanges. If extents do not divide, the device with most pixels counts.
 
-Sums over all pixels, of a batch normalisation's statistics, of a mean over the picture (``Operator.statistics``), go
-along each side in either pass. What follows a mean over the picture each device does in full; that is priced as if
-shared, as its work is small. A layer on a share of the pixels costs what that share of a sample costs: the roofline of
-a convolution depends on samples x pixels only, so points at shares of a sample are points at the sharded shape.
+Sums over all pixels (statistics of batch normalisation, means over a picture: ``Operator.statistics``) run along each
+side in both passes. Each device runs the operators after a mean over the picture in full; they are priced as shared, as
+they are small. A layer on a share of the pixels costs as much as that share of a sample: the roofline of a convolution
+depends only on samples x pixels, so points at shares of a sample are points at the sharded shape.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     StrategyField,
-    sent,
-    sliced,
+    drop_unused,
+    slice_degree,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import extents_of
@@ -94,46 +94,45 @@ class SpatialDimension(Dimension):
         return {"depth": int(match[1] or 1), "height": int(match[2]), "width": int(match[3])} if match else None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Off, and degrees that leave each device a pixel of every picture, and what its neighbours need."""
-        place = SIDES.index(self.degree)
+        """Off, and degrees that leave each device enough pixels of each picture for itself and its neighbours."""
+        side = SIDES.index(self.degree)
         degrees = divisors(devices)[1:] if splits_pixels(kind) else ()
-        return [
-            {self.degree: degree} for degree in (1, *(degree for degree in degrees if not refusal(kind, place, degree)))
-        ]
+        legal = [degree for degree in degrees if not refusal(kind, side, degree)]
+        return [{self.degree: degree} for degree in (1, *legal)]
 
     def refusal(self, kind: LayerKind, degree: int) -> str:
-        """Why a layer cannot be split so many ways; empty where it can."""
+        """See ``Dimension.refusal``."""
         return refusal(kind, SIDES.index(self.degree), degree)
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
-        """Beside data parallelism, ZeRO and recomputation only.
+        """Together only with data parallelism, ZeRO and recomputation.
 
-        Sensible: within a node, as it blocks every convolution; and of the grids of as many devices the one with the
-        shortest edges, and the one that cuts one side only and so sends the fewest messages.
+        Sensible: within a node, as exchanges block each convolution; and, of the grids of as many devices, that with
+        the shortest edges and that along one side only, which sends the fewest messages.
         """
         grid = (chosen["depth"], chosen["height"], chosen["width"])
         devices = grid[0] * grid[1] * grid[2]
         if devices == 1:
             return True
-        if chosen["context"] * chosen["expert"] * sliced(chosen) > 1:
+        if chosen["context"] * chosen["expert"] * slice_degree(chosen) > 1:
             return False
         if room.node is None or self.degree != SIDES[-1]:
-            return room.near(devices)
-        return room.near(devices) and grid in sensible_grids(kind, devices)
+            return room.fits_node(devices)
+        return room.fits_node(devices) and grid in sensible_grids(kind, devices)
 
     def reason(self, kind: LayerKind) -> str:
-        """Why pictures that are too small stay whole."""
-        reasons = [refusal(kind, place, 2) for place, extent in enumerate(extents_of(kind)) if extent > 1]
+        """Pictures that are too small."""
+        reasons = [refusal(kind, side, 2) for side, extent in enumerate(extents_of(kind)) if extent > 1]
         return f"spatial: {kind.name}: {reasons[0]}" if splits_pixels(kind) and all(reasons) else ""
 
     def runs_on(self, device: Device, kind: LayerKind, strategy: Either) -> Flag:  # noqa: ARG002
-        """Pixels of pictures that are large enough."""
+        """Pictures that are large enough for the grid."""
         return shares_pixels(kind, strategy)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A share of the pixels, exchanges with neighbours and sums over all pixels.
 
-        Must run before recompute (exchanges of what runs again run again).
+        Must run before recompute, which repeats exchanges.
         """
         if never(strategy.spatial > 1):
             return work
@@ -141,9 +140,9 @@ class SpatialDimension(Dimension):
         share = samples * context.activation_item_bytes
         lasting = sum(border.items for border in pixels_of(kind, strategy).borders) * share
         moved = exchanges(kind, strategy, share, context.pictures.own_statistics)
-        waiting = sum(one.count for one in moved) * context.host.get("spatial_exchange", 0.0)
-        held = kind.kept[Recompute.NONE].total * samples / strategy.spatial
-        working = context.host.get(self.name, 0.0) + context.host.get("spatial_per_byte", 0.0) * held
+        waiting = sum(exchange.count for exchange in moved) * context.host.get("spatial_exchange", 0.0)
+        saved = kind.kept[Recompute.NONE].total * samples / strategy.spatial
+        working = context.host.get(self.name, 0.0) + context.host.get("spatial_per_byte", 0.0) * saved
         return replace(
             work,
             samples=work.samples / strategy.spatial,
@@ -154,39 +153,38 @@ class SpatialDimension(Dimension):
 
 
 def pixels_of(kind: LayerKind, strategy: Either) -> GridLayout:
-    """A layer on the grid of a strategy, or (arrays) of many; worked out once for each ``Strategies``."""
+    """Return the layout of a layer on the grid of a strategy, or of many (arrays, cached for each ``Strategies``)."""
     if not isinstance(strategy, Strategies):
         return layout_on(kind, (strategy.depth, strategy.height, strategy.width))
     key = ("pixels", id(kind.operators))
-    cached: tuple[object, GridLayout] | None = strategy.known.get(key)
+    cached: tuple[object, GridLayout] | None = strategy.cache.get(key)
     if cached is None:
-        # with the operators, so that their place in memory is not another's meanwhile
-        cached = strategy.known[key] = (kind.operators, _pixels_of_many(kind, strategy))
+        # the entry holds the operators, so that no other object gets their ``id``
+        cached = strategy.cache[key] = (kind.operators, _pixels_of_many(kind, strategy))
     return cached[1]
 
 
 def _pixels_of_many(kind: LayerKind, many: Strategies) -> GridLayout:
-    grids, place = _grids_of(many)
-    every = [layout_on(kind, grid) for grid in grids]
-    figures = np.array([[_BORDER(border) for border in layout.borders] for layout in every]).transpose(1, 2, 0)[
-        ..., place
-    ]
-    share, legal = np.array([layout.share for layout in every]), np.array([layout.legal for layout in every])
-    return GridLayout(share[place], tuple(SideTraffic(*side) for side in figures), legal[place])
+    grids, indices = _grids_of(many)
+    layouts = [layout_on(kind, grid) for grid in grids]
+    figures = np.array([[_BORDER(border) for border in layout.borders] for layout in layouts]).transpose(1, 2, 0)
+    share, legal = np.array([layout.share for layout in layouts]), np.array([layout.legal for layout in layouts])
+    borders = tuple(SideTraffic(*side) for side in figures[..., indices])
+    return GridLayout(share[indices], borders, legal[indices])
 
 
 def _grids_of(many: Strategies) -> tuple[list[Grid], IntArray]:
-    """The grids of strategies, and which of them each has."""
-    if "grids" not in many.known:
+    """The distinct grids of strategies, and the index of each strategy's grid."""
+    if "grids" not in many.cache:
         columns = np.column_stack((many.depth, many.height, many.width))
-        distinct, place = np.unique(columns, axis=0, return_inverse=True)
-        many.known["grids"] = [tuple(map(int, grid)) for grid in distinct], place.reshape(-1)
-    grids: tuple[list[Grid], IntArray] = many.known["grids"]
+        distinct, indices = np.unique(columns, axis=0, return_inverse=True)
+        many.cache["grids"] = [tuple(map(int, grid)) for grid in distinct], indices.reshape(-1)
+    grids: tuple[list[Grid], IntArray] = many.cache["grids"]
     return grids
 
 
 def samples_of(kind: LayerKind, strategy: Either, microbatch: Real) -> Real:
-    """Samples of one micro-batch on the device that has most: fractions where devices share tokens or pixels."""
+    """Return the samples of a micro-batch on the device with most; fractions if devices share tokens or pixels."""
     if never(strategy.spatial > 1):
         return microbatch / strategy.token_degree
     shared = microbatch / (strategy.batch_degree * strategy.context)
@@ -194,30 +192,29 @@ def samples_of(kind: LayerKind, strategy: Either, microbatch: Real) -> Real:
 
 
 def shares_pixels(kind: LayerKind, strategy: Either) -> Flag:
-    """Whether devices can share a layer's pixels as a strategy says, which may say that they do not."""
-    if never(strategy.spatial > 1):
-        return strategy.spatial == 1
-    if not splits_pixels(kind):
-        return strategy.spatial == 1
-    return (strategy.spatial == 1) | pixels_of(kind, strategy).legal
+    """Whether devices can share a layer's pixels as a strategy says; True if it does not share them."""
+    unsplit = strategy.spatial == 1
+    if never(strategy.spatial > 1) or not splits_pixels(kind):
+        return unsplit
+    return unsplit | pixels_of(kind, strategy).legal
 
 
 def strategy_on(grid: Grid) -> Strategy:
-    """What shares pixels among a grid of devices, and nothing else."""
+    """Return a strategy that only shares pixels on a grid of devices."""
     depth, height, width = grid
     return Strategy(depth=depth, height=height, width=width)
 
 
 def exchanges(kind: LayerKind, strategy: Either, share: Real, local_norms: bool = False) -> tuple[Communication, ...]:
-    """Exchanges with the neighbours along each side, and sums over all pixels; each keeps the device waiting.
+    """Return the exchanges with neighbours along each side, and the sums over all pixels, all of them blocking.
 
     Args:
         kind: of the layer.
-        strategy: of the layer, or of many.
+        strategy: one or many.
         share: samples of one micro-batch x bytes of an activation item.
-        local_norms: whether normalisations take each device's own statistics.
+        local_norms: whether normalisations use statistics of local pixels only.
     """
-    return sent(*_exchanges(kind, strategy, pixels_of(kind, strategy).borders, share, local_norms))
+    return drop_unused(*_exchanges(kind, strategy, pixels_of(kind, strategy).borders, share, local_norms))
 
 
 def _exchanges(
@@ -239,17 +236,13 @@ def _exchanges(
 def _summed(kind: LayerKind, group: RankGroup, degree: Whole, local_norms: bool) -> Iterator[Communication]:
     """Sums over all pixels along one side.
 
-    Means and variances of normalisations are gathered in forward, from which each device makes those of the whole
-    (Chan et al. 1983); all else is all-reduced.
+    Means and variances of normalisations are gathered in forward, and combined on each device (Chan et al. 1983); other
+    statistics are all-reduced.
     """
     several = degree > 1
-    weighted = () if local_norms else kind.operators
-    norms = [one.statistics * STATISTIC_BYTES for one in weighted if one.statistics and one.weight_bytes]
-    means = [
-        operator.statistics * STATISTIC_BYTES
-        for operator in kind.operators
-        if operator.statistics and not operator.weight_bytes
-    ]
+    reduced = [operator for operator in kind.operators if operator.statistics]
+    norms = [] if local_norms else [one.statistics * STATISTIC_BYTES for one in reduced if one.weight_bytes]
+    means = [operator.statistics * STATISTIC_BYTES for operator in reduced if not operator.weight_bytes]
     gathered, forward, backward = (sum(sizes) / max(len(sizes), 1) for sizes in (norms, means, norms + means))
     for collective, size, moment, count in (
         (Collective.ALL_GATHER, gathered * degree, Moment.FORWARD, len(norms)),

@@ -1,4 +1,4 @@
-"""Gives a layer its share of a tensor-parallel group: slices its weights in place and hooks in the collectives."""
+"""Split a layer over a tensor-parallel group: slice its weights in place, and hook in the collectives."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ def shard_layer(
     shares_logits: bool = True,
     regather: bool = True,
 ) -> dict[str, ParameterShard]:
-    """Splits a layer over a tensor-parallel group, in place.
+    """Split a layer over a tensor-parallel group, in place.
 
-    Parameters stay the same objects and hold the local slice (their ``data`` is replaced), so weights tied to another
-    layer stay tied: the second layer to be split, by the same degree, finds them split already.
-    Under dropout the devices of a group must have the same random state.
+    Parameters stay the same objects and hold the local slice (their ``data`` is replaced). So weights stay tied to
+    other layers: the layer that is split second, by the same degree, finds them split already. With dropout the devices
+    of a group must have the same random state.
 
     Args:
         layer: a block, or the modules of a layer by their path in the model.
-        plan: what ``infer_block`` or ``infer_edge`` found for it.
+        plan: of ``infer_block`` or ``infer_edge`` for it.
         group: the devices that share it.
         sequence_parallel: whether hidden states enter and leave split along dim 1 (tokens).
-        shares_logits: whether outputs of heads stay shares of the vocabulary until code asks for whole ones (see
-            ``parallelism.vocabulary``); else they are gathered at once.
-        regather: whether autograd keeps this device's tokens of what sequence parallelism gathers, and gathers them
-            again in backward; else all tokens.
+        shares_logits: whether outputs of heads stay shares of the vocabulary until code reads full ones (see
+            ``parallelism.vocabulary``); if not, they are gathered at once.
+        regather: whether autograd saves only this device's tokens of inputs that sequence parallelism gathers, and
+            gathers them again in backward; if not, it saves all tokens.
 
     Returns:
-        How each parameter lies in the whole one, by its name in ``layer`` (behind the module's path, if several);
-        a parameter with several names is listed under each.
+        The shard of each parameter by its name in ``layer`` (behind the module's path, if several); a parameter with
+        several names is listed under each.
 
     Raises:
         InputError: the plan does not allow the degree or sequence parallelism.
@@ -97,8 +97,7 @@ def shard_layer(
 def shards_by_name(
     parameters: Iterable[tuple[str, nn.Parameter]], shards: Shards, group: TensorGroup, partial: Callable[[str], bool]
 ) -> dict[str, ParameterShard]:
-    """How each parameter lies in the full one; of those that no slice was taken of, ``partial`` says by name whether
-    each device has a part of their gradient."""
+    """Return the shard of each parameter; ``partial``: whether an unsplit parameter, by name, has partial gradients."""
 
     def unsplit(name: str, parameter: nn.Parameter) -> ParameterShard:
         placement = Placement.PARTIAL if group.size > 1 and partial(name) else Placement.REPLICATED
@@ -108,7 +107,7 @@ def shards_by_name(
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Every name of every parameter of modules given by path."""
+    """List all names of all parameters of modules by path."""
     return [
         (f"{path}.{name}".lstrip("."), parameter)
         for path, module in modules.items()
@@ -117,7 +116,7 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Par
 
 
 def find_module(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
-    """The module at a path, in modules given by path.
+    """Return the module at a path, in modules by path.
 
     Raises:
         InputError: no module has that path.
@@ -134,7 +133,7 @@ def find_module(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
 def slice_parameter(
     parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: TensorGroup, shards: Shards
 ) -> None:
-    """Replaces a parameter's data by the local slice, unless a tied layer has done so already."""
+    """Replace a parameter's data by the local slice, unless a tied layer did so already."""
     if parameter is None:
         return
     full = list(parameter.shape)
@@ -151,7 +150,7 @@ def slice_parameter(
 
 @dataclass
 class _Sharding:
-    """A layer that is being split, and how its parameters lie by now."""
+    """A layer while it is split, and the shards so far."""
 
     modules: Mapping[str, nn.Module]
     group: TensorGroup
@@ -172,7 +171,7 @@ class _Sharding:
             setattr(self.modules[""].get_submodule(patch.path), patch.name, patch.value // self.group.size)
 
     def _enter(self, region: Region, regather: bool) -> list[_Entrance]:
-        """Entrances at the columns, one for each tensor that they take in, or at a module around them."""
+        """Add entrances at the columns, one for each of their input tensors, or one at a module around them."""
         if self.sequence_parallel and region.gather:
             inside = [*region.feeders, *(column.path for column in region.columns)]
             entrance = self._entrance(inside, regather)
@@ -188,7 +187,7 @@ class _Sharding:
         return entrances
 
     def _entrance(self, paths: Sequence[str], regather: bool) -> _Entrance:
-        """For linears that take in one tensor, which they keep only if one of their weights trains."""
+        """An entrance of linears with one input tensor, which autograd saves only if one of their weights trains."""
         linears = [find_module(self.modules, path) for path in paths]
         again = self.sequence_parallel and regather and any(weight_of(linear).requires_grad for linear in linears)
         entrance = _Entrance(self.group, self.sequence_parallel, len(linears), again)
@@ -199,14 +198,14 @@ class _Sharding:
     def _make_row(self, linear: nn.Module, entrances: Sequence[_Entrance]) -> None:
         weight, dim = weight_of(linear), 1 - output_dim(linear)
         extent = "in_features" if isinstance(linear, nn.Linear) else "nx"
-        self._slice(weight, dim, (getattr(linear, extent),))  # not the weight's: a tied layer may have split it
+        self._slice(weight, dim, (getattr(linear, extent),))  # a tied layer may have split the weight already
         setattr(linear, extent, weight.shape[dim])
         leave = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         # An instance attribute, because a hook cannot keep the bias out of the sum over the group.
         linear.forward = partial(_row_forward, linear, entrances, partial(leave, group=self.group))
 
     def shard_embedding(self, path: str) -> None:
-        """Each device looks up its own rows of the vocabulary; the sum over the group has them all."""
+        """Each device looks up tokens in its rows of the vocabulary; the sum over the group has the rows of all."""
         embedding = find_module(self.modules, path)
         if not isinstance(embedding, nn.Embedding):
             raise InputError("embedding", type(embedding).__name__, "Use a plan that was inferred for these modules.")
@@ -216,7 +215,7 @@ class _Sharding:
         embedding.forward = run  # type: ignore[method-assign]
 
     def shard_head(self, path: str, shares_logits: bool) -> None:
-        """Each device computes its own columns; they stay so, or are gathered. ``out_features`` stays that of all."""
+        """Each device computes its columns, which may be gathered. ``out_features`` stays that of the full head."""
         head = find_module(self.modules, path)
         extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
         self._slice(weight_of(head), output_dim(head), (extent,))
@@ -227,7 +226,7 @@ class _Sharding:
             columns = forward(copy_to_group(full_logits(tensor), group))
             return shared_logits(columns, group, extent) if shares_logits else gather_last(columns, group, extent)
 
-        # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
+        # no hooks: the head may be a layer, whose forward is replaced if it shares tokens
         head.forward = run
 
     def shard_experts(self, experts: ExpertSlices) -> None:
@@ -242,9 +241,9 @@ class _Sharding:
 
 
 class _Entrance:
-    """Pre-hook of a region's columns that take in one tensor: the first communicates, the others reuse what it got.
+    """Pre-hook of the columns of a region with one input: the first communicates, and the others reuse the result.
 
-    It keeps the tensors only until the last of them, or the region's row, has run.
+    It holds the tensors until the last column, or the region's row, has run.
     """
 
     def __init__(self, group: TensorGroup, sequence_parallel: bool, columns: int, regather: bool) -> None:
@@ -278,7 +277,7 @@ class _Entrance:
         return forward(*args, **kwargs) if self._gathered is None else self._gathered.call(forward, *args, **kwargs)
 
     def forget(self) -> None:
-        """Let go of the tensors: the row runs."""
+        """Release the tensors when the row runs."""
         self._kept = self._gathered = None
 
 
@@ -312,6 +311,6 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
         padding = None
     rows = functional.embedding(local.masked_fill(elsewhere, 0), embedding.weight, padding)
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-    # as narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it
+    # in the dtype of the layers' inputs, where autocast keeps fp32: a sum of one value and zeros stays exact
     dtype = autocast_dtype(rows)
     return reduce_from_group(rows if dtype is None else rows.to(dtype), group)

@@ -3,14 +3,14 @@
 Source of the communication counts: Korthikanti et al. 2022 (arXiv:2205.05198), section 4: per transformer block and
 pass two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters, of the hidden state.
 
-A region begins with a column-split matmul and ends with a row-split one; a head has a beginning only, an embedding an
-end only. The beginning costs (f of section 4.2.1) and the end (its conjugate g):
+A region begins with a column-split matmul and ends with a row-split matmul. A head has only a beginning, an embedding
+only an end. Costs of the beginning (f of section 4.2.1) and of the end (its conjugate g):
 
                  forward, plain   backward, plain   forward, sequence   backward, sequence
     beginning    nothing          all-reduce        all-gather          reduce-scatter
     end          all-reduce       nothing           reduce-scatter      all-gather
 
-Where only a share of the gathered input is kept (section 4.2.2), it is gathered again in backward.
+If only a share of the gathered input is saved (section 4.2.2), it is gathered again in backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from galvatron_lite.parallelism.base import (
     Moment,
     StrategyField,
     degree_in,
-    sent,
+    drop_unused,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, group_along
@@ -42,8 +42,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 NAME = "tensor"
 ASYNC = "tensor-async"
-"""Cause of what may run beside the matmul of weight gradients: all that the input's gradient needs. Software that does
-so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
+"""Cause of collectives that the matmul of weight gradients can hide: those of the input's gradient. Other software
+hides a share of them (``StackConstants.hidden``); our runtime waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +101,22 @@ class TensorDimension(Dimension):
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of ``devices`` that the structure allows, without and with sequence parallelism."""
         legal = [degree for degree in divisors(devices)[1:] if kind.tensor_degrees % degree == 0]
-        plain: list[dict[str, object]] = [{"tensor": t, "sequence_parallel": False} for t in (1, *legal)]
-        shared: list[dict[str, object]] = [
-            {"tensor": t, "sequence_parallel": True}
-            for t in legal
-            if kind.sequence_parallel and kind.dims.sequence % t == 0
-        ]
-        return [*plain, *shared]
+        shared = [degree for degree in legal if kind.sequence_parallel and kind.dims.sequence % degree == 0]
+        choices = [*((degree, False) for degree in (1, *legal)), *((degree, True) for degree in shared)]
+        return [{"tensor": degree, "sequence_parallel": sequence} for degree, sequence in choices]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
-        """Within a node: its collectives block every layer twice a pass."""
-        return room.near(chosen["tensor"])
+        """Within a node: its collectives block each layer twice a pass."""
+        return room.fits_node(chosen["tensor"])
 
     def reason(self, kind: LayerKind) -> str:
-        """What capture said about the structure."""
+        """The limit that ``capture`` found in the structure."""
         return f"tensor: {kind.name}: {kind.tensor_reason}" if kind.tensor_reason else ""
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
-        """A slice of the parameters, and the collectives of the boundary tensor in both passes.
+        """A slice of the parameters, and the collectives at region boundaries in both passes.
 
-        Must run before the other dimensions: they shard what is left after slicing.
+        Must run before the other dimensions, which shard the slices.
         """
         degree, split = strategy.tensor, strategy.tensor > 1
         if never(split):
@@ -128,20 +124,22 @@ class TensorDimension(Dimension):
         shared = strategy.sequence_parallel & split
         group = group_along(strategy, "tensor")
         samples = work.samples / strategy.token_degree
-        once = shared & is_option(strategy.recompute, Recompute.NONE)
-        # a region's input, gathered for its columns alone, is beyond what kinds count: they keep and work with shards
-        gathered = up(where(once, int(kind.regathers > 0) * kind.input_bytes * samples * (1 - 1 / degree), 0.0))
-        activations = sent(*_at_regions(kind, strategy, samples, group), *_at_loss(kind, strategy, samples, group))
-        # parameters used on token shards (norms) have partial gradients
+        regathers = shared & is_option(strategy.recompute, Recompute.NONE)
+        # kinds count shards as saved and transient memory, not the inputs of regions that are gathered for columns
+        gathered = up(where(regathers, int(kind.regathers > 0) * kind.input_bytes * samples * (1 - 1 / degree), 0.0))
+        activations = drop_unused(
+            *_at_regions(kind, strategy, samples, group), *_at_loss(kind, strategy, samples, group)
+        )
+        # parameters used on shares of tokens (norms) have partial gradients
         partial = (kind.parameters.whole - kind.frozen.whole) * context.reduce_item_bytes
         count = shared * int(partial > 0)
         summed = Communication(Collective.ALL_REDUCE, partial, group, Moment.STEP, False, count, self.name)
         working, forward = kind.working, kind.forward_working
         return replace(
-            work.sliced(
+            work.with_parameters(
                 where(split, kind.parameters.at(degree, shared), work.parameters),
                 where(split, kind.frozen.at(degree, shared), work.frozen_items),
-            ).sending(*activations, summed),
+            ).with_communications(*activations, summed),
             tensor=degree,
             sequence_parallel=shared,
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
@@ -153,7 +151,7 @@ class TensorDimension(Dimension):
         )
 
     def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> Real:
-        """Host seconds that blocking collectives cost beside their transfers."""
+        """Host seconds of blocking collectives beside their transfers."""
         fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
         if not fixed and not per_byte:
             return copying(communications, context)
@@ -166,41 +164,41 @@ class TensorDimension(Dimension):
 
 
 def _at_regions(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup) -> Iterator[Communication]:
-    """The collectives at the ends of regions, see the module, and what is gathered again.
+    """The collectives at the boundaries of regions (see the module), and those that gather inputs again.
 
-    Shares of tokens go to experts as they are; ``expert`` prices how they come together there.
+    Shares of tokens are sent to experts without a gather; ``expert`` prices their exchange.
     """
     split = strategy.tensor > 1
     shared, plain = strategy.sequence_parallel & split, opposite(strategy.sequence_parallel) & split
-    apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
-    again = opposite(is_option(strategy.recompute, Recompute.NONE))
+    at_experts = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
+    recomputes = opposite(is_option(strategy.recompute, Recompute.NONE))
     for boundary in boundaries(kind):
-        size, there = boundary.bytes * samples, shared if boundary.shared else plain
+        size, used = boundary.bytes * samples, shared if boundary.shared else plain
         gathered = size * gathered_share(kind)
-        summed = Collective.REDUCE_SCATTER if boundary.shared else Collective.ALL_REDUCE
-        less = apart * int(boundary.bytes in (kind.input_bytes, kind.output_bytes))
+        reduction = Collective.REDUCE_SCATTER if boundary.shared else Collective.ALL_REDUCE
+        fewer = at_experts * int(boundary.bytes in (kind.input_bytes, kind.output_bytes))
         begins, ends, returns, resumes = (
-            there * largest(count - less, 0)
+            used * largest(count - fewer, 0)
             for count in (boundary.begins, boundary.ends, boundary.returns, boundary.resumes)
         )
-        regathers = boundary.regathers * where(again, int(kind.regathers_recomputed > 0), int(kind.regathers > 0))
+        regathers = boundary.regathers * where(recomputes, int(kind.regathers_recomputed > 0), int(kind.regathers > 0))
         calls: tuple[tuple[Moment, Collective, Real, Whole, str], ...] = (
             (Moment.FORWARD, Collective.ALL_GATHER, gathered, begins, NAME),
-            (Moment.FORWARD, summed, size, ends, NAME),
+            (Moment.FORWARD, reduction, size, ends, NAME),
             (Moment.BACKWARD, Collective.ALL_GATHER, gathered, resumes, NAME),
-            (Moment.BACKWARD, summed, size, returns, ASYNC),
-            (Moment.BACKWARD, Collective.ALL_GATHER, gathered, there * regathers, ASYNC),
+            (Moment.BACKWARD, reduction, size, returns, ASYNC),
+            (Moment.BACKWARD, Collective.ALL_GATHER, gathered, used * regathers, ASYNC),
         )
         for moment, collective, bytes_, count, cause in calls:
             yield Communication(collective, bytes_, group, moment, False, count, cause)
 
 
 def _at_loss(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup) -> Iterator[Communication]:
-    """Logits that are gathered, or the figures that a loss on shares of them gathers (``parallelism.vocabulary``); all
-    in forward: a gradient of gathered logits is only sliced.
+    """The collectives of logits and of a loss on shares of them (``parallelism.vocabulary``), all in forward.
 
-    Of a loss that is part of the layer: the greatest logit, the target's and the sum of exponentials of each token,
-    three all-reduces of an fp32 figure (Megatron-Core's ``vocab_parallel_cross_entropy``).
+    Logits are gathered (their gradient is only sliced), or the loss gathers figures of each token. A loss inside the
+    layer all-reduces three fp32 figures of each token: the greatest logit, the target's logit and the sum of
+    exponentials (Megatron-Core's ``vocab_parallel_cross_entropy``).
     """
     split, stays = strategy.tensor > 1, _stays_split(kind, strategy)
     begins, ends = regions(kind)
@@ -215,9 +213,9 @@ def _at_loss(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup)
 
 
 def _full_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples: Real, spared: int = 0) -> Whole:
-    """Bytes of whole logits beyond those of shares, where tokens are shared and logits are gathered.
+    """Bytes of full logits beyond those of shares, if tokens are shared and logits gathered.
 
-    ``bytes_``: of a sample; ``spared``: by how much less of them a loss on shares takes, all shares together.
+    ``bytes_``: of a sample; ``spared``: what a loss on shares saves of them, in all shares together.
     """
     if kind.loss_bytes == 0:
         return 0
@@ -227,35 +225,39 @@ def _full_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples
 
 
 def copying(communications: Sequence[Communication], context: DimensionContext) -> Real:
-    """Seconds of copying what is gathered or scattered, see ``HostOverhead.gathered_per_byte``."""
+    """Return the seconds that copying of gathered or scattered tensors takes (``HostOverhead.gathered_per_byte``)."""
     per_byte = context.host.get("gathered_per_byte", 0.0)
-    ordered = (
-        communication
+    if not per_byte:
+        return 0.0
+    return per_byte * sum(
+        communication.count * communication.size
         for communication in communications
         if communication.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    return per_byte * sum(one.count * one.size for one in ordered) if per_byte else 0.0
 
 
 def regions(kind: LayerKind) -> tuple[int, int]:
-    """How many regions begin and how many end in one forward pass."""
+    """Return how many regions begin and how many end in a forward pass."""
     half = kind.tensor_collectives // 2
     begins = half if kind.tensor_gathers is None else kind.tensor_gathers
     return begins, half if kind.tensor_scatters is None else kind.tensor_scatters
 
 
 def gathered_share(kind: LayerKind) -> float:
-    """Bytes that sequence parallelism gathers beside those of the tensor: fp8 matmuls' inputs and output gradients are
-    cast before they are gathered (TransformerEngine, ``gather_along_first_dim`` of quantized inputs; torchao's
-    ``Float8ColwiseParallel``), unless their scales go by rows. What is reduced stays wide."""
+    """Return the bytes that sequence parallelism gathers, over the bytes of the tensor.
+
+    Inputs and output gradients of fp8 matmuls are cast before they are gathered (TransformerEngine,
+    ``gather_along_first_dim`` of quantized inputs; torchao's ``Float8ColwiseParallel``), unless scales are rowwise.
+    Reductions are not cast.
+    """
     return 0.5 if any(operator.precision == "fp8" for operator in kind.operators) else 1.0
 
 
 def boundaries(kind: LayerKind) -> tuple[TensorBoundary, ...]:
-    """With what regions begin and end, and what is sent of it.
+    """Return the tensors with which regions begin and end, and how often each is communicated.
 
-    Where a kind does not say so, a region begins with the layer's input and ends with its output; where it does not say
-    how many do either, both are its output, or its input where the output is gathered.
+    A kind without boundaries has regions that begin with the layer's input and end with its output. If it does not
+    count regions either, both are the output, or the input if the output is gathered.
     """
     if kind.boundaries:
         return kind.boundaries
@@ -268,10 +270,10 @@ def boundaries(kind: LayerKind) -> tuple[TensorBoundary, ...]:
     shared = TensorBoundary(leaving, True, begins, ends, begins, ends, again)
     if entering == leaving:
         return plain, shared
-    inward = (replace(one, bytes=entering, ends=0, resumes=0) for one in (plain, shared))
+    inward = (replace(boundary, bytes=entering, ends=0, resumes=0) for boundary in (plain, shared))
     return *inward, replace(plain, returns=0), replace(shared, begins=0, returns=0, regathers=0)
 
 
 def _stays_split(kind: LayerKind, strategy: Either) -> Flag:
-    """Whether logits stay shares of the vocabulary: not where tokens are shared too."""
+    """Whether logits stay shares of the vocabulary: not if context ranks share tokens too."""
     return (strategy.context == 1) & (kind.loss_bytes > 0)

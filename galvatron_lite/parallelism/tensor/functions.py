@@ -1,7 +1,7 @@
-"""Collectives of tensor parallelism that autograd understands.
+"""Collectives of tensor parallelism with gradients, in the pairs of Megatron-LM.
 
-The pairs are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
-Convention: the gradient of a replicated activation is replicated, that is, already complete on every device.
+Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198. The gradient of a replicated
+activation is replicated: it is complete on each device.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def reduce_from_group(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 
 SaveTensor = Callable[[Any, Tensor], None]
-"""Is given the autograd node of a gather, which saves the shard, and the gathered tensor."""
+"""Called with the autograd node of a gather, which saves the shard, and with the gathered tensor."""
 
 
 def gather_tokens(tensor: Tensor, group: TensorGroup, dim: int = TOKENS, keeper: SaveTensor | None = None) -> Tensor:
     """Token shards [batch, tokens / size, hidden] become all tokens: all-gather in forward, reduce-scatter in backward.
 
-    ``keeper`` is passed where autograd is to save the shard with the gather's node (``GatheredInput``).
+    With a ``keeper``, the gather's node saves the shard (``GatheredInput``).
     """
     return _apply(_Gather, tensor, group, dim, keeper)
 
@@ -53,18 +53,14 @@ def reduce_scatter_tokens(tensor: Tensor, group: TensorGroup, dim: int = TOKENS)
 
 
 def gather_last(tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
-    """Column shards become one replicated tensor [..., extent]; the gradient's local columns flow back.
-
-    The columns are shared out as ``share`` says: the first ``extent % size`` devices hold one more.
-    """
+    """Column shards (by ``share``) become a replicated tensor [..., extent]; backward takes the local columns."""
     return _apply(_GatherLast, tensor, group, extent)
 
 
 def _apply(function: type[Function], tensor: Tensor, *more: Any) -> Tensor:
-    """Of a tensor whose tokens context parallelism shares: of the share, and the result is shared alike.
+    """Apply a function to the local part of a tensor; the result of a ``ShardedTensor`` is sharded in the same dims.
 
-    What joins or splits tokens does so within the share; code that uses the result then sees as many tokens as all
-    shares have.
+    Functions that gather or scatter tokens do so within the local part, which changes the global extent.
     """
     local = to_local(tensor)
     result: Tensor = function.apply(local, *more)  # type: ignore[no-untyped-call]
@@ -128,7 +124,7 @@ class _GatherLast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
         ctx.start, ctx.length = share(extent, group.size, group.rank)
-        # of the group only its number, the own place and all-gathers are asked for
+        # only the group's size, rank and all-gather are used
         return gathered(tensor, ShardSpec(tensor.dim() - 1, extent, cast("AxisGroup", group)))
 
     @staticmethod
@@ -141,13 +137,12 @@ View = tuple[torch.Size, tuple[int, ...], int]
 
 
 class GatheredInput:
-    """The gathered input of a region, of which autograd keeps the shard alone: gathered once more in backward.
+    """The gathered input of a region, of which autograd saves only the shard and which backward gathers again.
 
-    Under sequence parallelism the columns of a region read all tokens, and their backward needs that input for the
-    gradient of the weights. To keep it takes as much memory on every device as without tensor parallelism; so each
-    device keeps its own tokens, and one more all-gather in backward brings the others (Korthikanti et al. 2022,
-    arXiv:2205.05198, 4.2.2). The shard lies with the node of the gather, so that hooks of saved tensors (offloading)
-    see it.
+    Under sequence parallelism the columns of a region read all tokens, and need them again for the gradient of their
+    weights. To save all tokens would take as much memory as without tensor parallelism, so each device saves its shard,
+    for one more all-gather in backward (Korthikanti et al. 2022, arXiv:2205.05198, 4.2.2). The node of the gather saves
+    the shard, so that hooks of saved tensors (offloading) see it.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -161,7 +156,7 @@ class GatheredInput:
         self._node, self._storage = node, _storage_of(gathered)
 
     def call(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Call a column, for which the gathered input is not kept."""
+        """Call a column without saving the gathered input."""
         with saved_tensors_hooks(self._pack, self._unpack):
             return forward(*args, **kwargs)
 
@@ -179,7 +174,7 @@ class GatheredInput:
             self._again = self._group.all_gather(shard, TOKENS)
         view = self._again.as_strided(*packed)
         self._uses -= 1
-        if self._uses <= 0:  # the first column in backward gathers for the others
+        if self._uses <= 0:  # all columns have used the tensor that the first of them gathered
             self._again = None
         return view
 
@@ -188,8 +183,8 @@ def enter_region(shard: Tensor, group: TensorGroup) -> tuple[Tensor, GatheredInp
     """Gather the tokens of a region's input.
 
     Returns:
-        All tokens, and what calls the columns; None where they keep what autograd keeps by itself: a compiler decides
-        that for itself, and without a gradient of the input there is no node to keep the shard.
+        All tokens, and the object that calls the columns; None if autograd saves what it saves by default: a compiler
+        decides this by itself, and without a gradient of the input there is no node that could save the shard.
     """
     if not shard.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gather_tokens(shard, group), None
@@ -198,5 +193,5 @@ def enter_region(shard: Tensor, group: TensorGroup) -> tuple[Tensor, GatheredInp
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Identity of a tensor's memory, also of tensors without data (``data_ptr`` is 0 on the meta device)."""
+    """Return an identity of a tensor's memory that holds on the meta device too, where ``data_ptr`` is 0."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""What a tensor-parallel group can do: three collectives, no autograd."""
+"""Tensor-parallel groups and their three collectives, without autograd."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ class TensorGroup(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the group, the same on every device; of the same shape as ``tensor``."""
+        """Sum the group's tensors, with the result on all devices."""
         ...
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The group's tensors, all of one shape, one after the other along ``dim``."""
+        """Concatenate the group's tensors, all of one shape, along ``dim``."""
         ...
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This device's share along ``dim`` of the sum over the group; ``dim`` must be divisible by the size."""
+        """Sum the group's tensors, with an even share along ``dim`` on each device.
+
+        Raises:
+            InputError: the extent does not divide by the size.
+        """
         ...
 
 
@@ -44,12 +48,12 @@ class TensorGroup(Protocol):
 class ProcessTensorGroup(Processes):
     """Processes of ``torch.distributed``.
 
-    Compiled code calls functional collectives: torch 2.11 loses writes of the others in backward passes that it traces.
-    They have no public home; ``tests/runtime/test_compiled.py`` trains with them.
+    Compiled code calls functional collectives, which torch does not document: torch 2.11 loses what other collectives
+    write in backward passes that it traces. ``tests/runtime/test_compiled.py`` trains with them.
     """
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the group."""
+        """See ``TensorGroup``."""
         if torch.compiler.is_compiling():
             summed: Tensor = funcol.all_reduce(tensor, "sum", self._traced)
             return summed
@@ -58,7 +62,7 @@ class ProcessTensorGroup(Processes):
         return result
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The group's tensors one after the other along ``dim``."""
+        """See ``TensorGroup``."""
         dim %= tensor.dim()
         if torch.compiler.is_compiling():
             gathered: Tensor = funcol.all_gather_tensor(tensor.contiguous(), dim, self._traced)
@@ -68,7 +72,7 @@ class ProcessTensorGroup(Processes):
         return result.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1) if dim else result
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This process's share along ``dim`` of the sum over the group."""
+        """See ``TensorGroup``."""
         share = _share_extent(tensor, dim, self.size)
         if torch.compiler.is_compiling():
             scattered: Tensor = funcol.reduce_scatter_tensor(tensor, "sum", dim, self._traced)
@@ -85,13 +89,13 @@ class ProcessTensorGroup(Processes):
 
 @dataclass(frozen=True, slots=True)
 class ShapeOnlyGroup:
-    """A group without communication: results have the right shapes and the wrong values.
+    """A group without communication, whose results have the right shapes and wrong values.
 
-    With it one device's share of a layer runs alone, on any device including meta, to be captured or timed.
+    With it the share of one device runs alone, on any device including meta, to be captured or timed.
     """
 
     size: int  # the tensor-parallel degree
-    rank: int = 0  # whose share is run
+    rank: int = 0  # the device whose share runs
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor."""
@@ -109,13 +113,13 @@ class ShapeOnlyGroup:
 
 @dataclass(frozen=True, slots=True)
 class ListeningGroup(ShapeOnlyGroup):
-    """A group without communication that writes down what is asked of it."""
+    """A group without communication that records the collectives it is called for."""
 
-    # bytes of all that was gathered along the last dim: outputs of layers
-    outputs: list[int] = field(default_factory=list)
-    # bytes of all else, of which each device gives its share: figures of tokens that a loss needs
-    figures: list[int] = field(default_factory=list)
-    # the field of ``TensorBoundary`` that counts each collective, and bytes of the whole tensor
+    outputs: list[int] = field(
+        default_factory=list
+    )  # bytes of full tensors gathered along the last dim: layers' outputs
+    figures: list[int] = field(default_factory=list)  # the same along other dims: figures of tokens for a loss
+    # the field of ``TensorBoundary`` that counts each collective, and the bytes of the full tensor
     heard: list[tuple[str, int]] = field(default_factory=list)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -138,13 +142,13 @@ class ListeningGroup(ShapeOnlyGroup):
 
 
 def _backward_node() -> str:
-    """Name of the autograd node that runs; empty in forward. PyTorch has no public way to tell."""
+    """Return the name of the autograd node that runs; empty in forward. PyTorch has no public function for this."""
     node = torch._C._current_autograd_node()
     return str(node.name()) if node is not None else ""
 
 
 def _share_extent(tensor: Tensor, dim: int, size: int) -> int:
-    """How much of dim ``dim`` each of ``size`` devices gets."""
+    """Return the extent along ``dim`` of each of ``size`` even shares."""
     extent = tensor.shape[dim]
     if extent % size:
         remedy = f"Choose a length divisible by the tensor-parallel degree {size}, or switch sequence parallelism off."

@@ -1,4 +1,4 @@
-"""How a layer that was never seen before can be split over a tensor-parallel group."""
+"""Infer how any layer can be split over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ NOT_OFFERED = "; therefore tensor parallelism is not offered for this block"
 MAX_INPUT_ITEMS = 1 << 22
 """Largest hidden state, in items, on which a block that cannot run on fewer tokens is checked."""
 MANY_WAYS = 5040
-"""Divisible by every number up to 10: degrees offered where any degree is legal are divisors of a multiple of it."""
+"""Divisible by all numbers up to 10: if any degree is legal, the degrees offered are divisors of a multiple of it."""
 
 
 def held_twice(model: nn.Module, layers: Sequence[Layer]) -> dict[str, frozenset[str]]:
-    """By kind of block: names inside its blocks of modules with parameters that other layers hold too."""
+    """Return, for each kind of block, names inside it of modules with parameters that other layers contain too."""
     inside = {
         layer.name: {part for path in layer.modules for part in model.get_submodule(path).modules()} for layer in layers
     }
@@ -67,23 +67,23 @@ def held_twice(model: nn.Module, layers: Sequence[Layer]) -> dict[str, frozenset
 def infer_block(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shared: Collection[str] = ()
 ) -> TensorPlan:
-    """How a block may be split: column/row regions found by data flow and proven by running.
+    """Infer how a block may be split: find column/row regions by data flow, and prove them by running.
 
-    A small double of the block is run on the CPU (see ``infer_probe``); the block is not changed or run. No plan is
-    returned that was not checked; where nothing can be split the plan says why.
+    A small copy of the block runs on the CPU (see ``infer_probe``); the block is neither changed nor run. All plans are
+    checked; a plan that splits nothing has the reason.
 
     Args:
-        block: on any device, meta included.
-        args: positional inputs it was called with, on any device.
-        kwargs: keyword inputs it was called with.
-        shared: names of modules that other layers hold too (``held_twice``), which are not split twice.
+        block: on any device, including meta.
+        args: positional inputs, on any device.
+        kwargs: keyword inputs.
+        shared: names of modules that other layers contain too (``held_twice``), which are not split twice.
     """
     if name := next((name for name in sorted(shared) if is_linear(block.get_submodule(name))), ""):
         return TensorPlan(reason=f"Another layer holds its {name}, too{NOT_OFFERED}.")
     experts = _expert_slices(block, args, kwargs)
     if isinstance(experts, str):
         return TensorPlan(reason=f"{experts}{NOT_OFFERED}.")
-    # whatever the caller has set: meta as default device, no gradients
+    # the caller may have set meta as default device, or no gradients
     with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         try:
             probe, reference = _observe(block, args, kwargs)
@@ -93,17 +93,16 @@ def infer_block(
 
 
 def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None) -> TensorPlan:
-    """How the modules before or after the blocks may be split.
+    """Infer how the modules before or after the blocks may be split.
 
     Plain embeddings and linears whose weight has more than twice as many rows as columns (a vocabulary) are split over
-    the rows, embeddings with an all-reduce and heads with gathered outputs; all else is computed whole on every
-    device. The rule looks at the weight only, so tied weights are treated alike in both layers. Rows that
-    do not divide evenly are split unevenly, exactly: no padding. Every degree is legal, up to the vocabulary.
+    rows, embeddings with an all-reduce and heads with gathered outputs; each device runs other modules in full. The
+    rule depends only on the weight, so tied weights are split alike in both layers. Rows that do not divide evenly are
+    split unevenly, without padding. All degrees up to the vocabulary are legal.
 
     Args:
         modules: by path.
-        model: the whole model, to see which weights other modules share; those that a module of another type shares
-            stay whole.
+        model: the full model, to find shared weights; weights that a module of another type shares are not split.
     """
     blocked = {
         id(parameter)
@@ -128,7 +127,7 @@ def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None)
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether the module is an embedding whose lookup can be shared out by rows."""
+    """Whether a module is an embedding whose lookup can be split by rows."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
@@ -152,13 +151,13 @@ def _plan(probe: Probe, reference: ReferenceRun) -> TensorPlan:
 
 
 def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Probe, ReferenceRun]:
-    """The block's double and its reference run, on few tokens if the block allows it."""
+    """Make the block's small copy and its reference run, on few tokens if the block allows it."""
     sizes = [True] + [False] * (find_hidden(args, kwargs).numel() <= MAX_INPUT_ITEMS)
     for small in sizes:
         probe = make_probe(block, args, kwargs, small)
         try:
             reference = run_reference(probe)
-        except Exception as error:  # the block is the user's code: any error means that it cannot run this way
+        except Exception as error:  # any error of the user's code means that the copy cannot run
             why = f"a copy of it does not run on its own ({describe(error)})"
             continue
         if all(bool(output.isfinite().all()) for output in reference.outputs):
@@ -168,7 +167,7 @@ def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region, int]], list[str]]:
-    """Proven regions with their largest degrees, and why the other candidates were dropped."""
+    """Return the proven regions with their largest degrees, and why other candidates were dropped."""
     proven: list[tuple[Region, int]] = []
     candidates, dropped = find_candidates(probe, reference)
     taken: set[str] = set()
@@ -184,11 +183,11 @@ def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region
             proven.append(region)
             taken |= linears
     order = list(reference.calls)
-    return sorted(proven, key=lambda one: order.index(one[0].rows[0])), dropped
+    return sorted(proven, key=lambda pair: order.index(pair[0].rows[0])), dropped
 
 
 def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region, ...], int]:
-    """Regions with a common degree above 1; where they disagree, those with the larger weights stay."""
+    """Select regions with a common degree above 1, of those with the larger weights first."""
 
     def items(region: Region) -> int:
         return items_of(probe, (*(column.path for column in region.columns), *region.rows))
@@ -202,7 +201,7 @@ def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region
 
 
 def _unsplit_layers(probe: Probe, regions: Sequence[Region], dropped: Sequence[str]) -> list[str]:
-    """What stays whole and was not mentioned before."""
+    """Note the linears that are not split and not in ``dropped``."""
     used = {column.path for region in regions for column in region.columns} | {
         row for region in regions for row in region.rows
     }
@@ -221,7 +220,7 @@ def _why_nothing(probe: Probe, dropped: list[str]) -> str:
 
 
 def _expert_slices(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ExpertSlices, ...] | str:
-    """How the experts of a block are sliced, none where it has none, or why they cannot be."""
+    """The slices of a block's experts (none without experts), or why they cannot be sliced."""
     mixtures = routed_experts(block)
     if not mixtures:
         return ()
@@ -236,7 +235,7 @@ def _expert_slices(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _with_experts(plan: TensorPlan, experts: tuple[ExpertSlices, ...]) -> TensorPlan:
-    """The plan of a block's other layers with its experts sliced as many ways."""
+    """Add sliced experts to the plan of a block's other modules, with a common degree."""
     if not experts or plan.max_degree == 1:
         return plan
     degree = math.gcd(plan.max_degree, *(item.max_degree for item in experts))
@@ -252,7 +251,7 @@ def _is_vocabulary(module: nn.Module) -> bool:
 
 
 def _vocabulary(module: nn.Module) -> int:
-    """Rows of an embedding or outputs of a linear; not from the weight, which a tied layer may have split already."""
+    """Rows of an embedding or outputs of a linear, from its attributes, as a tied layer may have split the weight."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings
     rows: int = module.out_features if isinstance(module, nn.Linear) else module.nf  # type: ignore[assignment]
@@ -260,7 +259,7 @@ def _vocabulary(module: nn.Module) -> int:
 
 
 def _many_ways(rows: int) -> int:
-    """A number every divisor of which is at most ``rows``, with as many small divisors as there is room for."""
+    """A number up to ``rows`` with as many small divisors as possible."""
     if rows < MANY_WAYS:
         return 1 << (rows.bit_length() - 1)
     return MANY_WAYS << ((rows // MANY_WAYS).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Where tensor parallelism splits a layer, as a value: what ``infer`` finds and ``apply`` carries out."""
+"""A plan of where tensor parallelism splits a layer: ``infer`` makes it, and ``apply`` carries it out."""
 
 from __future__ import annotations
 
@@ -12,40 +12,36 @@ class Column:
     """A linear whose output features are split."""
 
     path: str  # module path inside the layer
-    # output features of the projections fused in it, each split by itself (GPT-2's query, key and value); one entry
-    # where nothing is fused
-    parts: tuple[int, ...]
-    source: int = 0  # which of the tensors that enter the region it takes in
+    parts: tuple[int, ...]  # output features of the projections fused in it (query, key, value), each split by itself
+    source: int = 0  # index of its input among the tensors that enter the region
 
 
 @dataclass(frozen=True, slots=True)
 class AttributePatch:
     """An integer attribute that is divided by the degree (a number of heads, the size of a split)."""
 
-    path: str  # path of the module that holds it; empty for the layer itself
-    name: str  # attribute name
-    value: int  # what it is before
+    path: str  # of the module that has it; empty for the layer itself
+    name: str
+    value: int  # before the division
 
 
 @dataclass(frozen=True, slots=True)
 class TokenGather:
-    """Where token shards become whole under sequence parallelism: an argument of a module that holds the columns."""
+    """The argument of a module around the columns that is gathered along tokens under sequence parallelism."""
 
     path: str  # module path inside the layer
-    argument: int | str  # position or keyword of the argument
+    argument: int | str  # position or keyword
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Column linears, what runs on their shares, and the row linears that sum up: one, or an adapter's beside it."""
+    """Column linears, code on their shares, and the row linears that sum up: one, or also that of an adapter."""
 
     columns: tuple[Column, ...]  # linears split over their output features
-    rows: tuple[str, ...]  # paths of the linears split over their input features, which take in the same columns
-    attributes: tuple[AttributePatch, ...] = ()  # integers divided by the degree
-    # names of whole parameters used between columns and row: each device has part of their gradient
-    inner_parameters: tuple[str, ...] = ()
-    # paths of whole linears that columns alone take in (an adapter's first one)
-    feeders: tuple[str, ...] = ()
+    rows: tuple[str, ...]  # paths of the linears that are split over their input features
+    attributes: tuple[AttributePatch, ...] = ()
+    inner_parameters: tuple[str, ...] = ()  # names of unsplit parameters between columns and rows (partial gradients)
+    feeders: tuple[str, ...] = ()  # paths of unsplit linears whose output only columns read (an adapter's first one)
     gather: TokenGather | None = None  # where tokens are gathered under sequence parallelism; None: at the columns
 
 
@@ -53,33 +49,32 @@ class Region:
 class SlicedParameter:
     """A parameter of a mixture's experts, and how it is sliced."""
 
-    name: str  # inside the module that holds the experts
+    name: str  # inside the module of the experts
     dim: int  # along which it is sliced
-    parts: tuple[int, ...]  # lengths along ``dim`` of the fused parts, each sliced by itself
+    parts: tuple[int, ...]  # lengths along ``dim`` of fused parts, each sliced by itself
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlices:
-    """A mixture's experts, each of which is sliced: columns, what runs on their shares, and rows, in one module."""
+    """The experts of a mixture, each of them sliced: columns, code on their shares, and rows, in one module."""
 
-    path: str  # of the module that holds the experts
+    path: str  # of the module of the experts
     parameters: tuple[SlicedParameter, ...]  # all of them
-    max_degree: int  # every divisor of it is a legal degree
-    # whether the slices' outputs are summed around the module; False: what spreads the experts does
-    summed: bool = True
+    max_degree: int  # its divisors are the legal degrees
+    summed: bool = True  # whether the module's output is summed over the slices; False: expert parallelism does it
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
     """How a layer may be split over a tensor-parallel group."""
 
-    regions: tuple[Region, ...] = ()  # column/row regions of a block
+    regions: tuple[Region, ...] = ()
     embeddings: tuple[str, ...] = ()  # paths of embeddings split over the vocabulary
     heads: tuple[str, ...] = ()  # paths of linears split over columns whose outputs are gathered
-    max_degree: int = 1  # every divisor of it is a legal degree; 1: tensor parallelism is not offered
-    sequence_parallel: bool = False  # whether all else works token by token, so that the group may share the tokens
-    reason: str = ""  # what is limited or not offered, and why; empty where nothing is to be said
-    experts: tuple[ExpertSlices, ...] = ()  # mixtures whose experts are sliced
+    max_degree: int = 1  # its divisors are the legal degrees; 1: tensor parallelism is not offered
+    sequence_parallel: bool = False  # whether all other code works on single tokens, so that the group may share tokens
+    reason: str = ""  # why the plan is limited; empty for no limit
+    experts: tuple[ExpertSlices, ...] = ()
 
     @property
     def collectives(self) -> int:
@@ -88,9 +83,9 @@ class TensorPlan:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a plain linear layer: ``nn.Linear`` or transformers' ``Conv1D``, forward not overridden.
+    """Whether a module is ``nn.Linear`` or transformers' ``Conv1D``, with their forward.
 
-    One whose weight is computed from other parameters (``weight_norm``, ``spectral_norm``) is not.
+    A linear whose weight is computed from other parameters (``weight_norm``, ``spectral_norm``) is not.
     """
     if not holds_weight(module):
         return False
@@ -100,17 +95,17 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def holds_weight(module: nn.Module) -> bool:
-    """Whether a module's weight is a parameter of its own, not computed from others."""
+    """Whether a module's weight is a parameter, not computed from others."""
     return any(name == "weight" for name, _ in module.named_parameters(recurse=False))
 
 
 def output_dim(linear: nn.Module) -> int:
-    """Dim of the weight that holds the output features: 0 for ``nn.Linear``, 1 for ``Conv1D`` (transposed)."""
+    """Return the weight's dim of output features: 0 for ``nn.Linear``, 1 for ``Conv1D`` (transposed)."""
     return 0 if isinstance(linear, nn.Linear) else 1
 
 
 def weight_of(linear: nn.Module) -> nn.Parameter:
-    """The weight of a linear layer or an embedding."""
+    """Return the weight of a linear layer or an embedding."""
     weight = linear.get_parameter("weight")
     if weight.dim() != 2:
         raise TypeError(f"weight of shape {tuple(weight.shape)} is not a matrix")
@@ -118,6 +113,6 @@ def weight_of(linear: nn.Module) -> nn.Parameter:
 
 
 def bias_of(linear: nn.Module) -> Tensor | None:
-    """The bias of a linear layer, None where it has none."""
+    """Return the bias of a linear layer; None without."""
     bias: Tensor | None = linear.bias  # type: ignore[assignment]
     return bias

@@ -1,4 +1,4 @@
-"""How one device's part of a parameter lies in the whole parameter."""
+"""The part of a parameter that one device holds, and its place in the full parameter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from galvatron_lite.parallelism.shares import share
 
 
 class Placement(StrEnum):
-    """What a device holds of a parameter, and of its gradient.
+    """What a device holds of a parameter and of its gradient.
 
-    SHARDED: a slice; the gradient of the slice is complete. REPLICATED: all of it; the gradient is complete and the
-    same on every device. PARTIAL: all of it; the gradient must be summed over the tensor group.
+    SHARDED: a slice, and its complete gradient. REPLICATED: the full parameter, and its complete gradient, the same on
+    all devices. PARTIAL: the full parameter, and a gradient to be summed over the tensor group.
     """
 
     SHARDED = "sharded"
@@ -25,20 +25,18 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """One device's part of a parameter."""
+    """The part of a parameter on one device."""
 
-    placement: Placement  # what the device holds
-    shape: tuple[int, ...]  # of the whole parameter
+    placement: Placement
+    shape: tuple[int, ...]  # of the full parameter
     degree: int = 1  # devices that share it
     rank: int = 0  # index of this device among them
     dim: int = 0  # along which it is split (``SHARDED`` only)
-    # lengths along ``dim`` of the fused parts, each split by itself, the first ranks holding one more where it does
-    # not divide (``SHARDED`` only)
-    parts: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()  # lengths along ``dim`` of fused parts, each split by ``share`` (``SHARDED`` only)
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(start, length) in the whole parameter of each part's local slice, along ``dim``."""
+        """(start, length) of the local slice of each part, along ``dim`` of the full parameter."""
         starts = [sum(self.parts[:index]) for index in range(len(self.parts))]
         shares = [share(extent, self.degree, self.rank) for extent in self.parts]
         return tuple((start + offset, length) for start, (offset, length) in zip(starts, shares, strict=True))
@@ -54,7 +52,7 @@ class ParameterShard:
 
 
 def slice_full(full: Tensor, shard: ParameterShard) -> Tensor:
-    """A device's part of a whole tensor (parameter, gradient or optimizer state); a new tensor where it is sliced."""
+    """Return a device's part of a full tensor (parameter, gradient or optimizer state), copied if it is a slice."""
     if shard.placement is not Placement.SHARDED:
         return full
     return torch.cat([full.narrow(shard.dim, start, length) for start, length in shard.ranges], shard.dim)

@@ -1,4 +1,16 @@
-"""ZeRO: FSDP2 (``fully_shard``) for every layer, over the ranks that share its states."""
+"""ZeRO: stages 2 and 3 are FSDP2 (``fully_shard``) of each layer; stage 1 is ours.
+
+Under ZeRO-1 each rank computes with full parameters and gradients, and updates its rows of each parameter. These rows
+are a DTensor parameter (split like ``torch.chunk``, as in FSDP2, see ``cut_dim``) that uses the storage of the full
+parameter: the optimizer has states of these rows only, and changes the full parameter in place. A reduce-scatter for
+each bucket sums gradients during the end of backward. After the optimizer's step an all-gather for each bucket fetches
+the rows of other ranks.
+
+Under bf16 and fp16 the module has weights in the precision of compute, and each rank float32 masters of its rows with a
+storage of their own: 2 + 4 / ranks bytes an item instead of 4 and a cast of 2. This applies to parameters of two dims
+or more, which forward would cast (FSDP2 gathers all so). Parameters of one dim are small, and norms with running
+statistics need float32. Gradients are summed in float32.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +32,23 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.parallelism.zero.cost import cut_dim
 
-# ZeRO-1: every rank computes with whole parameters and whole gradients, and updates its own rows of them.
-#
-# The rows that a rank updates are a DTensor parameter (cut as ``torch.chunk`` does, like FSDP2's, see ``cut``) whose
-# storage is the whole parameter's: an optimizer that steps on it keeps states of these rows only, and changes the whole
-# parameter in place. Gradients are summed by one reduce-scatter a bucket, beside the end of backward; once the
-# optimizer has stepped, one all-gather a bucket brings the rows of the others.
-#
-# Under bf16 and fp16 the module holds weights in the precision of compute, and each rank float32 masters of its rows,
-# with a storage of their own, in place of them: 2 + 4 / ranks bytes an item, not 4 and a copy of 2. Weights are what
-# forward casts anyway: parameters of two dims or more (as FSDP2 gathers all). Those of one dim are next to nothing, and
-# norms with running statistics want theirs in float32. Gradients are summed in float32.
-
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
     """This rank's rows of a parameter."""
 
-    full: nn.Parameter  # what the model computes with
-    part: nn.Parameter  # the rows, as the optimizer takes them; its storage is the whole parameter's, or of masters
-    dim: int  # along which rows lie; all before it have an extent of 1
-    first: int  # first, stop: which rows
+    full: nn.Parameter  # of the model
+    part: nn.Parameter  # the rows, for the optimizer, in the storage of the full parameter or of masters
+    dim: int  # of the rows; dims before it have an extent of 1
+    first: int  # the range of rows [first, stop)
     stop: int
-    most: int  # rows of the rank that has most
+    most: int  # rows of the rank with most
     ranks: dist.ProcessGroup  # that share the rows
-    replicas: dist.ProcessGroup | None  # ranks with equal rows, and other samples; None where there are none
+    replicas: dist.ProcessGroup | None  # ranks with the same rows and other samples; None without replicas
 
     @property
     def has_masters(self) -> bool:
-        """Whether the rows are masters of a parameter that is in the precision of compute."""
+        """Whether the rows are masters of a parameter in the precision of compute."""
         return self.part.dtype != self.full.dtype
 
     @property
@@ -57,11 +57,11 @@ class RowShare:
         return self.full.numel() // self.full.shape[self.dim]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor like the parameter: a view, consecutive in memory where that is."""
+        """Return a view of these rows of a tensor like the full parameter."""
         return tensor.narrow(self.dim, self.first, self.stop - self.first)
 
     def shown(self, rows: Tensor) -> DTensor:
-        """These rows of a tensor that is cut like the parameter."""
+        """Return rows as a DTensor that is sharded like the parameter."""
         like = self.part
         assert isinstance(like, DTensor)
         return DTensor.from_local(
@@ -70,12 +70,12 @@ class RowShare:
 
 
 def share_of(parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | None = None) -> RowShare | None:
-    """The rows of a parameter that this rank updates; None where it has no rows to share.
+    """Return the rows of a parameter that this rank updates; None if the parameter is not shared.
 
     Args:
-        parameter: whole, on the device. Where it gets masters it is cast, in place.
+        parameter: full, on the device. If it gets masters, it is cast in place.
         mesh: axes (data, zero), or only zero.
-        compute: dtype of a weight whose rows are to be masters; None: they are the parameter's own.
+        compute: dtype of weights with masters; None: no masters.
     """
     if parameter.dim() == 0 or parameter.numel() == 0 or not parameter.requires_grad:
         return None
@@ -105,7 +105,7 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | N
 
 
 class AbsentGradient(Tensor):
-    """In place of the gradient of a complete parameter, of which ranks have rows: whoever reads it is told."""
+    """Replaces the gradient of a full parameter of which ranks have rows; reading it raises an error."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -118,24 +118,23 @@ class AbsentGradient(Tensor):
 
 @dataclass(slots=True)
 class PendingReduce:
-    """A reduce-scatter under way."""
+    """A reduce-scatter in flight."""
 
-    received: Tensor  # what this rank receives
-    sent: Tensor  # kept until it has arrived
-    scattering: dist.Work  # of the first
-    work: dist.Work | None  # of the last message; None where the sum over replicas has yet to start
+    received: Tensor  # this rank's sums
+    sent: Tensor  # kept alive until the sums have arrived
+    scattering: dist.Work  # the reduce-scatter
+    work: dist.Work | None  # the last message; None if the sum over replicas did not start yet
 
 
 @dataclass(slots=True)
 class GradientSharing:
-    """How the ranks share the gradients of one bucket."""
+    """The gradients of a bucket, of which each rank gets its rows."""
 
     shares: list[RowShare]  # of its parameters, in the order of the bucket; all over the same ranks
-    # where each begins in a rank's part of a message, and at last where they end
-    offsets: list[int] = field(init=False)
-    flight: PendingReduce | None = None  # the reduce-scatter under way
+    offsets: list[int] = field(init=False)  # of the parameters in a rank's part of a message, and the end of the last
+    flight: PendingReduce | None = None
     side: torch.cuda.Stream | None = None
-    absent: list[RowShare] = field(default_factory=list)  # of parameters that show an ``AbsentGradient``
+    absent: list[RowShare] = field(default_factory=list)  # of parameters with an ``AbsentGradient``
 
     def __post_init__(self) -> None:
         self.offsets = [0]
@@ -143,7 +142,7 @@ class GradientSharing:
             self.offsets.append(self.offsets[-1] + share.most * share.items_of_row)
 
     def launch(self, views: Sequence[Tensor], flags: Tensor) -> None:
-        """Start summing whole gradients, so that every rank gets its rows; flags are summed for all ranks."""
+        """Start summing full gradients, so that each rank gets its rows; flags are summed for all ranks."""
         ranks, replicas = self.shares[0].ranks, self.shares[0].replicas
         width = self.offsets[-1]
         sent = flags.new_zeros(ranks.size(), width + len(flags))
@@ -161,7 +160,7 @@ class GradientSharing:
     def _chained(
         self, tensor: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup
     ) -> PendingReduce:
-        """Both messages in the background: a stream of its own waits for the first."""
+        """Start both messages in the background: a separate stream waits for the first."""
         self.side = self.side or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self.side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.side):
@@ -170,11 +169,11 @@ class GradientSharing:
             return PendingReduce(tensor, sent, first, dist.all_reduce(tensor, group=replicas, async_op=True))
 
     def complete(self, views: Sequence[Tensor], present: Sequence[bool]) -> None:
-        """Wait for the sums, and add this rank's rows to what the optimizer sees; whole gradients are gone then.
+        """Wait for the sums, accumulate this rank's rows in the gradients of the parts, and drop full gradients.
 
         Args:
-            views: of the bucket's buffer, one a parameter; the rows' gradients stay in them.
-            present: which parameters got a gradient on this rank.
+            views: of the bucket's buffer, one a parameter; gradients of rows stay in them.
+            present: whether each parameter has a gradient on this rank.
         """
         flight, self.flight = self.flight, None
         if flight is None:
@@ -202,7 +201,7 @@ class GradientSharing:
                     share.part.grad = share.shown(rows)
 
     def keep(self) -> None:
-        """Move gradients of an earlier backward pass out of the buffer, before the next one fills it."""
+        """Copy gradients of an earlier backward pass from the buffer, before the next pass overwrites it."""
         self.follow()
         for share in self.absent:
             share.full.grad = None
@@ -212,13 +211,13 @@ class GradientSharing:
                 share.part.grad = share.shown(share.part.grad.to_local().clone())
 
     def follow(self) -> None:
-        """Gradients that were zeroed in the model (``model.zero_grad()``) are gone here, too."""
+        """Drop gradients that were zeroed in the model (``model.zero_grad()``)."""
         for share in self.absent:
             if share.full.grad is None:
                 share.part.grad = None
 
     def abandon(self) -> None:
-        """Wait for what is under way, and let go of it and of what it was made of."""
+        """Wait for messages in flight, and discard them and the gradients."""
         flight, self.flight = self.flight, None
         for work in () if flight is None else (flight.scattering, flight.work):
             if work is not None:
@@ -229,7 +228,7 @@ class GradientSharing:
 
     @torch.no_grad()
     def start_gather(self) -> Callable[[], None]:
-        """Start bringing the rows that other ranks updated; call the result to wait, and to write them."""
+        """Start gathering the rows that other ranks updated; the returned function waits and writes them."""
         ranks, full = self.shares[0].ranks, self.shares[0].full
         local = full.new_zeros(self.offsets[-1])
         for share, start in zip(self.shares, self.offsets, strict=False):
@@ -255,13 +254,13 @@ class GradientSharing:
         return finish
 
     def _places(self, staged: Tensor) -> Iterator[Tensor]:
-        """Of a message, by rank, what belongs to each parameter."""
+        """The part of each parameter in a message, by rank."""
         for start, stop in pairwise(self.offsets):
             yield staged[:, start:stop]
 
 
 def gather_all(sharings: Sequence[GradientSharing]) -> None:
-    """Bring the rows that other ranks updated; two buckets are under way at a time."""
+    """Gather the rows that other ranks updated; two buckets are in flight at a time."""
     finish: Callable[[], None] = lambda: None  # noqa: E731
     for sharing in sharings:
         finish_before, finish = finish, sharing.start_gather()
@@ -270,7 +269,8 @@ def gather_all(sharings: Sequence[GradientSharing]) -> None:
 
 
 def _pairs(flat: Tensor, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of a whole tensor and their places in the parts of a message, of which the last may be short."""
+    """The pieces of a full tensor, and their places in the ranks' parts of a message, of which the last may be
+    short."""
     size = staged.shape[1]
     full = flat.numel() // size
     yield flat[: full * size].view(full, size), staged[:full]
@@ -286,13 +286,14 @@ STAGE_2, STAGE_3 = 2, 3
 class ZeroGroup:
     """Modules whose parameters are gathered and reduced together: a layer, or layers that share parameters."""
 
-    modules: tuple[nn.Module, ...]  # outermost first where they are nested
+    modules: tuple[nn.Module, ...]  # the outermost first if they are nested
     mesh: DeviceMesh  # axes (data, zero), or only zero
     zero_stage: int  # 3: parameters are gathered for each use; 2: from forward until backward ends
 
 
 def mixed_precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Gather and compute in this dtype, reduce gradients in float32; None: all in the parameters' own dtype."""
+    """Return a policy that gathers and computes in ``compute``, and reduces in float32; None: in the parameters'
+    dtype."""
     if compute is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -304,17 +305,17 @@ def shard_group(
     """Shard a group's parameters, in place; gradients become sums (not means) over the mesh.
 
     Args:
-        group: what to shard; the model's groups are sharded in the order they run.
-        ignored: parameters that stay as they are although they lie inside the group.
+        group: of modules; shard the model's groups in the order they run.
+        ignored: parameters inside the group that are not sharded.
         compute: see ``mixed_precision``.
 
     Returns:
-        The group's modules, which now are FSDP modules.
+        The group's modules, which are FSDP modules now.
     """
     for one in group.modules:
         one.register_forward_hook(_without_views)
         for parameter in one.parameters():
-            parameter.data = parameter.data.contiguous()  # FSDP takes no other, such as channels_last
+            parameter.data = parameter.data.contiguous()  # FSDP accepts no other memory format (channels_last)
     ranks = group.mesh.size(group.mesh.ndim - 1)
     fully_shard(
         list(group.modules) if len(group.modules) > 1 else group.modules[0],
@@ -333,8 +334,9 @@ def shard_group(
 
 
 def _not_sharded(modules: Sequence[nn.Module], cast: bool) -> set[nn.Parameter]:
-    """Scalars, what has no items, and trained parameters of another type than most (complex ones): FSDP shards none.
-    Where it casts, also those of norms with running statistics, which are of the statistics' type.
+    """Parameters that FSDP cannot shard: scalars, empty ones, and trained ones of another dtype than most (complex).
+
+    If it casts, also those of norms with running statistics, which must have the statistics' dtype.
     """
     every = [parameter for module in modules for parameter in module.parameters()]
     scalars = {parameter for parameter in every if parameter.dim() == 0 or not parameter.numel()}
@@ -348,7 +350,7 @@ def _not_sharded(modules: Sequence[nn.Module], cast: bool) -> set[nn.Parameter]:
 
 
 def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Give a model whose groups are sharded FSDP's root context, which orders prefetching; it has no parameters."""
+    """Make a model with sharded groups FSDP's root, which orders prefetching; it gets no parameters."""
     if not isinstance(root, FSDPModule):
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         root.register_forward_hook(_without_views)
@@ -358,7 +360,7 @@ def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
 def free_last_gather(root: nn.Module) -> None:
     """Free the buffer of the last all-gather of a forward pass.
 
-    FSDP2 keeps it until the next one, which its copy overlaps; where layers without one come next that is for nothing.
+    FSDP2 keeps it until the next all-gather, which overlaps its copy; before layers without all-gather this is useless.
     """
     if isinstance(root, FSDPModule):
         context = root._get_fsdp_state()._comm_ctx  # private, as is this state: torch has no public way
@@ -369,11 +371,11 @@ def free_last_gather(root: nn.Module) -> None:
 
 
 def _without_views(_module: nn.Module, _args: object, output: Any) -> Any:
-    """Forward hook: views and parameters that a module returns become results of their own.
+    """Forward hook that replaces views and parameters among a module's outputs by new tensors.
 
-    FSDP2 gathers before backward by a hook on what a module returns, which a view loses where it is written to
-    (``x += y``), and so warns of every view; a parameter would keep it for all steps. Values of parameters are copied,
-    as FSDP2 frees them when the module is done; other views keep their memory.
+    FSDP2 gathers before backward in a hook on a module's outputs. A view loses the hook when it is written to (``x +=
+    y``), so FSDP2 warns of views; a parameter would keep it for all steps. Parameters are copied, as FSDP2 frees them
+    after the module; other views keep their memory.
     """
     return map_tensors(output, _result) if any(one.requires_grad for one in tensors_of(output)) else output
 
@@ -397,12 +399,12 @@ class _Detached(torch.autograd.Function):
 
 
 def abandon_pass(root: nn.Module) -> None:
-    """Have a model whose pass an exception ended begin anew."""
+    """Reset FSDP's state after an exception in a pass."""
     if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
 
 
 def set_all_reduce(modules: Sequence[FSDPModule], enabled: bool) -> None:
-    """Whether the next backward passes also sum over the mesh's data axis; once a step is enough."""
+    """Set whether the next backward passes also sum over the mesh's data axis, which is needed once a step."""
     for module in modules:
         module.set_requires_all_reduce(enabled, recurse=False)

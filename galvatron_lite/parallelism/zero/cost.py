@@ -1,15 +1,16 @@
-"""ZeRO: devices share the samples and hold one shard each of the layer's states (Rajbhandari et al. 2020).
+"""ZeRO: devices share the samples, and each holds a shard of the layer's states (Rajbhandari et al. 2020).
 
-Stage 1 (Megatron's distributed optimizer, DeepSpeed's ZeRO-1) shards the optimizer's states only: gradients are
-reduce-scattered and updated parameters all-gathered once a step, as wide as they are at rest, together the volume of
-one all-reduce of such items (section 7.2.1 of arXiv:1910.02054). Where compute is narrower than parameters, our runtime
-keeps these in its precision, and the masters of a shard beside its states (unless those are in host memory). Stages 2
-and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in the forward of every micro-batch and lets go of them after
-its backward; 3 lets go after each use and gathers again for backward (1.5 times the volume). Both reduce-scatter
-gradients in the backward of every micro-batch.
+Stage 1 (Megatron's distributed optimizer, DeepSpeed's ZeRO-1) shards only the optimizer's states. Once a step it
+reduce-scatters gradients and all-gathers updated parameters, in their precision at rest: together the volume of an
+all-reduce of them (section 7.2.1 of arXiv:1910.02054). If compute is in 16 bits, our runtime keeps parameters in 16
+bits too, and float32 masters of a shard beside its states (unless these are in host memory).
 
-Where gradients accumulate whole (``Profile.accumulates``, FSDP's ``no_sync``), all stages scatter them as they form in
-the last micro-batch: with a single one they are never all there, with several they are, under any stage.
+Stages 2 and 3 are FSDP2's ``fully_shard`` and reduce-scatter gradients in the backward of each micro-batch. Stage 2
+gathers parameters in the forward of each micro-batch and frees them after its backward. Stage 3 frees them after each
+use and gathers them again for backward (1.5 times the volume).
+
+If full gradients accumulate (``Profile.accumulates``, FSDP's ``no_sync``), all stages scatter them in the backward of
+the last micro-batch. A step of several micro-batches then holds all full gradients, a step of one micro-batch does not.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     StrategyField,
-    shared,
-    sliced,
+    sample_degree,
+    slice_degree,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, sharded_items, shared_items
@@ -43,7 +44,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class ZeroDimension(Dimension):
-    """Devices that each take a share of the samples and share the states of the layer."""
+    """Devices that each process part of the samples and shard the states of the layer."""
 
     name: str = "zero"
     degree: str = "zero"
@@ -83,37 +84,36 @@ class ZeroDimension(Dimension):
         return {"zero"} if strategy.zero > 1 else set()
 
     def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
-        """See ``Dimension.shrunk``; ranks of context or pixels alone may share states or not."""
+        """See ``Dimension.shrunk``; if only context or spatial ranks can shard, both with and without shards."""
         stages = {strategy.zero_stage} if smaller.zero > 1 else {0}
         if smaller.context * smaller.spatial > 1:
             stages.add(strategy.zero_stage)
         return [{"zero_stage": stage} for stage in sorted(stages)]
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context or spatial
-        ranks alone); nothing to shard in a layer without parameters."""
+        """Off, or each divisor of ``devices`` in stages 1 to 3 (a degree of 1 shards over context or spatial ranks)."""
         degrees = divisors(devices) if kind.parameters.total else ()
         shards: list[dict[str, object]] = [{"zero": d, "zero_stage": stage} for d in degrees for stage in (1, 2, 3)]
         return [{"zero": 1, "zero_stage": 0}, *shards]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:  # noqa: ARG002
-        """A stage needs ranks to shard over: its own or those of context or pixels.
+        """A stage needs several ranks to shard over: zero, context or spatial ranks.
 
-        Sensible: over all ranks that see other tokens, or hybrid (Zhang et al. 2022, MiCS, arXiv:2205.00119): shards
-        that with the tensor slices fill exactly one node, replicated over nodes, so that gathers stay in a node and
-        as much is saved as that allows.
+        Sensible: all ranks with other samples, tokens or pixels; or hybrid sharding (Zhang et al. 2022, MiCS,
+        arXiv:2205.00119), whose shards and slices fill exactly one node and are replicated over nodes. This is the
+        most memory that sharding saves with gathers inside a node.
         """
         if chosen["zero_stage"] == 0:
             return True
-        shards = chosen["zero"] * shared(chosen)
+        shards = chosen["zero"] * sample_degree(chosen)
         if shards == 1:
             return False
         if room.node is None or chosen["data"] == 1:
             return True
-        return bool(room.node == sliced(chosen) * shards)
+        return bool(room.node == slice_degree(chosen) * shards)
 
     def reason(self, kind: LayerKind) -> str:
-        """Says so where there is nothing to shard."""
+        """A layer without parameters."""
         return "" if kind.parameters.total else f"zero: {kind.name} has no parameters to shard"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
@@ -121,90 +121,102 @@ class ZeroDimension(Dimension):
         sharded = strategy.state_shards > 1
         if never(sharded):
             return work
-        once = sharded & (strategy.zero_stage == 1)
-        wrapped = sharded & (strategy.zero_stage != 1)
-        passing = wrapped & (strategy.zero_stage == 3)
+        stage_1 = sharded & (strategy.zero_stage == 1)
+        fsdp = sharded & (strategy.zero_stage != 1)
+        stage_3 = fsdp & (strategy.zero_stage == 3)
         parts, trained = shared_items(work, strategy), shared_items(work, strategy, trained=True)
         held, updated = (
-            sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in one)
-            for one in (parts, trained)
+            sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in items_and_spreads)
+            for items_and_spreads in (parts, trained)
         )
-        alone = sum(where(spread.shards.size > 1, 0.0, items) for items, spread in trained)
-        spread_out, trains = sharded_items(work, strategy), sharded_items(work, strategy, trained=True)
+        unsharded = sum(where(spread.shards.size > 1, 0.0, items) for items, spread in trained)
+        gathered, reduced = sharded_items(work, strategy), sharded_items(work, strategy, trained=True)
         narrow = strategy.keeps_masters & context.masters
         masters = sum(
             where(spread.shards.size > 1, items * shard_of(spread.shards.size, context.shard_share), 0.0)
             for items, spread in trained
         )
-        stages = (once, wrapped, passing * kind.returns)  # what has no backward is not gathered for it
+        gathers = (stage_1, fsdp, stage_3 * kind.returns)  # a layer without backward is not gathered for it
         updated_bytes = where(narrow, context.gather_item_bytes, context.parameter_item_bytes)
-        moved = (
-            one
-            for (items, spread), (mine, _) in zip(parts, trained, strict=True)
-            for one in self._moved((items, mine), spread.shards, stages, updated_bytes, context)
+        communications = (
+            communication
+            for (items, spread), (trained_items, _) in zip(parts, trained, strict=True)
+            for communication in self._communications(
+                (items, trained_items), spread.shards, gathers, updated_bytes, context
+            )
         )
-        host, scattered = context.host, sharded if context.accumulates else wrapped
+        host, scattered = context.host, sharded if context.accumulates else fsdp
         return replace(
-            work.sending(*moved),
+            work.with_communications(*communications),
             samples=work.samples / strategy.zero,
             state_items=where(sharded, updated, work.state_items),
-            parameter_items=where(wrapped, held, work.parameter_items),
+            parameter_items=where(fsdp, held, work.parameter_items),
             gradient_items=where(scattered, updated, work.gradient_items),
-            gathered_items=where(wrapped & opposite(passing), spread_out, work.gathered_items),
-            transient_items=where(passing, spread_out, work.transient_items),
-            reduce_items=where(scattered, trains, work.reduce_items),
-            narrow_items=where(narrow, trains, 0.0),
+            gathered_items=where(fsdp & opposite(stage_3), gathered, work.gathered_items),
+            transient_items=where(stage_3, gathered, work.transient_items),
+            reduce_items=where(scattered, reduced, work.reduce_items),
+            narrow_items=where(narrow, reduced, 0.0),
             master_items=where(narrow, masters, 0.0),
             gradients_persist=work.gradients_persist & opposite(scattered),
-            lasting_gradient_items=where(wrapped, alone, 0.0),
-            step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
-            microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
+            lasting_gradient_items=where(fsdp, unsharded, 0.0),
+            step_overhead=work.step_overhead + where(stage_1, host.get("data", 0.0), 0.0),
+            microbatch_overhead=work.microbatch_overhead + where(fsdp, host.get(self.name, 0.0), 0.0),
         )
 
-    def _moved(
+    def _communications(
         self,
         items: tuple[Real, Real],
         group: RankGroup,
-        stages: tuple[Flag, Flag, Flag],
+        gathers: tuple[Flag, Flag, Flag],
         updated_bytes: Whole,
         context: DimensionContext,
     ) -> Iterator[Communication]:
-        """Gathers of parameters and the reduce-scatter of gradients, for ZeRO-1, for ZeRO-2 or 3, for ZeRO-3.
+        """All-gathers of parameters and reduce-scatters of gradients.
 
-        ``items``: all, and those that get a gradient; ``updated_bytes``: of one that ZeRO-1 gathers.
+        Args:
+            items: of all parameters, and of those with a gradient.
+            group: the ranks that shard them.
+            gathers: whether parameters are gathered after the update, for forward, and for backward.
+            updated_bytes: of an item that is gathered after the update.
+            context: see ``Dimension.apply``.
         """
         several, trains = group.size > 1, items[1] > 0
         updated, gathered = items[1] * updated_bytes, items[0] * context.gather_item_bytes
         reduced = items[1] * context.reduce_item_bytes
-        once, wrapped, passing = ((several & stage) * 1 for stage in stages)
-        once, scattered = once * trains, wrapped * trains
-        uses = ((Moment.STEP, updated, once), (Moment.FORWARD, gathered, wrapped), (Moment.BACKWARD, gathered, passing))
+        stage_1, fsdp, backward = ((several & gather) * 1 for gather in gathers)
+        stage_1, scattered = stage_1 * trains, fsdp * trains
+        uses = (
+            (Moment.STEP, updated, stage_1),
+            (Moment.FORWARD, gathered, fsdp),
+            (Moment.BACKWARD, gathered, backward),
+        )
         for moment, size, count in uses:
             yield Communication(Collective.ALL_GATHER, size, group, moment, True, count, self.name)
-        last, each = (once + scattered, 0) if context.accumulates else (once, scattered)
-        for moment, count in ((Moment.STEP, last), (Moment.BACKWARD, each)):
+        step, backward = (stage_1 + scattered, 0) if context.accumulates else (stage_1, scattered)
+        for moment, count in ((Moment.STEP, step), (Moment.BACKWARD, backward)):
             yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, count, self.name)
 
 
 def shard_of(ranks: Whole, more: float) -> Real:
-    """Share of the states that each of so many ranks holds; ``more``: by which a shard is larger than an even one."""
+    """Return the share of the states that each of ``ranks`` holds; ``more``: excess of a shard over an even one."""
     return where(ranks > 1, 1 / ranks + more, 1.0)
 
 
 def sent_bucket(strategy: Either, size: Whole) -> Real:
-    """Bytes of the copy of a bucket of gradients that stage 1 scatters beside backward, and of the shard received."""
+    """Return the bytes that stage 1 holds to scatter a bucket of gradients during backward: a copy and the shard."""
     once = (strategy.zero_stage == 1) & (strategy.state_shards > 1)
     return where(once, size * (1 + 1 / strategy.state_shards), 0.0)
 
 
 def cut_dim(shape: Sequence[int], ranks: int, zero_stage: int) -> int:
-    """Along which dim ranks share a parameter: the first; where that has less than a row for each rank (few stacked
-    experts), the next that divides evenly.
+    """Return the dim along which ranks shard a parameter: the first, if it has a row for each rank.
+
+    If not (few stacked experts), it is the next dim that divides evenly.
 
     Args:
         shape: of the parameter.
-        ranks: that share it.
-        zero_stage: 1: what a rank updates has to lie together in memory; FSDP2 (2 and 3) copies what does not.
+        ranks: that shard it.
+        zero_stage: under 1 shards must be contiguous in memory; FSDP2 (2 and 3) copies them.
     """
     if not shape or shape[0] >= ranks:
         return 0

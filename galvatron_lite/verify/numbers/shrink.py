@@ -155,7 +155,7 @@ def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
     """What the planner may do with layers of all these kinds on so many devices, and the runtime runs."""
     runnable = Narrowed(GALVATRON.values)
     offered = [set(strategies_for(kind, devices, narrowed=runnable)) for kind in kinds]
-    return lambda strategy: GALVATRON.says(strategy) and all(strategy in one for one in offered)
+    return lambda strategy: GALVATRON.combines(strategy) and all(strategy in one for one in offered)
 
 
 def small_plan(
