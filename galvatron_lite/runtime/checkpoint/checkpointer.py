@@ -389,7 +389,7 @@ class Checkpointer:
                 put_state(target, training["extra"][name])
 
     def _agreed(self, folder: Path, act: Callable[[], Any]) -> Any:
-        """Run a function on every rank and return this rank's result; if it fails on any, every rank raises an error."""
+        """Run a function on all ranks and return this rank's result; if it fails on any rank, all raise an error."""
         result: list[Any] = []  # not returned to ``together``, which would send it to the other ranks
 
         def guarded() -> None:

@@ -167,7 +167,9 @@ def _blank(parameter: ManagedParameter, record: TensorRecord) -> Tensor:
         return torch.zeros_like(like, dtype=dtype)
     if len(record.shape) == len(full) > 0:
         extents = zip(record.shape, full, like.shape, strict=True)
-        return like.new_zeros([local if extent == whole else extent for extent, whole, local in extents], dtype=dtype)
+        return like.new_zeros(
+            [local if extent == complete else extent for extent, complete, local in extents], dtype=dtype
+        )
     return torch.zeros(record.shape, dtype=dtype, device=like.device if record.shape else "cpu")
 
 
