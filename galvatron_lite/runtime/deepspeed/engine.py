@@ -114,7 +114,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self.watch = Watch(self.device)
 
     def _place(self, model: nn.Module, stage: Sequence[LayerAssignment], init_fn: InitFn | None, seed: int) -> None:
-        """Initialize the layers one after another, wrap recomputation, and under ZeRO-3 keep this rank's shards only."""
+        """Initialize each layer and wrap its recomputation; under ZeRO-3 keep only the shards of this rank."""
         broadcast_values(model, self.device)
         materializer = Materializer(model, [placed.layer for placed in stage], self.device, seed, init_fn)
         for layers in tied_layers(model, stage):
