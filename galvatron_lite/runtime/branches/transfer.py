@@ -72,15 +72,7 @@ class BranchChannel:
 
 
 class Shipment:
-    """Several tensors that ranks send to others, in one message for each pair of ranks.
-
-    Args:
-        channel: sends and receives the messages.
-        tag: of the messages.
-        what: describes the tensors in errors.
-        tensors: route and dtype of each tensor.
-        backward: whether the tensors are gradients, which may be missing.
-    """
+    """Several tensors that ranks send to others, in one message for each pair of ranks; gradients may be missing."""
 
     def __init__(
         self,

@@ -100,11 +100,8 @@ def put_schedule(
 
 
 def check_members(parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Check that the saved options fit the parameter groups of an optimizer.
-
-    Raises:
-        InputError: the saved optimizer did not have a parameter that is trained, or had other options for it than for
-            the other parameters of its group; names the first.
+    """Raise ``InputError`` if the saved optimizer did not have a parameter that is trained, or had several options for
+    the parameters of a group.
     """
     names = _names(parallel)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

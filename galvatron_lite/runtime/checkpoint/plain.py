@@ -22,11 +22,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def check_plain(value: object, place: str) -> None:
-    """Check that a value can be read again by ``torch.load(weights_only=True)``.
-
-    Raises:
-        InputError: it contains another type, or a rank's shard of a tensor; names the first.
-    """
+    """Raise ``InputError`` for the first item that ``torch.load(weights_only=True)`` refuses, or that is a shard."""
     for path, leaf in _leaves(value, place):
         if isinstance(leaf, DTensor):
             remedy = f"{path} is this rank's part of a tensor. Save complete ones, as full_state_dict() gives them."
@@ -71,11 +67,7 @@ def put_state(target: Any, state: Any) -> None:
 
 
 def write_plain(path: Path, content: Any) -> Content:
-    """Write a new file of plain data.
-
-    Raises:
-        OSError: the disk is full or broken.
-    """
+    """Write a new file of plain data; raise ``OSError`` if the disk is full or broken."""
 
     def fill(sink: FileSink) -> None:
         torch.save(content, cast("IO[bytes]", sink))
@@ -84,11 +76,7 @@ def write_plain(path: Path, content: Any) -> Content:
 
 
 def read_plain(path: Path) -> Any:
-    """Read a file of plain data, with tensors on the CPU.
-
-    Raises:
-        FileFormatError: it is no such file, or contains code.
-    """
+    """Read a file of plain data, with tensors on the CPU; raise ``FileFormatError`` if it contains anything else."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files provoke all kinds of errors in torch, pickle and zipfile

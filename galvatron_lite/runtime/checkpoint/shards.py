@@ -43,12 +43,7 @@ class FileRange:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Write a new file of tensors, which may be on any device.
-
-    Raises:
-        InputError: a dtype that the format does not have.
-        OSError: the disk is full or broken.
-    """
+    """Write a new file of tensors on any device; raise ``InputError`` for a dtype that the format does not have."""
     # widest items first, so that each tensor is aligned to its item size
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {_META: {"format": "pt"}}
@@ -78,9 +73,6 @@ class TensorFile:
 
     Attributes:
         places: ranges of its tensors, by name.
-
-    Raises:
-        FileFormatError: the file cannot be read, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:

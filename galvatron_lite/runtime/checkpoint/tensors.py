@@ -77,11 +77,7 @@ def write_pieces(path: Path, shards: Sequence[LocalShard]) -> tuple[Content, dic
 
 
 def merge_records(all_records: Sequence[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """Merge the records of all ranks.
-
-    Raises:
-        InputError: some items of a tensor were not written, or written twice.
-    """
+    """Merge the records of all ranks; raise ``InputError`` if items of a tensor are missing or were written twice."""
     merged: dict[str, TensorRecord] = {}
     for records in all_records:
         for name, record in records.items():
@@ -112,11 +108,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by name.
-
-    Raises:
-        FileFormatError: a record contradicts itself or the files.
-    """
+    """Return the tensors of a checkpoint by name; raise ``FileFormatError`` for a record that cannot be true."""
     stored = {}
     for name, record in manifest.tensors.items():
         if not _is_sound(record, manifest):
@@ -169,12 +161,7 @@ def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
 
 
 def check_readable(shards: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
-    """Check that the files contain the shards, before anything is changed.
-
-    Raises:
-        InputError: a tensor is missing, incomplete or of another shape.
-        FileFormatError: a file does not contain a piece as described.
-    """
+    """Raise ``InputError`` for a shard that is missing, incomplete or of another shape, before anything is changed."""
     files: dict[Path, TensorFile] = {}
     for shard in shards:
         source = stored.get(shard.name)

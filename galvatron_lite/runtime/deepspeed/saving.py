@@ -33,13 +33,7 @@ States = dict[str, dict[str, Tensor]]
 
 
 def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, has_engine: bool) -> dict[str, Tensor]:
-    """Return full parameters and buffers on the CPU of every rank. All ranks call it.
-
-    Args:
-        module: the user's model.
-        dtypes: of the parameters in the result, by name.
-        has_engine: whether DeepSpeed's engine exists, which has master copies.
-    """
+    """Return full parameters, in these dtypes, and buffers on the CPU of every rank. All ranks call it."""
     gathered: dict[int, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

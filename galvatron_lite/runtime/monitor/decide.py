@@ -294,11 +294,7 @@ def write_record(path: str, record: Record) -> None:
 
 
 def read_log(path: Path) -> list[Record]:
-    """Read the records of a log.
-
-    Raises:
-        FileFormatError: there is no such log, or a line is no record; names the first such line.
-    """
+    """Read the records of a log; raise ``FileFormatError`` for the first line that is no record."""
     try:
         lines = check_regular(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -80,13 +80,7 @@ class Watch:
         self._thread, self._reported = 0, False
 
     def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
-        """Note that this rank begins a phase.
-
-        Args:
-            phase: of the step.
-            number: micro-batch; -1: none.
-            step: number of the step; None: the current one.
-        """
+        """Note that this rank begins a phase of a micro-batch (-1: none) in a step (None: the current one)."""
         self._note = replace(self._note, phase=phase, number=number, step=self._note.step if step is None else step)
         self._since = monotonic()
         self._wake.set()

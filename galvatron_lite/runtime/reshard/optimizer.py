@@ -45,11 +45,7 @@ class OptimizerReport:
 
 
 def report_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerReport:
-    """Return the report of this rank's optimizer.
-
-    Raises:
-        InputError: it has parameters without a name in ``names``, or a state that cannot be sharded anew.
-    """
+    """Return the report of this rank's optimizer; raise ``InputError`` for a state that cannot be sharded anew."""
     report = OptimizerReport(trained={name: parameter.requires_grad for parameter, name in names.items()})
     for index, group in enumerate(optimizer.param_groups):
         number = group.get(PART_OF, index)
@@ -131,15 +127,8 @@ def regroup(
 ) -> Regrouping:
     """Assign the parameters of the new plan to groups.
 
-    Args:
-        optimizer: to be regrouped.
-        report: merged over all ranks.
-        names: of this rank's parameters under the new plan.
-        scheduler: of the learning rate; without it no groups are added if the optimizer has a scheduler. Tensors of
-            several meshes then share a group, and torch's optimizers update them one by one.
-
-    Raises:
-        InputError: groups must be added, and ``scheduler`` is missing.
+    If the optimizer has a scheduler that was not passed, no groups are added: tensors of several meshes share a group,
+    and torch's optimizers update them one by one.
     """
     fixed = scheduler is None and any("initial_lr" in options for options in report.options.values())
     numbers = [group.get(PART_OF, index) for index, group in enumerate(optimizer.param_groups)]

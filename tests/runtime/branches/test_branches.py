@@ -1,4 +1,4 @@
-"""Branches on devices of their own train like one process; measured, and used."""
+"""Models with branches on separate devices train like one process."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.branches import jobs
 from tests.runtime.branches.jobs import ONE, Case, layers_of, make_batch, make_model, train_alone, train_each
+from tests.runtime.plans import losses_alone
 from tests.runtime.plans import make_plan as plain_plan
 from tests.runtime.training import Trained, assert_same
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite import folders
-from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting, device_count
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from tests.parallelism.cyclic.models import WIDTH, blocks_case, make_batches, make_plan
@@ -126,27 +125,6 @@ def lost_while_saving(count: int, setting: str, folder: str, lost: int) -> None:
         model.save(Path(folder, "step-2"))
 
 
-def full_on_one(count: int, setting: str, folder: str, full: int) -> dict[str, Any]:
-    """One rank's disk is full when the second checkpoint is written; training goes on, and so does the first one."""
-    model = make(count, setting)
-    model.optimizer(ADAM)
-    losses, told = go_on(model, 2), ""
-    model.save(Path(folder, "last"))
-    losses += go_on(model, 4)
-    opener = Path.open
-
-    def no_room(path: Path, *args: Any, **kwargs: Any) -> Any:
-        """What is written goes to a device that is always full."""
-        return opener(Path("/dev/full") if path.suffix == ".pt" else path, "wb", **kwargs)
-
-    with patch.object(Path, "open", no_room if dist.get_rank() == full else opener):
-        try:
-            model.save(Path(folder, "last"))
-        except InputError as error:
-            told = str(error)
-    return {"told": told, "kept": ended(model, losses + go_on(model, STEPS))}
-
-
 def from_the_last(count: int, setting: str, folder: str) -> dict[str, Any]:
     """Go on from the last whole checkpoint, and beside it train without a break."""
     model = make(count, setting, seed=99)
@@ -225,17 +203,6 @@ def test_a_process_lost_while_a_checkpoint_is_written(pool: WorkerPool, tmp_path
     for one in pool.run(2, from_the_last, **job):
         assert one["found"] == tmp_path / "step-1"
         assert same(one["resumed"], one["whole"])
-
-
-def test_a_full_disk_of_one_process_is_told_to_all(pool: WorkerPool, tmp_path: Path) -> None:
-    job = {"count": 2, "setting": "data", "folder": str(tmp_path)}
-    results = pool.run(2, full_on_one, full=1, **job)
-    found = pool.run(2, from_the_last, **job)
-    for one, after in zip(results, found, strict=True):
-        assert re.match(r"checkpoint: .* Rank 1: No space left on device\.", one["told"])
-        assert after["found"] == tmp_path / "last"
-        assert same(after["resumed"], after["whole"])
-        assert same(one["kept"], after["whole"])
 
 
 @pytest.fixture(scope="module")
