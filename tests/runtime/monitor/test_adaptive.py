@@ -110,7 +110,6 @@ def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[
     plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31, fixed=Fixed(pipeline=1))
     parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
     settings = Adapt(planner=Planner.INLINE, log=str(Path(folder) / "log.jsonl"))
-    # how long ranks wait for one another: a constant of the package, which no user sets
     with patch.object(adaptive, "PATIENCE", timedelta(seconds=10 if everywhere else 2)):
         parallel.steering = monitor = Monitor(parallel, profile, settings)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
