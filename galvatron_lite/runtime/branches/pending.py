@@ -45,10 +45,7 @@ class Node(Protocol):
 
 
 class PendingTensor(ShardedTensor):
-    """A tensor whose values are computed later; created by ``pending``.
-
-    It is a subclass of ``ShardedTensor`` so that its ``__torch_function__`` is tried before that of sharded tensors.
-    """
+    """A tensor whose values are computed later. As a subclass, it handles functions before ``ShardedTensor`` does."""
 
     node: Node  # its source
     place: str  # position in the value of the node (see ``map_places``)
@@ -149,11 +146,7 @@ class DeferredFunction:
             self._versions.clear()
 
     def of(self, change: Callable[[Tensor], Tensor]) -> Any:
-        """Call the function with ``change(tensor)`` for each tensor in its arguments, in the modes of the call.
-
-        Raises:
-            InputError: an argument was changed in place since the call.
-        """
+        """Call the function with ``change(tensor)`` for each tensor in its arguments, in the modes of the call."""
         if any(_version(tensor) != version for tensor, version in self._versions):
             remedy = "Give the function a copy: it runs when the branch's output is there."
             raise InputError(name_of(self.func), "a tensor that was changed in place after the call", remedy)
@@ -259,14 +252,7 @@ class OutputTemplates:
         self._templates: dict[object, Template] = {}
 
     def __call__(self, args: Any, kwargs: Mapping[str, Any], rows: int, like: Like, training: bool) -> Template:
-        """Return the template of a call.
-
-        Args:
-            args, kwargs: of the call.
-            rows: number of samples of the micro-batch.
-            like: returns the template of an argument.
-            training: mode of the module.
-        """
+        """Return the template of a call for a micro-batch of ``rows`` samples; ``like`` returns that of an argument."""
         inputs = self._inputs(args, kwargs, rows, like)
         key = (_signature(inputs), rows, training, torch.is_grad_enabled())
         if key not in self._templates:

@@ -72,13 +72,7 @@ class PassSetting:
 
 
 class BranchSession:
-    """A forward pass of the model.
-
-    Args:
-        setting: shared by all passes.
-        rows: samples of the full micro-batch.
-        origins: of the tensors of the batch.
-    """
+    """A forward pass of the model for a full micro-batch of ``rows`` samples."""
 
     def __init__(self, setting: PassSetting, rows: int, origins: Origins) -> None:
         self.setting, self.rows, self.origins = setting, rows, origins
@@ -127,10 +121,7 @@ class BranchSession:
 
 
 class _Tie(torch.autograd.Function):
-    """Returns the loss and makes it depend on the outputs of branches, which get no gradients from it.
-
-    At the start of backward, it starts to receive all gradients.
-    """
+    """Makes the loss depend on the outputs of branches, so that backward begins by starting to receive gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, transfers: list[BranchTransfer], *outputs: Tensor) -> Tensor:

@@ -170,14 +170,12 @@ class TensorMove:
     def of(
         cls, dtype: torch.dtype, before: tuple[Boxes, ...], after: tuple[Boxes, ...], differentiable: bool, rank: int
     ) -> TensorMove:
-        """Compute the routes of a tensor.
+        """Compute the routes of a tensor on a rank.
 
         Args:
-            dtype: of the tensor.
             before: boxes that each rank of the world holds. Ranks with the same box all get its full gradient.
             after: boxes that each rank needs.
             differentiable: whether the tensor has a gradient.
-            rank: this rank.
         """
         back = route_boxes(after, before, rank) if differentiable else None
         return cls(dtype, route_boxes(before, after, rank), back)
@@ -195,23 +193,19 @@ class BranchTransfer:
         self.anchored = bool(back) and torch.is_grad_enabled()
 
     def depart(self, tensors: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Tensor:
-        """Start sending the tensors that this rank holds.
+        """Start sending the tensors that this rank holds, and return a token of the departure for ``arrive``.
 
         Args:
             tensors: held by this rank.
             tokens: of arrivals whose gradients must be sent although no tensor here may depend on what arrived.
-
-        Returns:
-            A token for ``arrive``, which makes autograd run the departure after the arrival in backward.
         """
         token: Tensor = _Depart.apply(self._anchor(), self, *tensors, *tokens)  # type: ignore[no-untyped-call]
         return token
 
     def arrive(self, tokens: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Wait for the tensors that this rank needs, and return them with a token for ``depart``.
+        """Wait for the tensors that this rank needs, and return them with a token of the arrival for ``depart``.
 
-        Args:
-            tokens: of departures, whose gradients depend on the gradients that are sent here.
+        The gradients of the departures with these tokens depend on the gradients that are sent here.
         """
         *arrived, token = _Arrive.apply(self._anchor(), self, *tokens)  # type: ignore[no-untyped-call]
         return arrived, token

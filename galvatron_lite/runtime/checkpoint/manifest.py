@@ -255,11 +255,7 @@ def write_together(
 ) -> None:
     """Write a checkpoint on all ranks; nothing is left of an attempt that fails.
 
-    Args:
-        peers: all ranks.
-        begin: creates the folder, on rank 0.
-        write: writes the files of this rank into the folder.
-        complete: gets the results of ``write`` by rank and completes the checkpoint, on rank 0.
+    Rank 0 creates the folder (``begin``), all ranks write files into it (``write``), and rank 0 completes it.
 
     Raises:
         InputError: a rank failed.

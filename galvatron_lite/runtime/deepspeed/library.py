@@ -19,11 +19,7 @@ INSTALL = "pip install 'deepspeed>=0.16'"
 
 
 def load(device: torch.device) -> ModuleType:
-    """Import ``deepspeed`` and set it up on the default process group, which must exist.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Import ``deepspeed`` and set it up on the default process group; raise ``LaunchError`` if it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         import deepspeed

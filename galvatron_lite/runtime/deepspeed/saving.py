@@ -194,11 +194,9 @@ def _flats(optimizer: Any) -> Sequence[Tensor]:
 
 
 class DeepSpeedSaver(Checkpointer):
-    """Saves and loads a model that DeepSpeed trains. The loss scale of fp16 is not saved.
+    """Saves and loads a model that DeepSpeed trains, from a copy of the user's model on the meta device (``pristine``).
 
-    Args:
-        parallel: the model.
-        pristine: a copy of the user's model on the meta device, from before the engine changed it.
+    The loss scale of fp16 is not saved.
     """
 
     def __init__(self, parallel: DeepSpeedModel, pristine: nn.Module) -> None:

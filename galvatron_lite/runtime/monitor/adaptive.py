@@ -275,17 +275,13 @@ def _measure_links(
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Time a call that all ranks start together."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     dist.barrier()
-    _synchronize(device)
+    synchronize()
     before = perf_counter()
     call()
-    _synchronize(device)
+    synchronize()
     return perf_counter() - before
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _is_exhausted_everywhere(error: BaseException, group: dist.ProcessGroup | None) -> bool:

@@ -69,11 +69,7 @@ class ObserverOptions:
 
 
 def observer_options(log: Path | str | None, live: bool, profile_steps: range | None) -> ObserverOptions | None:
-    """Check the options; None if nothing is to be observed.
-
-    Raises:
-        InputError: ``profile_steps`` is no range of consecutive steps, or is set without ``log``.
-    """
+    """Check and combine the options; None if nothing is to be observed."""
     steps = range(0) if profile_steps is None else profile_steps
     if not isinstance(steps, range) or steps.step != 1 or (steps and steps.start < 0):
         raise InputError("profile_steps", str(profile_steps), "Give steps in a row, as range(10, 13).")
@@ -205,14 +201,7 @@ def _layers(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
-    """Check the settings of adaptation, and complete them with the budget of the first plan.
-
-    Returns:
-        None: the plan is not adapted.
-
-    Raises:
-        InputError: a setting is out of its range.
-    """
+    """Check the settings of adaptation, with the budget of the first plan by default; None: the plan is not adapted."""
     if adapt is False:
         return None
     settings = Adapt() if adapt is True else adapt

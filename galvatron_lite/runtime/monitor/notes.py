@@ -246,15 +246,7 @@ def _line(note: Note) -> str:
 
 
 def message(note: Note, reason: str, suspects: Sequence[Suspect], has_notes: bool, rank: int) -> str:
-    """The error message of a rank that waited in vain.
-
-    Args:
-        note: where this rank is.
-        reason: the error of the collective.
-        suspects: the ranks that it may be waiting for.
-        has_notes: whether the notes of the others could be read.
-        rank: this rank.
-    """
+    """The error message of a rank that waited in vain; ``has_notes``: whether the notes of the others could be read."""
     head = f"Rank {rank} waited in vain for other ranks in {operation_of(note)} ({reason})."
     if not has_notes:
         who = "The notes of the others are lost: the process that stores them (the launcher, or rank 0) is gone too."

@@ -109,13 +109,7 @@ class Watch:
 
     @contextmanager
     def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:
-        """Return a context for an operation of all ranks whose errors name the rank at fault.
-
-        Args:
-            step: number of the current step.
-            plan: under which the model trains.
-            stage: of this rank.
-            phase: with which the operation begins; ``FORWARD`` for a step.
+        """Return a context for a step, or another operation that begins with ``phase``, whose errors name who failed.
 
         Raises:
             PeerError: another rank is gone, failed or hangs.

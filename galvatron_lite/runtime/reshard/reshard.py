@@ -307,14 +307,7 @@ def _check_between_steps(parallel: ParallelModel, optimizer: torch.optim.Optimiz
 
 
 class _BlankLayers(Materializer):
-    """Allocates parameters and buffers of layers without values, on the device of this process.
-
-    Args:
-        model: contains the layers.
-        layers: of the model.
-        device: of this process.
-        shapes: of buffers by name, which may have changed since the model was created.
-    """
+    """Allocates parameters and buffers of layers without values; ``shapes`` of buffers may differ from the model's."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[Layer], device: torch.device, shapes: Mapping[str, tuple[int, ...]]

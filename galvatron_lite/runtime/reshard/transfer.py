@@ -340,10 +340,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process may still allocate on a device; None: not known.
-
-    On the host, the processes of a node share the free memory equally.
-    """
+    """Return the free bytes of a device, of the host divided by the processes of this node; None: not known."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
