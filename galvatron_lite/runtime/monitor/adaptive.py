@@ -275,7 +275,11 @@ def _measure_links(
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Time a call that all ranks start together."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     dist.barrier()
     synchronize()
     before = perf_counter()
