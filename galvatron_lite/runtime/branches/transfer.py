@@ -247,4 +247,4 @@ class _Arrive(torch.autograd.Function):
         transfer: BranchTransfer = ctx.transfer
         pairs = zip(gradients[:-1], transfer.moves, strict=True)
         transfer.back.send([gradient for gradient, move in pairs if move.back is not None])
-        return (None,) * (2 + ctx.tokens)
+        return None, None, *[None] * ctx.tokens
