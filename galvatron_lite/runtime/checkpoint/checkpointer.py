@@ -355,12 +355,12 @@ class Checkpointer:
                 raise InputError("buffer", buffer.name, remedy)
         if state.optimizer is not None:
             check_members(parallel, state.optimizer, training["optimizer"])
-        random = process["random"]
+        random = process
         if parallel.plan is not None and not exact:  # ranks that share samples must draw the same numbers
             source = 0 if shares_samples(parallel.plan) else rank % manifest.processes
-            random = read_plain(folder / process_file(source))["random"]
+            random = read_plain(folder / process_file(source))
         _ = process["data"], training["extra"]  # raises KeyError before anything is changed
-        return _Contents(stored, training, process, random)
+        return _Contents(stored, training, process, random["random"])
 
     def _put(self, manifest: Manifest, state: ExtraState, contents: _Contents, exact: bool) -> None:
         """Restore everything but the values of tensors."""
