@@ -1,4 +1,4 @@
-"""A model that trains as a plan with branches says, on the launched world."""
+"""A model that trains by a plan with branches on the launched processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from galvatron_lite.runtime.branches.parts import (
     resolve_outside,
     skeleton,
 )
-from galvatron_lite.runtime.branches.pending import Foreseen
+from galvatron_lite.runtime.branches.pending import OutputTemplates
 from galvatron_lite.runtime.branches.session import BranchSession, Origins, PassSetting, RankBranch
 from galvatron_lite.runtime.branches.transfer import BranchChannel
 from galvatron_lite.runtime.engine import ParallelModel
@@ -43,6 +43,7 @@ from galvatron_lite.runtime.stages import StageRuntime
 
 
 def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
+    """Raise ``InputError`` for a parameter that several parts share."""
     ties = find_shared(model, layers)
     home = {layer.name: part.name for part in parts for layer in part.layers}
     for tie in ties:
@@ -54,13 +55,14 @@ def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[
 
 
 class BranchedModel(ParallelModel):
-    """A model whose branches have ranks of their own; used like ``ParallelModel``. In ``module`` stand-ins are in their
-    place; ``copies`` holds the modules of this rank's branches.
+    """A model whose branches run on separate ranks. It is used like ``ParallelModel``.
+
+    In ``module``, stand-ins replace the branches; ``copies`` contains the modules of this rank's branches.
 
     Args:
-        arguments: as for ``ParallelModel``.
-        timeout: seconds after which another rank's message that does not come is an error.
-        options: as for ``ParallelModel``.
+        arguments: see ``ParallelModel``.
+        timeout: seconds until a missing message of another rank is an error.
+        options: see ``ParallelModel``.
     """
 
     def __init__(self, *arguments: Any, timeout: float = 600.0, **options: Any) -> None:
@@ -88,7 +90,7 @@ class BranchedModel(ParallelModel):
         if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
             share_random_state(options.device)
         trees = [model, *(skeleton(model, entered) for entered in paths[1:])]
-        foreseen = {path: Foreseen(path, model.get_submodule(path)) for entered in paths for path in entered}
+        templates = {path: OutputTemplates(path, model.get_submodule(path)) for entered in paths for path in entered}
         for tree, entered in zip(trees, paths, strict=True):
             for path in entered:
                 module = tree.get_submodule(path)
@@ -96,18 +98,18 @@ class BranchedModel(ParallelModel):
         runtimes = list[StageRuntime]()
         for tree, part, mesh, entered in zip(trees, parts, meshes, paths, strict=True):
             runtime = None
-            if mesh is None:  # on other ranks its modules have no parameters
+            if mesh is None:  # the part runs on other ranks
                 drop_parameters(tree)
             else:
                 roots = [tree.get_submodule(path) for path in entered] or [tree]
                 runtime = split_stage(tree, part.layers, part.stage, mesh, splits, options, roots=roots)
-                runtime.updates.guarded = True  # other branches are elsewhere
+                runtime.updates.guarded = True  # other branches are on other ranks
                 runtimes.append(runtime)
             if part is not parts[0]:
-                # ranks that have the same samples draw the same
-                alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
-                stream = Stream(seed + (part.first if alike else dist.get_rank()), options.device)
-                setting.branches |= dict.fromkeys(entered, RankBranch(part, foreseen, runtime, stream))
+                # ranks with the same samples must draw the same random numbers
+                shares_samples = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
+                stream = Stream(seed + (part.first if shares_samples else dist.get_rank()), options.device)
+                setting.branches |= dict.fromkeys(entered, RankBranch(part, templates, runtime, stream))
         setting.runtime = runtimes[0]  # every rank runs the trunk
         resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
         self.streams = list(dict.fromkeys(branch.stream for branch in setting.branches.values()))
@@ -145,9 +147,9 @@ class BranchedModel(ParallelModel):
 
 
 def _origins(part: Any, batch: Any, rows: int) -> Origins:
-    """Which tensors of this rank's share of a micro-batch are of which full ones."""
-    theirs = dict(places(batch))
-    pairs = ((tensor, theirs[place]) for place, tensor in places(part))
+    """The full tensors of the micro-batch that the tensors of this rank belong to."""
+    full_tensors = dict(places(batch))
+    pairs = ((tensor, full_tensors[place]) for place, tensor in places(part))
     return {id(tensor): (tensor, full) for tensor, full in pairs if full.dim() and full.shape[0] == rows}
 
 
@@ -168,19 +170,18 @@ class _Pair(nn.Module):
 
 
 def branch_seconds(device: torch.device, rule: TimingRule) -> float:
-    """Host seconds of a call of a branch, forward and backward, beside the branch's work and the transfers.
+    """Measure the host seconds that a call of a branch adds in forward and backward, without its work and transfers.
 
-    Two branches are on the first two ranks; every rank calls both. What they take in one process and two messages each
-    are taken off. No call is free: a figure that does not stand out of the noise of its timing is given as that noise.
-    All ranks call it together; there are two at least.
+    A model with two branches on the first two ranks is timed, and the time of the same model in one process and of two
+    messages per branch is subtracted. If the difference is smaller than the noise, the noise is returned. All ranks
+    call it together; there must be at least two.
     """
     batch = {"hidden": torch.ones(1, _WIDTH, device=device)}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         layers = [Layer(name, "branch", Role.BLOCK, (name,)) for name in _NAMES]
         apart = BranchedModel(_Pair(), _plan(dist.get_world_size()), layers, batch, device=device)
         alone = _Pair().to(device)
-    size = _WIDTH * _BYTES
-    message = prepare(Collective.SEND_RECV, size, None, device)
+    message = prepare(Collective.SEND_RECV, _WIDTH * _BYTES, None, device)
     terms = (
         Term(1.0, single_part(lambda: apart.backward_step(batch)), Across.MAX),
         Term(-1.0, single_part(lambda: alone(**batch).backward()), Across.MAX),

@@ -1,7 +1,7 @@
-"""The parts of a model with branches: which layers and ranks they have, and what stands in a branch's place.
+"""The parts of a model with branches: the trunk and the branches, with their layers and ranks.
 
-The trunk is the user's model without the branches' parameters: stand-ins are in the place of their modules. A branch is
-a model by itself whose modules have the paths that they have in the user's model.
+The trunk is the user's model, in which stand-ins replace the modules of the branches. A branch is a model of its own,
+whose modules have the same paths as in the user's model.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ class PlacedPart:
     """The trunk or a branch."""
 
     name: str
-    first: int  # its first rank
-    devices: int  # how many consecutive ranks
-    stage: tuple[LayerAssignment, ...]  # its layers and strategies
-    roots: tuple[str, ...] = ()  # paths of the modules that hold it; none of the trunk
-    layout: ActivationLayout = field(init=False)  # how what enters and leaves lies on its ranks
+    first: int  # first rank
+    devices: int  # number of consecutive ranks
+    stage: tuple[LayerAssignment, ...]  # layers and strategies
+    roots: tuple[str, ...] = ()  # paths of the modules of a branch; empty for the trunk
+    layout: ActivationLayout = field(init=False)  # of tensors that enter and leave the part
 
     def __post_init__(self) -> None:
-        """Read at every call."""
+        # computed once, as every call reads it
         object.__setattr__(self, "layout", glue_layout(self.stage))
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Its layers."""
+        """The layers of the part."""
         return tuple(placed.layer for placed in self.stage)
 
     def entering(self, shape: tuple[int, ...]) -> AxisSplit:
-        """How a tensor of the samples lies that enters."""
+        """Return the split of a tensor with samples that enters the part."""
         return self.layout.hidden(shape) if self.layout.splits_pixels else self.layout.samples(shape)
 
     def boxes(self, split: AxisSplit, shape: tuple[int, ...], world: int) -> tuple[Boxes, ...]:
-        """By rank of the world, what it holds of a tensor of that full shape."""
+        """Return the boxes that each rank of the world holds of a tensor with the full shape ``shape``."""
         ranks = range(self.first, self.first + self.devices)
         none = nothing(len(shape))
         return tuple((split.box(rank - self.first, shape) if rank in ranks else none,) for rank in range(world))
 
 
 def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
-    """The trunk, then the branches in the plan's order.
+    """Return the trunk, then the branches in the order of the plan.
 
     Raises:
-        InputError: the plan does not hold together, or is for another model.
+        InputError: the plan contradicts itself, or is for another model.
     """
     check_plan(plan)
     homes = {layer.name: _home(layer, plan.branches) for layer in layers}
@@ -81,14 +81,9 @@ def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
 
 
 def _home(layer: Layer, branches: Sequence[BranchPlacement]) -> str:
-    """The branch that a layer is of; empty: the trunk."""
-
-    def home(path: str) -> str:
-        return next(
-            (branch.name for branch in branches if any(f"{path}.".startswith(f"{r}.") for r in branch.roots)), ""
-        )
-
-    homes = {home(path) for path in layer.modules}
+    """The name of the branch that contains a layer; empty: the trunk."""
+    roots = [(branch.name, f"{root}.") for branch in branches for root in branch.roots]
+    homes = {next((name for name, root in roots if f"{path}.".startswith(root)), "") for path in layer.modules}
     if len(homes) > 1:
         where = ", ".join(sorted(name or "the trunk" for name in homes))
         raise InputError("layer", layer.name, f"Modules of it lie in {where}; a layer has one home.")
@@ -96,7 +91,7 @@ def _home(layer: Layer, branches: Sequence[BranchPlacement]) -> str:
 
 
 def _trunk(plan: Plan, layers: Sequence[Layer]) -> PlacedPart:
-    """The trunk; one without layers still has what no layer holds, and the loss."""
+    """The trunk. Without layers it still computes the code between layers and the loss."""
     if layers:
         return PlacedPart(TRUNK, 0, plan.devices, _placed(plan, plan.stages[0], layers))
     degrees = [run.strategy.batch_degree for branch in plan.branches for run in branch.runs]
@@ -110,7 +105,7 @@ def _placed(plan: Plan, stage: Stage, layers: Sequence[Layer]) -> tuple[LayerAss
 
 
 class Stream:
-    """The random states that a branch draws from: its draws must not change what the trunk draws next on some ranks."""
+    """The random states of a branch, which are separate so that a branch does not change the trunk's random numbers."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._gpus = [device] if device.type == "cuda" else []
@@ -120,7 +115,7 @@ class Stream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Random numbers inside are the branch's."""
+        """Return a context in which random numbers come from this stream."""
         with torch.random.fork_rng(self._gpus):
             torch.set_rng_state(self._states[0])
             for gpu, state in zip(self._gpus, self._states[1:], strict=True):
@@ -131,11 +126,11 @@ class Stream:
                 self._states = self._current()
 
     def state(self) -> list[Tensor]:
-        """Where it is."""
+        """Return the current states."""
         return list(self._states)
 
     def set_state(self, state: list[Tensor]) -> None:
-        """Go on from what ``state`` gave."""
+        """Set the states to those from ``state``."""
         self._states = list(state)
 
     def _current(self) -> list[Tensor]:
@@ -143,11 +138,11 @@ class Stream:
 
 
 class StandIn(nn.Module):
-    """Called like the module in whose place it is.
+    """Replaces a module in the trunk, and is called as the module is.
 
     Attributes:
         path: of the module.
-        stands_for: the module; not registered, so that this has no parameters. Attributes are its own.
+        stands_for: the module. It is not registered as a submodule, so the stand-in has no parameters.
     """
 
     def __init__(self, path: str, stands_for: nn.Module, call: Callable[[StandIn, Any, dict[str, Any]], Any]) -> None:
@@ -157,16 +152,16 @@ class StandIn(nn.Module):
         self.training = stands_for.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the branch, which may run later and elsewhere."""
+        """Call the branch, which may run later and on other ranks."""
         return self.__dict__["call"](self, args, kwargs)
 
     def train(self, mode: bool = True) -> StandIn:
-        """Set the mode of the module, too."""
+        """Set the training mode of the stand-in and of the module."""
         self.__dict__["stands_for"].train(mode)
         return super().train(mode)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the module."""
+        """Return an attribute of the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -174,7 +169,10 @@ class StandIn(nn.Module):
 
 
 def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, ...]:
-    """The modules of a branch that code outside it calls, and below the roots those that nobody calls."""
+    """Return the paths of the modules of a branch that code outside the branch calls.
+
+    If no module of a root is called, its outermost modules with a ``forward`` are returned.
+    """
     for root in roots:
         if root not in dict(model.named_modules(remove_duplicate=False)):
             raise InputError("root of a branch", root, "The model has no such module.")
@@ -183,6 +181,7 @@ def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, 
 
 
 def _called(model: nn.Module, roots: Sequence[str], batch: Any) -> set[str]:
+    """The paths of the modules below the roots that code outside the roots calls, from a run on the meta device."""
     twin, running, called = meta_copy(model), list[str](), set[str]()
     twin.train(model.training)
 
@@ -198,38 +197,39 @@ def _called(model: nn.Module, roots: Sequence[str], batch: Any) -> set[str]:
         for path, module in twin.get_submodule(root).named_modules(prefix=root):
             module.register_forward_pre_hook(partial(enter, path))
             module.register_forward_hook(leave)
-    # code that looks at values ends the run; after that, modules that have a forward of their own are taken as called
+    # code that reads values ends the run early; modules with a ``forward`` that were not reached count as called
     with suppress(Exception), torch.no_grad(), torch.device("meta"):
         call_model(twin, resize_batch(batch, batch_size(batch)))
     return called
 
 
 def _covering(model: nn.Module, path: str, called: set[str] | None) -> list[str]:
+    """The outermost modules at or below a path that are called, or have a ``forward`` and no called submodule."""
     module = model.get_submodule(path)
     is_container = type(module).forward is nn.Module.forward
-    inside = any(one.startswith(f"{path}.") for one in called or ())
-    if (called is not None and path in called) or not (is_container or inside):
+    calls_inside = any(other.startswith(f"{path}.") for other in called or ())
+    if (called is not None and path in called) or not (is_container or calls_inside):
         return [path]
     return [inner for name, _ in module.named_children() for inner in _covering(model, f"{path}.{name}", called)]
 
 
 def skeleton(model: nn.Module, paths: Sequence[str]) -> nn.Module:
-    """A tree that holds modules of a model at the paths that they have in it, and nothing else."""
+    """Return a model that contains only the modules at some paths of a model, at the same paths."""
     top = _shell(model)
     for path in paths:
-        *above, name = path.split(".")
-        node, at = top, ""
-        for part in above:
-            at = f"{at}.{part}".lstrip(".")
-            if part not in dict(node.named_children()):
-                node.add_module(part, _shell(model.get_submodule(at)))
-            node = node.get_submodule(part)
+        *parents, name = path.split(".")
+        node, parent_path = top, ""
+        for parent in parents:
+            parent_path = f"{parent_path}.{parent}".lstrip(".")
+            if parent not in dict(node.named_children()):
+                node.add_module(parent, _shell(model.get_submodule(parent_path)))
+            node = node.get_submodule(parent)
         node.add_module(name, model.get_submodule(path))
     return top
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """A module without content, which gives the initial values that the module gives (see ``materialize``)."""
+    """An empty module with the same rule for initial values (see ``materialize``)."""
     shell, rule = nn.Module(), getattr(module, "_init_weights", None)
     if callable(rule):
         shell._init_weights = rule
@@ -237,15 +237,15 @@ def _shell(module: nn.Module) -> nn.Module:
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever the model holds that."""
-    for holder in list(model.modules()):
-        for name, child in list(holder._modules.items()):  # named_children gives a module once
+    """Replace a module by another, everywhere in a model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children skips repeated modules
             if child is old:
-                setattr(holder, name, new)
+                setattr(parent, name, new)
 
 
 def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
-    """Bring what is pending here where other modules of the model take it, and where the model ends."""
+    """Resolve pending tensors in the arguments of the modules at some paths, and in the output of the model."""
 
     def resolve(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_tensors(args, resolved), map_tensors(kwargs, resolved)

@@ -1,8 +1,8 @@
-"""One forward pass of a model with branches on a rank: calls of branches, deferred, run where they live, and joined.
+"""A forward pass of a model with branches on one rank.
 
-A call of a branch sends what this rank has of its arguments to the branch's ranks, and returns pending tensors. The
-first value that is needed runs this rank's own branches, in the order of their calls, and starts to receive what the
-others return. So no rank waits for another branch before its own has run.
+A call of a branch sends this rank's shards of the arguments to the ranks of the branch, and returns pending tensors.
+When the first value is needed, this rank runs its own branches in the order of their calls, and starts to receive the
+outputs of the others. So no rank waits for another branch before it has run its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from galvatron_lite.runtime.branches.parts import PlacedPart, StandIn, Stream
 from galvatron_lite.runtime.branches.pending import (
     CallContext,
     DeferredFunction,
-    Foreseen,
+    OutputTemplates,
     PendingTensor,
     Template,
     meta_of,
@@ -37,34 +37,34 @@ from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransf
 from galvatron_lite.runtime.stages import StageRuntime
 
 Origins = Mapping[int, tuple[Tensor, Tensor]]
-"""By identity of a tensor of this rank's share of the batch: itself, and the same of the complete micro-batch."""
+"""Tensors of this rank's batch, by identity, each with the tensor of the full micro-batch that it belongs to."""
 
 
 @dataclass(slots=True)
 class RankBranch:
-    """A branch, as a rank sees it."""
+    """A branch, as seen by a rank."""
 
-    part: PlacedPart  # its layers and ranks
-    foreseen: Mapping[str, Foreseen]  # what its entrances return, by path
-    runtime: StageRuntime | None  # trains it; None on other ranks
-    stream: Stream  # its random numbers
+    part: PlacedPart  # layers and ranks
+    templates: Mapping[str, OutputTemplates]  # of the outputs of its entrances, by path
+    runtime: StageRuntime | None  # trains the branch; None on ranks without it
+    stream: Stream  # of its random numbers
 
 
 @dataclass(slots=True)
 class PassSetting:
-    """What all passes of a model share."""
+    """The state that all passes of a model share."""
 
     channel: BranchChannel
-    trunk: PlacedPart  # its layers and ranks
-    runtime: StageRuntime = field(init=False)  # trains it
+    trunk: PlacedPart  # layers and ranks
+    runtime: StageRuntime = field(init=False)  # trains the trunk
     branches: dict[str, RankBranch] = field(default_factory=dict)  # by path of their entrances
-    session: BranchSession | None = None  # the pass under way
-    shapes: dict[object, Any] = field(default_factory=dict)  # results of functions of pending tensors' shapes
-    # what moves of a call, by identity of its template, which the branch keeps
+    session: BranchSession | None = None  # the current pass
+    shapes: dict[object, Any] = field(default_factory=dict)  # cached templates; see ``ModelRun``
+    # moves of the output of a call, by identity of its template, which ``OutputTemplates`` keeps alive
     returned: dict[int, list[TensorMove]] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call an entrance; raises InputError outside of a pass."""
+        """Call an entrance of a branch; raise ``InputError`` outside a pass."""
         if self.session is None:
             remedy = "Use the object that auto_parallelize returned; other ranks must run along."
             raise InputError("call of", stand_in.path, remedy)
@@ -72,11 +72,11 @@ class PassSetting:
 
 
 class BranchSession:
-    """See the module."""
+    """A forward pass of the model for a full micro-batch of ``rows`` samples."""
 
     def __init__(self, setting: PassSetting, rows: int, origins: Origins) -> None:
         self.setting, self.rows, self.origins = setting, rows, origins
-        self.trunk_rows = rows // setting.trunk.layout.batch  # samples that the trunk has on this rank
+        self.trunk_rows = rows // setting.trunk.layout.batch  # samples of the trunk on this rank
         self.device, self.shapes = setting.channel.device, setting.shapes
         self.applied: list[DeferredFunction] = []
         self.calls: list[DeferredCall] = []
@@ -84,14 +84,14 @@ class BranchSession:
         setting.channel.finish()
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Defer a call of a branch, and start what it needs of this rank."""
+        """Defer a call of a branch, and start sending the arguments of this rank."""
         call = DeferredCall(self, self.setting.branches[stand_in.path], stand_in, args, kwargs)
         self.calls.append(call)
         self._waiting.append(call)
         return pending(call, call.template.resized(self.trunk_rows))
 
     def flush(self) -> None:
-        """Run what was called of this rank's own branches, and start to send and receive what branches return."""
+        """Run the deferred calls of this rank's branches, and start to send and receive the outputs of all branches."""
         calls, self._waiting = self._waiting, []
         for call in calls:
             if not call.consumed:
@@ -100,19 +100,19 @@ class BranchSession:
             call.run_here()
 
     def settle(self, loss: Tensor) -> Tensor:
-        """The loss, such that backward reaches, on every rank, all that the branches sent and received."""
+        """Return the loss, from which backward reaches all transfers of the branches on every rank."""
         self.flush()
         loss = resolved(loss)
-        ends = [call for call in self.calls if call.exit is not None]
-        tied = [tensor for call in ends for tensor in tensors_of(call.value()) if tensor.requires_grad]
-        awaited = list(dict.fromkeys(transfer for call in ends for transfer in call.awaited()))
-        if not awaited:
+        returning = [call for call in self.calls if call.exit is not None]
+        outputs = [tensor for call in returning for tensor in tensors_of(call.value()) if tensor.requires_grad]
+        transfers = list(dict.fromkeys(transfer for call in returning for transfer in call.transfers()))
+        if not transfers:
             return loss
-        settled: Tensor = _Tie.apply(loss, awaited, *tied)  # type: ignore[no-untyped-call]
-        return settled
+        tied: Tensor = _Tie.apply(loss, transfers, *outputs)  # type: ignore[no-untyped-call]
+        return tied
 
     def deliver(self, outputs: Any) -> Any:
-        """Outputs of the model, once all that branches returned has arrived."""
+        """Return the outputs of the model after the outputs of all branches have arrived."""
         self.flush()
         for call in self.calls:
             if call.exit is not None:
@@ -121,38 +121,38 @@ class BranchSession:
 
 
 class _Tie(torch.autograd.Function):
-    """The loss, made to depend on what arrived, without gradients for it."""
+    """Makes the loss depend on the outputs of branches, so that backward begins by starting to receive gradients."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, awaited: list[BranchTransfer], *arrived: Tensor) -> Tensor:
-        ctx.awaited, ctx.arrived = awaited, len(arrived)
+    def forward(ctx: Any, loss: Tensor, transfers: list[BranchTransfer], *outputs: Tensor) -> Tensor:
+        ctx.transfers, ctx.outputs = transfers, len(outputs)
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        for transfer in ctx.awaited:
+        for transfer in ctx.transfers:
             transfer.back.expect()
-        return gradient, None, *[None] * ctx.arrived
+        return gradient, None, *[None] * ctx.outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BranchInput:
-    """A tensor that travels into a branch."""
+    """A tensor that is sent to a branch."""
 
-    tensor: Tensor  # as the trunk has it
-    piece: RankPiece  # this rank's; of a tensor without samples, which is there once a share of the trunk
-    target: AxisSplit  # how it lies in the branch
-    sampled: bool  # whether it holds samples
+    tensor: Tensor  # in the trunk
+    piece: RankPiece  # of this rank; a tensor without samples is stacked, one copy for each share of the trunk's batch
+    target: AxisSplit  # how the branch splits it
+    sampled: bool  # whether it has samples along dim 0
 
 
 class DeferredCall:
-    """A call of a branch, deferred.
+    """A call of a branch that runs later.
 
     Attributes:
-        template: what it will return.
-        consumed: whether a later call of the same branch takes what it returns.
-        exit: the move of what it returned to the trunk.
-        local: what it returned, as the branch has it; on the branch's ranks, once it ran.
+        template: of the output.
+        consumed: whether a later call of the same branch takes the output.
+        exit: transfer of the output to the trunk.
+        local: the output in the branch, after the call has run on the ranks of the branch.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class DeferredCall:
         self._value: Any = None
         self._has_value = False
         inputs = self._args, self._kwargs
-        self.template: Template = branch.foreseen[stand_in.path](*inputs, run.rows, self._like, stand_in.training)
-        self._chain: dict[DeferredCall, None] = {}  # itself and all calls of the branch that it depends on, ordered
+        self.template: Template = branch.templates[stand_in.path](*inputs, run.rows, self._like, stand_in.training)
+        self._chain: dict[DeferredCall, None] = {}  # ordered: calls of the branch that it depends on, and itself
         for node in nodes_of(inputs):
             if isinstance(node, DeferredCall):
                 node.consumed = True
@@ -178,15 +178,13 @@ class DeferredCall:
         self._replicated: list[tuple[Tensor, Tensor]] = []  # tensors of the batch, which every rank has in full
         self._sort_inputs()
         self._entry: BranchTransfer | None = None
-        # tokens of its moves on this rank, none or one each
+        # autograd tokens of the transfers on this rank: none or one each
         self._entry_departed, self._entry_arrived, self._exit_departed = (list[Tensor]() for _ in range(3))
         if self._moved:
-            self._enter()
-
-    # what goes in
+            self._send_inputs()
 
     def _admitted(self, tensor: Tensor) -> Tensor:
-        """An argument: pending where the branch itself makes it, else here."""
+        """An argument, which stays pending if it comes from the same branch."""
         if not isinstance(tensor, PendingTensor):
             return tensor
         sources: list[DeferredCall] = [node for node in nodes_of(tensor) if isinstance(node, DeferredCall)]
@@ -198,176 +196,180 @@ class DeferredCall:
 
     def _commutes(self, tensor: PendingTensor) -> bool:
         """Whether deferred functions may run on the branch's share of the samples instead of the trunk's."""
-        theirs, ours = self.run.rows // self.branch.part.layout.batch, self.run.trunk_rows
-        if theirs == ours or not isinstance(tensor.node, DeferredFunction):
+        branch_rows, trunk_rows = self.run.rows // self.branch.part.layout.batch, self.run.trunk_rows
+        if branch_rows == trunk_rows or not isinstance(tensor.node, DeferredFunction):
             return True
         functions = [node for node in nodes_of(tensor) if isinstance(node, DeferredFunction)]
-        if any(ours in _numbers((function.args, function.kwargs)) for function in functions):
+        if any(trunk_rows in _numbers((function.args, function.kwargs)) for function in functions):
             return False
         try:
-            there = tuple(self._like(tensor, theirs).shape)
+            branch_shape = tuple(self._like(tensor, branch_rows).shape)
         except Exception:
             return False
-        here = tuple(tensor.shape)
-        return there == here or (there[1:] == here[1:] and here[:1] == (ours,) and there[:1] == (theirs,))
+        shape = tuple(tensor.shape)
+        return branch_shape == shape or (
+            branch_shape[1:] == shape[1:] and (shape[:1], branch_shape[:1]) == ((trunk_rows,), (branch_rows,))
+        )
 
     def _like(self, tensor: Tensor, rows: int) -> Tensor:
+        """The template of an argument for a number of samples."""
         if isinstance(tensor, PendingTensor):
             node = tensor.node
             if isinstance(node, DeferredCall):
                 return pick(node.template.resized(rows), tensor.place)
             assert isinstance(node, DeferredFunction)
-            return pick(meta_of(node.func, node.args, node.kwargs, lambda one: self._like(one, rows)), tensor.place)
+            return pick(meta_of(node.func, node.args, node.kwargs, lambda arg: self._like(arg, rows)), tensor.place)
         like = template_of(tensor)
         return with_rows(like, rows) if self.run.setting.runtime.traffic.piece(tensor) is not None else like
 
     def _sort_inputs(self) -> None:
+        """Find the tensors that are sent to the branch, and those that its ranks take from the batch."""
         run, part, traffic = self.run, self.branch.part, self.run.setting.runtime.traffic
         trunk, nests = run.setting.trunk.layout, [(self._args, self._kwargs)]
         nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, DeferredFunction)]
-        for tensor in {id(one): one for one in tensors_of(nests) if not isinstance(one, PendingTensor)}.values():
+        tensors = {id(tensor): tensor for tensor in tensors_of(nests) if not isinstance(tensor, PendingTensor)}
+        for tensor in tensors.values():
             piece = traffic.piece(tensor)
             if id(tensor) in run.origins:
                 self._replicated.append((tensor, run.origins[id(tensor)][1]))
             elif piece is not None:
                 self._moved.append(BranchInput(tensor, piece, part.entering(piece.shape), sampled=True))
             elif tensor.requires_grad:
-                loose, shape = traffic.loose(tensor, trunk).unsqueeze(0), (self._shares(), *tensor.shape)
+                loose, shape = traffic.loose(tensor, trunk).unsqueeze(0), (self._copies(), *tensor.shape)
                 piece = RankPiece(loose, trunk.samples(shape), shape)
                 self._moved.append(BranchInput(tensor, piece, part.layout.samples(shape), sampled=False))
 
-    def _shares(self) -> int:
-        """The trunk's shares of the samples; a tensor without samples is given, and returned, once a share."""
+    def _copies(self) -> int:
+        """The copies of a tensor without samples that are sent or returned: one for each share of the trunk's batch."""
         trunk, shares = self.run.setting.trunk.layout.batch, self.branch.part.layout.batch
         if trunk % shares:
             remedy = f"It is given or returns a tensor without samples; their shares, {shares}, must divide {trunk}."
             raise InputError("branch", self.branch.part.name, remedy)
         return trunk
 
-    def _enter(self) -> None:
+    def _send_inputs(self) -> None:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
         grad, moves = torch.is_grad_enabled(), list[TensorMove]()
-        for piece, target in ((one.piece, one.target) for one in self._moved):
+        for moved in self._moved:
+            piece = moved.piece
             before = setting.trunk.boxes(piece.split, piece.shape, world)
-            after, differentiable = part.boxes(target, piece.shape, world), grad and piece.tensor.requires_grad
+            after, differentiable = part.boxes(moved.target, piece.shape, world), grad and piece.tensor.requires_grad
             moves.append(TensorMove.of(piece.tensor.dtype, before, after, differentiable, setting.channel.rank))
         self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", moves)
-        self._entry_departed = [self._entry.depart([one.piece.tensor for one in self._moved])]
+        self._entry_departed = [self._entry.depart([moved.piece.tensor for moved in self._moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
 
-    def _entered(self, runtime: StageRuntime) -> dict[int, Tensor]:
-        """What entered, by identity of what the trunk has, as the branch's code is given it."""
-        traffic, place = runtime.traffic, runtime.meshes.index_in_stage
-        entered: dict[int, Tensor] = {}
+    def _receive_inputs(self, runtime: StageRuntime) -> dict[int, Tensor]:
+        """The inputs in the branch, by identity of the tensors in the trunk."""
+        traffic, index = runtime.traffic, runtime.meshes.index_in_stage
+        received: dict[int, Tensor] = {}
         for tensor, full in self._replicated:
             shape = tuple(full.shape)
             split = self.branch.part.entering(shape)
-            part = cut_box(full, split.box(place, shape)).to(self.run.device).contiguous()
-            entered[id(tensor)] = traffic.hand(RankPiece(part, split, shape))
+            items = cut_box(full, split.box(index, shape)).to(self.run.device).contiguous()
+            received[id(tensor)] = traffic.hand(RankPiece(items, split, shape))
         arrived = list[Tensor]()
         if self._entry is not None:
             arrived, token = self._entry.arrive(self._entry_departed)
             self._entry_arrived = [token]
-        for one, part in zip(self._moved, arrived, strict=True):
-            piece = RankPiece(part, one.target, one.piece.shape)
-            entered[id(one.tensor)] = traffic.hand(piece) if one.sampled else part[0]
-        return entered
-
-    # what comes out
+        for moved, items in zip(self._moved, arrived, strict=True):
+            piece = RankPiece(items, moved.target, moved.piece.shape)
+            received[id(moved.tensor)] = traffic.hand(piece) if moved.sampled else items[0]
+        return received
 
     def announce(self) -> None:
-        """Start receiving what it returns."""
+        """Start receiving the output."""
         setting = self.run.setting
         if id(self.template) not in setting.returned:
-            setting.returned[id(self.template)] = self._moves()
-        what = f"what branch {self.branch.part.name} returns"
-        with self._around():  # what asks for a value may do so under no_grad
-            self.exit = BranchTransfer(setting.channel, what, setting.returned[id(self.template)])
+            setting.returned[id(self.template)] = self._output_moves()
+        name = f"what branch {self.branch.part.name} returns"
+        with self._around():  # a value may be requested under no_grad
+            self.exit = BranchTransfer(setting.channel, name, setting.returned[id(self.template)])
         self.exit.there.expect()
 
-    def _moves(self) -> list[TensorMove]:
+    def _output_moves(self) -> list[TensorMove]:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
         moves = []
         for place, like in places(self.template.nest):
-            shape = tuple(like.shape) if place in self.template.sampled else (self._shares(), *like.shape)
+            shape = tuple(like.shape) if place in self.template.sampled else (self._copies(), *like.shape)
             before = part.boxes(part.layout.samples(shape), shape, world)
-            after = setting.trunk.boxes(self._arriving(place, shape), shape, world)
+            after = setting.trunk.boxes(self._trunk_split(place, shape), shape, world)
             moves.append(TensorMove.of(like.dtype, before, after, like.requires_grad, setting.channel.rank))
         return moves
 
-    def _arriving(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
+    def _trunk_split(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
+        """How the trunk splits an output with the full shape ``shape``."""
         setting = self.run.setting
         if place in self.template.sampled:
             return setting.runtime.traffic.target(shape)
         return setting.trunk.layout.samples(shape)
 
     def run_here(self) -> None:
-        """Run it, on the branch's ranks, and start sending what it returned."""
+        """Run the call and start sending the output; on ranks without the branch, do nothing."""
         runtime = self.branch.runtime
         if runtime is None:
             return
         runtime.traffic.begin(self.run.rows)
         with self.branch.stream.active(), self._around():
-            entered = self._entered(runtime)
-            args, kwargs = map_tensors((self._args, self._kwargs), lambda one: self._inside(one, entered, {}))
+            inputs = self._receive_inputs(runtime)
+            args, kwargs = map_tensors((self._args, self._kwargs), lambda arg: self._in_branch(arg, inputs, {}))
             self.local = self._stand_in.stands_for(*args, **kwargs)
         runtime.traffic.end()
         if self.exit is not None:
-            self._send(runtime)
+            self._send_outputs(runtime)
 
-    def _inside(self, tensor: Tensor, entered: Mapping[int, Tensor], outputs: dict[int, Any]) -> Tensor:
+    def _in_branch(self, tensor: Tensor, inputs: Mapping[int, Tensor], outputs: dict[int, Any]) -> Tensor:
+        """The argument of the call in the branch; ``outputs`` caches the results of deferred functions."""
         if not isinstance(tensor, PendingTensor):
-            return entered.get(id(tensor), tensor)
+            return inputs.get(id(tensor), tensor)
         node = tensor.node
         if isinstance(node, DeferredCall):
             return pick(node.local, tensor.place)
         assert isinstance(node, DeferredFunction)
         if id(node) not in outputs:
-            outputs[id(node)] = node.of(lambda one: self._inside(one, entered, outputs))
+            outputs[id(node)] = node.of(lambda arg: self._in_branch(arg, inputs, outputs))
         return pick(outputs[id(node)], tensor.place)
 
-    def _send(self, runtime: StageRuntime) -> None:
+    def _send_outputs(self, runtime: StageRuntime) -> None:
         assert self.exit is not None
         with self._around():
-            returned = dict(places(self.local))
-            outputs = [
-                self._leaving(place, like, returned.get(place), runtime) for place, like in places(self.template.nest)
-            ]
+            returned, templates = dict(places(self.local)), places(self.template.nest)
+            outputs = [self._output(place, like, returned.get(place), runtime) for place, like in templates]
             tokens = [token for call in self._chain for token in call._entry_arrived]
             self._exit_departed = [self.exit.depart(outputs, tokens)]
 
-    def _leaving(self, place: str, like: Tensor, tensor: Tensor | None, runtime: StageRuntime) -> Tensor:
-        """A tensor that it returned, complete but for the samples."""
+    def _output(self, place: str, like: Tensor, tensor: Tensor | None, runtime: StageRuntime) -> Tensor:
+        """An output of the branch, split along the samples only."""
         part, traffic = self.branch.part, runtime.traffic
         if tensor is None:
             raise InputError(f"output {place} of branch", part.name, "It is there for some values only.")
         if place not in self.template.sampled:
-            shares = self._shares() // part.layout.batch
-            return traffic.loose(tensor, part.layout).to(like.dtype).expand(shares, *like.shape)
+            copies = self._copies() // part.layout.batch
+            return traffic.loose(tensor, part.layout).to(like.dtype).expand(copies, *like.shape)
         piece, shape = traffic.piece(tensor), tuple(like.shape)
         if piece is None or piece.shape != shape:
             raise InputError(f"output {place} of branch", part.name, f"Its shape is not {shape}, as was foreseen.")
         return traffic.mover(piece.tensor.to(like.dtype), piece.split, part.layout.samples(shape), shape)
 
-    def awaited(self) -> list[BranchTransfer]:
-        """Moves whose gradients come back: of what it returned, and of all that it depends on."""
+    def transfers(self) -> list[BranchTransfer]:
+        """Return the transfers with gradients: of the output, and of the inputs of all calls that it depends on."""
         if self.exit is None or not self.exit.anchored:
             return []
         return [self.exit, *(call._entry for call in self._chain if call._entry is not None)]
 
     def value(self) -> Any:
-        """What it returned, as the trunk has it."""
+        """Return the output in the trunk."""
         if not self._has_value:
             self.run.flush()
             if self.exit is None:
                 self.announce()
                 if self.branch.runtime is not None:
-                    self._send(self.branch.runtime)
-            self._value, self._has_value = self._arrived(), True
+                    self._send_outputs(self.branch.runtime)
+            self._value, self._has_value = self._receive_outputs(), True
         return self._value
 
-    def _arrived(self) -> Any:
+    def _receive_outputs(self) -> Any:
         assert self.exit is not None
         traffic = self.run.setting.runtime.traffic
         with self._around():
@@ -375,15 +377,16 @@ class DeferredCall:
             tensors = iter(self.exit.arrive([*tokens, *self._exit_departed])[0])
 
             def show(place: str, like: Tensor) -> Tensor:
-                part, shape = next(tensors), tuple(like.shape)
+                items, shape = next(tensors), tuple(like.shape)
                 if place not in self.template.sampled:
-                    return part[0]
-                return traffic.show(RankPiece(part, self._arriving(place, shape), shape))
+                    return items[0]
+                return traffic.show(RankPiece(items, self._trunk_split(place, shape), shape))
 
             return map_places(self.template.nest, show)
 
 
 def _numbers(value: Any) -> Iterator[int]:
+    """All integers in a nest."""
     if isinstance(value, Mapping):
         yield from _numbers(tuple(value.values()))
     elif isinstance(value, (tuple, list)):

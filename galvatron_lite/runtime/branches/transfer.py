@@ -1,10 +1,10 @@
-"""Moving tensors between the trunk's ranks and a branch's, forward, and their gradients back.
+"""Transfers of tensors between the ranks of the trunk and those of a branch, and of their gradients in backward.
 
-A move is two nodes of autograd: one where a rank gives what it holds, one where it gets what it wants, which may be
-much later. So a rank never waits for what it does not need yet. Backward runs the nodes in the opposite order: where a
-tensor arrived its gradient is sent; where it departed its gradient is awaited. Within a process autograd runs the node
-that was made last first, so what was received last before a branch ran is answered before that branch's backward
-begins. What one rank did after another's message it undoes before it answers that message: no circle of waiting.
+A transfer is two nodes of autograd: departure, which starts sending the tensors that a rank holds, and arrival, which
+waits for the tensors that it needs, perhaps much later. So a rank never waits for tensors that it does not need yet.
+Backward runs the nodes in the opposite order: an arrival sends the gradients, a departure waits for them. Within a
+process autograd runs nodes in the opposite order of their creation. So the gradients of a branch's inputs are sent
+right after its backward, and each rank reverses its order of messages, which excludes deadlocks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TAGS = 2**30
 
 
 class BranchChannel:
-    """Sends and receives for the branches of a model; every rank makes one together.
+    """Sends and receives messages for the branches of a model. All ranks create it together.
 
-    Forward and backward have a process group each: messages of one do not wait for the other's.
+    Forward and backward have separate process groups, so that their messages do not wait for each other.
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -40,22 +40,22 @@ class BranchChannel:
         self._tag = 0
 
     def next_tag(self) -> int:
-        """The number of the next shipment; the same on every rank, as all ask for it in the same order."""
+        """Return the tag of the next transfer. It is equal on all ranks, which create transfers in the same order."""
         self._tag = (self._tag + 1) % _TAGS
         return self._tag
 
     def send(self, message: Tensor, peer: int, tag: int, backward: bool) -> None:
-        """Start sending bytes."""
+        """Start sending a message of bytes."""
         work = dist.isend(message, peer, group=self._groups[backward], tag=tag)
         self._sending.append((work, message))
 
     def expect(self, size: int, peer: int, tag: int, backward: bool) -> tuple[int, Tensor, dist.Work | None]:
-        """Start receiving so many bytes from a peer."""
+        """Start receiving ``size`` bytes from a peer; return the peer, the buffer and the work to wait for."""
         message = torch.empty(size, dtype=torch.uint8, device=self.device)
         return peer, message, dist.irecv(message, peer, group=self._groups[backward], tag=tag)
 
     def wait(self, work: dist.Work | None, what: str) -> None:
-        """Wait for a transfer."""
+        """Wait for a message; raise ``LaunchError``, with its description ``what``, if it does not come in time."""
         try:
             if work is not None:
                 work.wait(self._timeout)
@@ -65,14 +65,14 @@ class BranchChannel:
             raise LaunchError(f"Waited for {what}, which did not come ({cause}). {why}") from cause
 
     def finish(self) -> None:
-        """Wait until everything sent has been taken; raises what ``wait`` does."""
+        """Wait until all messages sent were received; raise what ``wait`` does."""
         while self._sending:
             work, _ = self._sending.popleft()
             self.wait(work, "another rank to take what was sent to it")
 
 
 class Shipment:
-    """Several tensors on their way from the ranks that hold them to those that want them: one message a pair."""
+    """Several tensors that ranks send to others, in one message for each pair of ranks; gradients may be missing."""
 
     def __init__(
         self,
@@ -85,135 +85,133 @@ class Shipment:
         self._channel, self._tag, self._what, self._backward = channel, tag, what, backward
         self._routes, self._dtypes = [route for route, _ in tensors], [dtype for _, dtype in tensors]
         self._arrived: list[list[tuple[Box, Tensor]]] = [[] for _ in self._routes]
-        self._parcels: list[tuple[int, Tensor, dist.Work | None]] | None = None
+        self._messages: list[tuple[int, Tensor, dist.Work | None]] | None = None
 
     def send(self, tensors: Sequence[Tensor | None]) -> None:
-        """Start sending this rank's parts of the tensors, and keep what it wants itself."""
+        """Start sending this rank's boxes of the tensors, and copy those that it needs itself."""
         device = self._channel.device
         flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8, device=device)
         for peer in range(self._channel.world):
-            parts = [
-                (number, piece, self._part(tensor, number, piece))
+            boxes = [
+                (number, box, self._items(tensor, number, box))
                 for number, (tensor, route) in enumerate(zip(tensors, self._routes, strict=True))
-                for piece in route.sends[peer]
+                for box in route.sends[peer]
             ]
             if peer == self._channel.rank:
-                for number, piece, part in parts:
+                for number, box, items in boxes:
                     if tensors[number] is not None:
-                        # a copy, as code may change in place what arrives
-                        kept = part if self._backward else part.clone(memory_format=torch.contiguous_format)
-                        self._arrived[number].append((piece, kept))
-            elif parts:
-                message = pack([*(part for *_, part in parts), *([flags] if self._backward else ())], device)
+                        # a copy, as the receiver may change it in place
+                        copy = items if self._backward else items.clone(memory_format=torch.contiguous_format)
+                        self._arrived[number].append((box, copy))
+            elif boxes:
+                message = pack([*(items for *_, items in boxes), *([flags] if self._backward else ())], device)
                 self._channel.send(message, peer, self._tag, self._backward)
 
     def expect(self) -> None:
-        """Start receiving, if that was not done before."""
-        if self._parcels is None:
+        """Start receiving, unless it has started already."""
+        if self._messages is None:
             likes = {peer: self._likes(peer) for peer in range(self._channel.world) if peer != self._channel.rank}
-            self._parcels = [
-                self._channel.expect(packed_bytes(every), peer, self._tag, self._backward)
-                for peer, every in likes.items()
-                if every
+            self._messages = [
+                self._channel.expect(packed_bytes(tensors), peer, self._tag, self._backward)
+                for peer, tensors in likes.items()
+                if tensors
             ]
 
     def collect(self) -> list[Tensor | None]:
-        """What this rank wants of each tensor; None for a gradient that nobody has."""
+        """Return this rank's box of each tensor; None for a gradient that no rank has."""
         self.expect()
-        for peer, message, work in self._parcels or ():
+        for peer, message, work in self._messages or ():
             self._channel.wait(work, f"{self._what} from rank {peer}")
             values = unpack(message, self._likes(peer))
             flags = values.pop().tolist() if self._backward else [1] * len(self._routes)
-            for (number, piece), value in zip(self._arriving(peer), values, strict=True):
+            for (number, box), value in zip(self._boxes_from(peer), values, strict=True):
                 if flags[number]:
-                    self._arrived[number].append((piece, value))
-        arrived, self._arrived, self._parcels = self._arrived, [[] for _ in self._routes], []
-        return [self._joined(number, parts) for number, parts in enumerate(arrived)]
+                    self._arrived[number].append((box, value))
+        arrived, self._arrived, self._messages = self._arrived, [[] for _ in self._routes], []
+        return [self._joined(number, boxes) for number, boxes in enumerate(arrived)]
 
-    def _part(self, tensor: Tensor | None, number: int, piece: Box) -> Tensor:
-        """A piece of a tensor; zeros of a gradient that is missing."""
+    def _items(self, tensor: Tensor | None, number: int, box: Box) -> Tensor:
+        """The items of a box of a tensor; zeros for a missing gradient."""
         if tensor is None:
-            return torch.zeros(piece.shape, dtype=self._dtypes[number], device=self._channel.device)
-        return cut_box(tensor.detach(), piece.within(self._routes[number].held[0])).to(self._dtypes[number])
+            return torch.zeros(box.shape, dtype=self._dtypes[number], device=self._channel.device)
+        return cut_box(tensor.detach(), box.within(self._routes[number].held[0])).to(self._dtypes[number])
 
-    def _arriving(self, peer: int) -> list[tuple[int, Box]]:
-        return [(number, piece) for number, route in enumerate(self._routes) for piece in route.receives[peer]]
+    def _boxes_from(self, peer: int) -> list[tuple[int, Box]]:
+        return [(number, box) for number, route in enumerate(self._routes) for box in route.receives[peer]]
 
     def _likes(self, peer: int) -> list[Tensor]:
-        """Tensors shaped like those of a peer's message; the last one says which gradients there are."""
-        likes = [
-            torch.empty(piece.shape, dtype=self._dtypes[number], device="meta")
-            for number, piece in self._arriving(peer)
-        ]
+        """Tensors shaped like those of the message of a peer; the last one of gradients flags those that exist."""
+        boxes = self._boxes_from(peer)
+        likes = [torch.empty(box.shape, dtype=self._dtypes[number], device="meta") for number, box in boxes]
         flags = torch.empty(len(self._routes), dtype=torch.uint8, device="meta")
         return [*likes, flags] if likes and self._backward else likes
 
-    def _joined(self, number: int, parts: Sequence[tuple[Box, Tensor]]) -> Tensor | None:
+    def _joined(self, number: int, boxes: Sequence[tuple[Box, Tensor]]) -> Tensor | None:
         (wanted,) = self._routes[number].wanted
-        if not parts and (wanted.items or self._backward):
+        if not boxes and (wanted.items or self._backward):
             return None
-        if len(parts) == 1 and parts[0][0] == wanted:
-            return parts[0][1]
+        if len(boxes) == 1 and boxes[0][0] == wanted:
+            return boxes[0][1]
         joined = torch.zeros(wanted.shape, dtype=self._dtypes[number], device=self._channel.device)
-        for piece, part in parts:
-            cut_box(joined, piece.within(wanted)).copy_(part)
+        for box, items in boxes:
+            cut_box(joined, box.within(wanted)).copy_(items)
         return joined
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """One tensor of a move, as a rank takes part in it; the same in every pass."""
+    """The routes of one tensor on this rank; equal in every pass."""
 
     dtype: torch.dtype
     there: Route
-    back: Route | None  # of its gradient; None: no gradient comes back
+    back: Route | None  # of the gradient; None: there is no gradient
 
     @classmethod
     def of(
         cls, dtype: torch.dtype, before: tuple[Boxes, ...], after: tuple[Boxes, ...], differentiable: bool, rank: int
     ) -> TensorMove:
-        """That of a rank.
+        """Compute the routes of a tensor on a rank.
 
         Args:
-            before: by rank of the world, what it holds; ranks that hold the same have complete gradients.
-            after: by rank, what it wants.
-            differentiable: whether its gradient comes back.
+            before: boxes that each rank of the world holds. Ranks with the same box all get its full gradient.
+            after: boxes that each rank needs.
+            differentiable: whether the tensor has a gradient.
         """
         back = route_boxes(after, before, rank) if differentiable else None
         return cls(dtype, route_boxes(before, after, rank), back)
 
 
 class BranchTransfer:
-    """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither."""
+    """A transfer of several tensors. All ranks create all transfers, in the same order."""
 
     def __init__(self, channel: BranchChannel, what: str, moves: Sequence[TensorMove]) -> None:
         self._device, self.moves, tag = channel.device, moves, channel.next_tag()
-        there = [(one.there, one.dtype) for one in moves]
-        back = [(one.back, one.dtype) for one in moves if one.back is not None]
+        there = [(move.there, move.dtype) for move in moves]
+        back = [(move.back, move.dtype) for move in moves if move.back is not None]
         self.there = Shipment(channel, tag, what, there)
         self.back = Shipment(channel, tag, f"the gradient of {what}", back, backward=True)
         self.anchored = bool(back) and torch.is_grad_enabled()
 
     def depart(self, tensors: Sequence[Tensor], tokens: Sequence[Tensor] = ()) -> Tensor:
-        """Start sending what this rank holds; a token for ``arrive``, through which gradients find their way.
+        """Start sending the tensors that this rank holds, and return a token of the departure for ``arrive``.
 
         Args:
-            tokens: of arrivals whose gradients must be sent even where nothing that departs depends on what arrived.
+            tensors: held by this rank.
+            tokens: of arrivals whose gradients must be sent although no tensor here may depend on what arrived.
         """
         token: Tensor = _Depart.apply(self._anchor(), self, *tensors, *tokens)  # type: ignore[no-untyped-call]
         return token
 
     def arrive(self, tokens: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """What this rank wants, once it is here, and a token for ``depart``.
+        """Wait for the tensors that this rank needs, and return them with a token of the arrival for ``depart``.
 
-        Args:
-            tokens: of departures whose gradients are known only when those of what arrives here were sent.
+        The gradients of the departures with these tokens depend on the gradients that are sent here.
         """
         *arrived, token = _Arrive.apply(self._anchor(), self, *tokens)  # type: ignore[no-untyped-call]
         return arrived, token
 
     def _anchor(self) -> Tensor:
-        """Without data; makes results ask for gradients."""
+        """An empty tensor that makes the results require gradients."""
         return torch.empty(0, device=self._device, requires_grad=self.anchored)
 
 
@@ -228,8 +226,8 @@ class _Depart(torch.autograd.Function):
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         transfer: BranchTransfer = ctx.transfer
         gradients = iter(transfer.back.collect())
-        sent = (None if one.back is None else next(gradients) for one in transfer.moves)
-        return None, None, *sent, *[None] * ctx.tokens
+        departed = (None if move.back is None else next(gradients) for move in transfer.moves)
+        return None, None, *departed, *[None] * ctx.tokens
 
 
 class _Arrive(torch.autograd.Function):
@@ -237,17 +235,16 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, transfer: BranchTransfer, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.tokens = transfer, len(tokens)
         ctx.set_materialize_grads(False)
-        # the same storage, but no view, which autograd would not let others change; forward, every tensor is there
+        # ``data`` is no view, as autograd forbids to change views in place; no tensor is None in forward
         arrived = tuple(tensor.data for tensor in transfer.there.collect() if tensor is not None)
-        still = [tensor for tensor, one in zip(arrived, transfer.moves, strict=True) if one.back is None]
+        constants = [tensor for tensor, move in zip(arrived, transfer.moves, strict=True) if move.back is None]
         token = anchor.clone()
-        ctx.mark_non_differentiable(*still, *([] if transfer.anchored else [token]))
+        ctx.mark_non_differentiable(*constants, *([] if transfer.anchored else [token]))
         return *arrived, token
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         transfer: BranchTransfer = ctx.transfer
         pairs = zip(gradients[:-1], transfer.moves, strict=True)
-        transfer.back.send([gradient for gradient, one in pairs if one.back is not None])
-        nothing: tuple[None, ...] = (None,) * (2 + ctx.tokens)
-        return nothing
+        transfer.back.send([gradient for gradient, move in pairs if move.back is not None])
+        return None, None, *[None] * ctx.tokens

@@ -1,4 +1,4 @@
-"""Writing and reading checkpoints of a model that is split over the launched world."""
+"""Writing and reading the checkpoints of a model that is split over the launched processes."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.world import SAVER
 
 TIMEOUT = 1800.0
-"""Seconds after which a silent rank is an error: more than a slow disk takes."""
-ROOM = (
+"""Seconds that a rank waits for the others: more than a slow disk takes."""
+_DISK_FULL = (
     "Free some space, or save elsewhere. Earlier checkpoints are unchanged, nothing is left of this attempt, and "
     "training can go on."
 )
@@ -105,7 +105,7 @@ class SavableModel(Parallel, Protocol):
     module: nn.Module
     scaler: LossScaler | None
     steering: Steering | None
-    streams: Sequence[Any]  # of random numbers, beside the process' generators
+    streams: Sequence[Any]  # random streams beside the generators of the process
 
     def resume_at(self, step: int) -> None:
         """See ``saving.Saving``."""
@@ -113,31 +113,31 @@ class SavableModel(Parallel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that this process writes, so that training may continue meanwhile."""
+    """The part of a checkpoint that this process writes."""
 
-    held: list[LocalShard]  # pieces of tensors
-    plain: dict[str, Any]  # files of plain data, by name
+    shards: list[LocalShard]  # pieces of tensors
+    plain: dict[str, Any]  # contents of files of plain data, by name
     manifest: Manifest  # without tensors and files
     plan: Plan
-    config: str | None  # a transformers model's configuration
+    config: str | None  # the configuration of a transformers model
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What a process has read of a checkpoint."""
+    """The contents of a checkpoint that this process needs; tensors are read later."""
 
     stored: dict[str, StoredTensor]
-    training: dict[str, Any]
-    local: dict[str, Any]
-    random: dict[str, Any]
+    training: dict[str, Any]  # state of all processes
+    process: dict[str, Any]  # state of this process
+    random: dict[str, Any]  # states of the random generators
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time.
+    """Writes and reads the checkpoints of a model. Every rank creates one and calls its methods at the same time.
 
     Args:
-        parallel: the model; without a plan it is a plain one, whose process keeps its random generators.
-        timeout: seconds that a rank waits for the others; None: this process is alone.
+        parallel: the model. A plain model has no plan, and loading leaves the random generators unchanged.
+        timeout: seconds that a rank waits for the others; None: there is one process only.
     """
 
     def __init__(self, parallel: SavableModel, timeout: float | None = TIMEOUT) -> None:
@@ -160,7 +160,7 @@ class Checkpointer:
             try:
                 self._write(place, snapshot, keep)
             except BaseException as error:
-                _LOG.error("%s", error)  # the process may end without waiting
+                _LOG.error("%s", error)  # the process may end without calling ``finish``
                 pending.set_exception(error)
             else:
                 pending.set_result(None)
@@ -168,7 +168,7 @@ class Checkpointer:
         threading.Thread(target=write, name=SAVER).start()
 
     def finish(self) -> None:
-        """Wait until an asynchronous save is on the disk; raises what ``save`` does."""
+        """Wait until an asynchronous save is on disk, and raise its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -204,40 +204,48 @@ class Checkpointer:
     def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
         parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
         assert parallel.plan is not None
-        contents = together(peers, lambda: self._plain(state), FIELD)
+        states = together(peers, lambda: self._plain_state(state), FIELD)
         if peers.rank == 0:
-            _warn_of_unlike([content["extra"] for content in contents])
-        files = contents[peers.rank]
-        plain = {process_file(peers.rank): files["own"]}
+            _warn_of_unequal([rank_state["extra"] for rank_state in states])
+        this = states[peers.rank]
+        plain = {process_file(peers.rank): this["process"]}
         if peers.rank == 0:
-            options = None if optimizer is None else merged([content["options"] for content in contents])
-            steered = step if parallel.steering is None else parallel.steering.step
-            shared = {name: files[name] for name in ("scaler", "extra")}
-            modules = {path: one for content in reversed(contents) for path, one in content["own"]["modules"].items()}
-            plain[TRAINING] = {"optimizer": options, **shared, "modules": modules, "steered": steered}
-        buffers = held_buffers(parallel)
-        held = [*held_parameters(parallel), *buffers]
-        held += [] if optimizer is None else held_states(parallel, optimizer.state)
-        mine = assign_pieces(held, {buffer.name for buffer in buffers}, peers)
-        kinds = [None if one is None else type(one).__name__ for one in (optimizer, state.scheduler)]
+            plain[TRAINING] = {
+                "optimizer": None if optimizer is None else merged([rank_state["options"] for rank_state in states]),
+                "scaler": this["scaler"],
+                "extra": this["extra"],
+                "modules": {
+                    path: module_state
+                    for rank_state in reversed(states)
+                    for path, module_state in rank_state["process"]["modules"].items()
+                },
+                "steered": step if parallel.steering is None else parallel.steering.step,
+            }
+        buffers = {buffer.name for buffer in held_buffers(parallel)}
+        shards = assign_pieces(self._shards(state), buffers, peers)
         manifest = Manifest(
             FORMAT, step, layout_digest(parallel.plan), peers.size, dict(parallel.entries.names), {}, {},
-            optimizer=kinds[0], scheduler=kinds[1],
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            scheduler=None if state.scheduler is None else type(state.scheduler).__name__,
         )  # fmt: skip
         config = getattr(getattr(parallel.module, "config", None), "to_json_string", lambda: None)()
-        return Snapshot(list(map(copied, mine)) if asynchronous else mine, plain, manifest, parallel.plan, config)
+        return Snapshot(list(map(copied, shards)) if asynchronous else shards, plain, manifest, parallel.plan, config)
 
-    def _plain(self, state: ExtraState) -> dict[str, Any]:
-        """This process's state besides tensors that are written in pieces."""
+    def _shards(self, state: ExtraState) -> list[LocalShard]:
+        """All shards that this rank holds of parameters, buffers and states of the optimizer."""
+        shards = [*held_parameters(self._parallel), *held_buffers(self._parallel)]
+        return shards if state.optimizer is None else shards + held_states(self._parallel, state.optimizer.state)
+
+    def _plain_state(self, state: ExtraState) -> dict[str, Any]:
+        """The state of this process, apart from the tensors that are written in pieces."""
         parallel, optimizer = self._parallel, state.optimizer
-        own = {
+        modules = stateful_modules(parallel).items()
+        process = {
             "random": generators(),
             "streams": [stream.state() for stream in parallel.streams],
             "data": state_of(state.data, "data"),
-            "modules": {
-                path: state_of(one.get_extra_state(), path) for path, one in stateful_modules(parallel).items()
-            },
-            # running statistics depend on a rank's samples; integer buffers (masks) are equal
+            "modules": {path: state_of(module.get_extra_state(), path) for path, module in modules},
+            # running statistics depend on the samples of the rank; integer buffers (masks) are equal on all ranks
             "buffers": {
                 buffer.name: alone(buffer.tensor).clone()
                 for buffer in held_buffers(parallel)
@@ -245,14 +253,14 @@ class Checkpointer:
             },
         }
         return {
-            "own": own,
+            "process": process,
             "options": None if optimizer is None else options_of(parallel, optimizer, state.scheduler),
             "scaler": None if parallel.scaler is None else state_of(parallel.scaler, "scaler"),
             "extra": {name: state_of(value, name) for name, value in (state.extra or {}).items()},
         }
 
     def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
-        with _advised(place, ROOM):
+        with _disk_errors(place, _DISK_FULL):
             write_together(
                 self._peers,
                 lambda: _begin(place),
@@ -268,7 +276,7 @@ class Checkpointer:
         written: Sequence[tuple[dict[str, Content], dict[str, TensorRecord]]],
         keep: int | None,
     ) -> None:
-        """Write the manifest, move the folder to its place, and delete this training's oldest checkpoints."""
+        """Write the manifest, move the folder to its place, and delete the oldest checkpoints of this training."""
         files = {name: content for contents, _ in written for name, content in contents.items()}
         check_arrived(folder, place, files)
         write_value(folder / PLAN, snapshot.plan)
@@ -286,7 +294,7 @@ class Checkpointer:
                     remove_folder(old)
 
     def _verified(self, folder: Path) -> Manifest:
-        """The manifest of a checkpoint with intact files; each rank reads some of them."""
+        """Read the manifest and check that all files are intact; the ranks share the files."""
         peers = self._peers
 
         def read() -> Manifest:
@@ -299,63 +307,65 @@ class Checkpointer:
         return read_together(peers, folder, read)
 
     def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
-        """Load a checkpoint with intact files. Ranks agree before anything is changed, and before tensors are."""
-        parallel, optimizer = self._parallel, state.optimizer
+        """Load a checkpoint with intact files.
+
+        The ranks agree that all can load it before any state is changed, and again before tensors are changed.
+        """
+        parallel = self._parallel
         exact = parallel.plan is not None and manifest.layout == layout_digest(parallel.plan)
         contents = self._agreed(folder, lambda: self._read(folder, manifest, state, exact))
-        go_back = _backup(parallel, state)
+        restore = _backup(parallel, state)
         try:
             self._agreed(folder, lambda: self._put(manifest, state, contents, exact))
         except GalvatronError:
-            go_back()
+            restore()
             raise
-        held = [*held_parameters(parallel), *held_buffers(parallel)]
-        held += [] if optimizer is None else held_states(parallel, optimizer.state)
-        with _advised(folder, TORN):
-            self._agreed(folder, lambda: read_tensors(held, contents.stored))
+        shards = self._shards(state)
+        with _disk_errors(folder, TORN):
+            self._agreed(folder, lambda: read_tensors(shards, contents.stored))
         if exact:
             for buffer in held_buffers(parallel):
-                if buffer.name in contents.local["buffers"]:
-                    buffer.tensor.copy_(contents.local["buffers"][buffer.name])
+                if buffer.name in contents.process["buffers"]:
+                    buffer.tensor.copy_(contents.process["buffers"][buffer.name])
         for runtime in parallel.runtimes:
             runtime.updates.take()
-            runtime.updates.drop_gradients()  # they are of what was there before
+            runtime.updates.drop_gradients()  # they belong to the previous parameters
         self._lineage.follow(manifest)
         parallel.resume_at(manifest.step)
         if parallel.steering is not None:
             parallel.steering.step = contents.training["steered"]
-        return Resumed(folder, manifest.step, contents.local["data"], contents.training["extra"], exact)
+        return Resumed(folder, manifest.step, contents.process["data"], contents.training["extra"], exact)
 
     def _read(self, folder: Path, manifest: Manifest, state: ExtraState, exact: bool) -> _Contents:
-        """Read and check what this rank needs; nothing is changed."""
+        """Read and check what this rank needs, without changing anything."""
         parallel, rank = self._parallel, self._peers.rank
         check_optimizer(manifest, state.optimizer, state.scheduler)
-        here = parallel.entries.names
+        names = parallel.entries.names
         for name, first in manifest.names.items():
-            if name not in here or (first == name != here[name]):
+            if name not in names or (first == name != names[name]):
                 remedy = "The checkpoint has it, and this model has none, or one tied to another. Use the same model."
                 raise InputError("tensor", name, remedy)
         stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
-        process_state = read_plain(folder / process_file(rank if manifest.processes == self._peers.size else 0))
+        process = read_plain(folder / process_file(rank if manifest.processes == self._peers.size else 0))
         buffers = held_buffers(parallel)
         check_readable([*held_parameters(parallel), *buffers], stored)
         for buffer in buffers if exact else ():
-            if process_state["buffers"].get(buffer.name, buffer.tensor).shape != buffer.tensor.shape:
+            if process["buffers"].get(buffer.name, buffer.tensor).shape != buffer.tensor.shape:
                 remedy = "The checkpoint has it of another shape. Use one of the same model."
                 raise InputError("buffer", buffer.name, remedy)
         if state.optimizer is not None:
             check_members(parallel, state.optimizer, training["optimizer"])
-        random = process_state
-        if parallel.plan is not None and not exact:  # ranks that share samples must draw alike
+        random = process
+        if parallel.plan is not None and not exact:  # ranks that share samples must draw the same numbers
             source = 0 if shares_samples(parallel.plan) else rank % manifest.processes
             random = read_plain(folder / process_file(source))
-        _ = process_state["data"], training["extra"]  # a KeyError is raised before anything is changed
-        return _Contents(stored, training, process_state, random["random"])
+        _ = process["data"], training["extra"]  # raises KeyError before anything is changed
+        return _Contents(stored, training, process, random["random"])
 
     def _put(self, manifest: Manifest, state: ExtraState, contents: _Contents, exact: bool) -> None:
-        """Set all but tensors."""
+        """Restore everything but the values of tensors."""
         parallel, optimizer = self._parallel, state.optimizer
-        training, process_state = contents.training, contents.local
+        training, process = contents.training, contents.process
         if optimizer is not None:
             saved = training["optimizer"]
             put_options(parallel, optimizer, saved, blank_states(parallel, manifest, saved["values"]))
@@ -367,10 +377,10 @@ class Checkpointer:
         if parallel.plan is not None:
             put_generators(contents.random)
         if exact:
-            for stream, saved_stream in zip(parallel.streams, process_state["streams"], strict=True):
+            for stream, saved_stream in zip(parallel.streams, process["streams"], strict=True):
                 stream.set_state(saved_stream)
-        put_state(state.data, process_state["data"])
-        states = (process_state if exact else training).get("modules", {})  # there were none at first
+        put_state(state.data, process["data"])
+        states = (process if exact else training).get("modules", {})  # early checkpoints have none
         for path, module in stateful_modules(parallel).items():
             if path in states:
                 module.set_extra_state(states[path])
@@ -379,9 +389,8 @@ class Checkpointer:
                 put_state(target, training["extra"][name])
 
     def _agreed(self, folder: Path, act: Callable[[], Any]) -> Any:
-        """Do this rank's part of loading; every rank raises an error if any fails."""
-
-        result: list[Any] = []  # not sent to other ranks: it may be large
+        """Run a function on all ranks and return this rank's result; if it fails on any rank, all raise an error."""
+        result: list[Any] = []  # not returned to ``together``, which would send it to the other ranks
 
         def guarded() -> None:
             with content_errors(folder):
@@ -392,15 +401,15 @@ class Checkpointer:
 
 
 def write_files(folder: Path, snapshot: Snapshot, rank: int) -> tuple[dict[str, Content], dict[str, TensorRecord]]:
-    """Write this process's files; their contents, and the tensors in them."""
+    """Write the files of this process. Return their checksums by name, and the records of the tensors in them."""
     name = tensors_file(rank)
-    content, records = write_pieces(folder / name, snapshot.held)
+    content, records = write_pieces(folder / name, snapshot.shards)
     plain = {name: write_plain(folder / name, content) for name, content in snapshot.plain.items()}
     return {name: content, **plain}, records
 
 
-def _warn_of_unlike(extras: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of what is given by name as one value, and has other tensors on other ranks."""
+def _warn_of_unequal(extras: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of extra state whose tensors differ between ranks, as only those of rank 0 are saved."""
     for name, first in extras[0].items():
         for rank, extra in enumerate(extras):
             pairs = zip_longest(tensors_of(first), tensors_of(extra.get(name)))
@@ -414,7 +423,7 @@ def _warn_of_unlike(extras: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _begin(place: Path) -> Path:
-    """The folder that the files are written to first."""
+    """Create the folder that the files are written to before they are complete."""
     if place.exists() and not (place / META).is_file() and any(place.iterdir()):
         remedy = "It holds something else. Give a folder of this checkpoint alone, as checkpoints/step-100."
         raise InputError("folder", place, remedy)
@@ -422,8 +431,8 @@ def _begin(place: Path) -> Path:
 
 
 @contextmanager
-def _advised(place: Path, remedy: str) -> Iterator[None]:
-    """Name the checkpoint and the remedy in errors of the disk."""
+def _disk_errors(place: Path, remedy: str) -> Iterator[None]:
+    """Add the checkpoint and a remedy to errors of the disk."""
     try:
         yield
     except InputError as error:
@@ -433,10 +442,10 @@ def _advised(place: Path, remedy: str) -> Iterator[None]:
 
 
 def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
-    """A function that undoes ``_put``, for all but objects in ``extra``."""
+    """Return a function that undoes ``_put``, except for objects in ``extra``."""
     random, optimizer = generators(), state.optimizer
     streams = [(stream, stream.state()) for stream in parallel.streams]
-    # torch replaces both when it loads a state
+    # loading a state replaces both objects
     before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
     targets: list[Any] = [
         target for target in (state.scheduler, parallel.scaler, state.data) if hasattr(target, "load_state_dict")
@@ -445,7 +454,7 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
     modules = stateful_modules(parallel).values()
     states += [(module.set_extra_state, copy.deepcopy(module.get_extra_state())) for module in modules]
 
-    def go_back() -> None:
+    def restore() -> None:
         put_generators(random)
         for stream, stream_state in streams:
             stream.set_state(stream_state)
@@ -455,11 +464,11 @@ def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
             with suppress(Exception):
                 put(before_loading)
 
-    return go_back
+    return restore
 
 
 def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatError]]:
-    """The checkpoints of a folder and their training steps, newest first, and the errors of damaged ones."""
+    """The checkpoints of a folder with their training steps, newest first, and the errors of damaged ones."""
     if (folder / META).exists():
         raise InputError("folder", folder, "It is a checkpoint itself. Take it with load(folder).")
     if folder.exists() and not folder.is_dir():

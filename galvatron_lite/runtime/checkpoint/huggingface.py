@@ -1,7 +1,7 @@
-"""Weights of a checkpoint as Hugging Face's files, and back: ``model.safetensors``, or several files and their index.
+"""Exporting the weights of a checkpoint to Hugging Face's files, and loading such files.
 
-Names are the model's own. Parameters that share a tensor are written once, under their first name, as
-``from_pretrained`` expects of tied weights.
+The files are ``model.safetensors``, or several files and their index. Tensors have the names of the model. Parameters
+that share a tensor are written once, under their first name, as ``from_pretrained`` expects of tied weights.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5GB") -> list[str]:
-    """Write the weights of a checkpoint, of any plan, as Hugging Face's files; no other process is needed.
+    """Write the weights of a checkpoint of any plan as Hugging Face's files. One process is enough.
 
     Args:
         folder: of the checkpoint.
-        target: a folder that is new or empty; ``from_pretrained`` reads it, with the configuration that the
-            checkpoint of a transformers model has.
-        largest: size of a file: larger weights are written in several files with an index.
+        target: new or empty folder, which ``from_pretrained`` can read. It includes the configuration of the model,
+            if the checkpoint has one.
+        largest: size of a file; larger weights are divided over several files with an index.
 
     Returns:
         Names of the files with weights.
@@ -56,22 +56,22 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
         raise InputError("target", place, "It holds something already. Give a new folder.")
     with content_errors(source):
         stored = stored_tensors(source, manifest)
-        parts = _parts(manifest, parse_bytes(largest, "largest"))
-    started = begin_folder(place)
+        groups = _tensors_by_file(manifest, parse_bytes(largest, "largest"))
+    incomplete = begin_folder(place)
     try:
         with content_errors(source):
-            names = _write(started, stored, parts)
+            files = _write(incomplete, stored, groups)
         if CONFIG in manifest.files:
-            write_text(started / CONFIG, (source / CONFIG).read_text(encoding="utf-8"))
-        put_in_place(started, place)
+            write_text(incomplete / CONFIG, (source / CONFIG).read_text(encoding="utf-8"))
+        put_in_place(incomplete, place)
     except BaseException:
-        remove_folder(started)
+        remove_folder(incomplete)
         raise
-    return names
+    return files
 
 
-def _parts(manifest: Manifest, largest: int) -> list[list[str]]:
-    """Names of tensors by file, in the model's order."""
+def _tensors_by_file(manifest: Manifest, largest: int) -> list[list[str]]:
+    """The names of the tensors of each file, in the order of the model."""
 
     def size(name: str) -> int:
         record = manifest.tensors[name]
@@ -80,44 +80,43 @@ def _parts(manifest: Manifest, largest: int) -> list[list[str]]:
     return list(batched(dict.fromkeys(manifest.names.values()), size, largest)) or [[]]
 
 
-def _write(folder: Path, stored: dict[str, StoredTensor], parts: Sequence[Sequence[str]]) -> list[str]:
-    count = len(parts)
-    names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
+def _write(folder: Path, stored: dict[str, StoredTensor], groups: Sequence[Sequence[str]]) -> list[str]:
+    count = len(groups)
+    files = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
     total = 0
-    for name, part in zip(names, parts, strict=True):
-        tensors = {key: torch.empty(stored[key].shape, dtype=stored[key].dtype) for key in part}
-        held = [complete_shard(key, tensor) for key, tensor in tensors.items()]
-        check_readable(held, stored)
-        read_tensors(held, stored)
+    for file, names in zip(files, groups, strict=True):
+        tensors = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in names}
+        shards = [complete_shard(name, tensor) for name, tensor in tensors.items()]
+        check_readable(shards, stored)
+        read_tensors(shards, stored)
         total += sum(tensor.nbytes for tensor in tensors.values())
-        write_tensors(folder / name, tensors)
+        write_tensors(folder / file, tensors)
     if count > 1:
-        weights = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        weights = {name: file for file, names in zip(files, groups, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    return names
+    return files
 
 
 def load_safetensors(model: nn.Module, folder: Path | str) -> None:
     """Load Hugging Face's files into a model, plain or split under any plan.
 
-    All ranks of a split model call it; each reads its own parts alone.
+    All ranks of a split model call it, and each reads its own shards.
 
     Raises:
         FileFormatError: there are no such files, or they are damaged.
         InputError: a parameter is missing, or has another shape; nothing is changed.
     """
     parallel = model if isinstance(model, ParallelModel) else unsplit(model)
-    stored = stored_files(_files(Path(folder)), parallel.entries.names)
-    held = [*held_parameters(parallel), *(buffer for buffer in held_buffers(parallel) if buffer.name in stored)]
-    check_readable(held, stored)
-    read_tensors(held, stored)
+    stored = stored_files(_file_of_each_tensor(Path(folder)), parallel.entries.names)
+    shards = [*held_parameters(parallel), *(buffer for buffer in held_buffers(parallel) if buffer.name in stored)]
+    check_readable(shards, stored)
+    read_tensors(shards, stored)
     for runtime in parallel.runtimes:
         runtime.updates.take()
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a folder."""
+def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE).is_file():
         return dict.fromkeys(TensorFile(folder / SINGLE).places, folder / SINGLE)
     if not (folder / INDEX).is_file():

@@ -1,11 +1,13 @@
-"""The manifest of a checkpoint folder.
+"""The manifest of a checkpoint, and what is common to the checkpoints of all kinds of models.
 
-meta.json            this: training step, names, shapes and places of tensors, checksums of the other files
-rank-0.safetensors   of each process: the pieces of tensors that it wrote
-rank-0.pt            of each process: random generators, data position, its own running statistics
-training.pt          options of the optimizer, scheduler, loss scaler, extra state
-plan.json            the plan it was written under
-config.json          of a transformers model: its configuration
+A checkpoint is a folder of these files:
+
+    meta.json            the manifest: training step, names, shapes and pieces of tensors, checksums of the other files
+    rank-0.safetensors   for each process, the pieces of tensors that it wrote
+    rank-0.pt            for each process, its random generators, position in the data and running statistics
+    training.pt          options of the optimizer, scheduler, loss scaler, extra state
+    plan.json            the plan under which it was written
+    config.json          the configuration of a transformers model
 """
 
 from __future__ import annotations
@@ -28,24 +30,25 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.peers import Peers, at_first, together
 
 META = "meta.json"
+TRAINING, PLAN, CONFIG = "training.pt", "plan.json", "config.json"
+FORMAT = 1
+FIELD = "checkpoint"
 TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
 _CHECKPOINT_FILE = re.compile(r"meta\.json|(rank|process|stage)-\d+\.(pt|safetensors)")
 """Names of files that make a folder a checkpoint, damaged or not."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-FIELD = "checkpoint"
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 Part = TypeVar("Part")
 Kind = TypeVar("Kind")
 """A manifest: a frozen dataclass with ``format``, ``step``, ``sequence``, ``files`` and ``digest``."""
 
 
 def write_sealed(folder: Path, manifest: Any) -> None:
-    """Write a manifest, with its checksum."""
+    """Write a manifest with its checksum."""
     write_value(folder / META, replace(manifest, digest=_digest(manifest)))
 
 
 def read_sealed(kind: type[Kind], folder: Path, version: int) -> Kind:
-    """Read and check the manifest of a folder; the other files are not looked at.
+    """Read and check the manifest of a folder, without looking at the other files.
 
     Raises:
         FileFormatError: the folder or the manifest is missing, changed, or of another kind or format.
@@ -64,28 +67,27 @@ def read_sealed(kind: type[Kind], folder: Path, version: int) -> Kind:
     if manifest.step < 0:
         raise FileFormatError("file", folder / META, f"Its step is {manifest.step}. {TORN}")
     for name in manifest.files:
-        if not _NAME.fullmatch(name) or name == META:
+        if not _FILE_NAME.fullmatch(name) or name == META:
             raise FileFormatError("file", folder / META, f"It names {name!r}, which is no file of this folder. {TORN}")
     result: Kind = manifest
     return result
 
 
 def checked(folder: Path, manifest: Any, name: str) -> Path:
-    """The path of one of the files; raises ``FileFormatError`` if its content has changed."""
+    """Return the path of a file of a checkpoint; raise ``FileFormatError`` if its content has changed."""
     return check_file(folder / name, manifest.files[name], TORN)
 
 
 def check_all(folder: Path, manifest: Kind) -> Kind:
-    """The manifest itself; raises ``FileFormatError`` if the content of any file has changed."""
-    files: Any = manifest
-    for name in files.files:
+    """Return the manifest; raise ``FileFormatError`` if the content of any file has changed."""
+    for name in manifest.files:  # type: ignore[attr-defined]
         checked(folder, manifest, name)
     return manifest
 
 
 @contextmanager
 def content_errors(folder: Path) -> Iterator[None]:
-    """Turn any error that the contents of an intact checkpoint cause into a ``FileFormatError``."""
+    """Turn unexpected errors from the contents of an intact checkpoint into ``FileFormatError``."""
     try:
         yield
     except (GalvatronError, OSError):
@@ -96,11 +98,11 @@ def content_errors(folder: Path) -> Iterator[None]:
 
 
 def survey(kind: type[Kind], folder: Path, version: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
-    """The checkpoints of a folder, newest first, and the errors of those whose manifest cannot be read.
+    """Return the checkpoints of a folder, newest first, and the errors of those whose manifest cannot be read.
 
-    The newest is the one written last: after going back to an earlier checkpoint, the next one has fewer steps than
-    the abandoned ones. Checkpoints without a sequence come after the others, ordered by steps. An intact one that a
-    lost process left under a temporary name counts, behind its equals.
+    The newest is the one written last, which may have fewer steps than others if training went back to an earlier
+    checkpoint. Checkpoints without a sequence come after the others, ordered by steps. Intact checkpoints that a lost
+    process left under a temporary name are included, after others with the same sequence and step.
     """
     readable, damaged = list[tuple[Path, Any]](), list[FileFormatError]()
     for place in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -128,22 +130,18 @@ def _no_manifest(folder: Path) -> str:
     return f"There is no {META} in it, so it is incomplete. {TORN}"
 
 
-FORMAT = 1
-TRAINING, PLAN, CONFIG = "training.pt", "plan.json", "config.json"
-
-
 @dataclass(frozen=True, slots=True)
 class Piece(Strict):
-    """Items of a tensor in one file."""
+    """A box of items of a tensor in one file."""
 
-    at: tuple[Size, ...]  # place of the first item in the tensor, dim by dim
-    size: tuple[Size, ...]
-    file: str  # that holds them, under ``key_of``
+    at: tuple[Size, ...]  # position of the first item in the tensor, by dim
+    size: tuple[Size, ...]  # extent by dim
+    file: str  # contains the items under the key ``key_of``
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord(Strict):
-    """A tensor, and the pieces that hold every item of it once."""
+    """A tensor in pieces, which contain each item once."""
 
     dtype: str  # such as ``float32``
     shape: tuple[Size, ...]
@@ -152,42 +150,42 @@ class TensorRecord(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Manifest(Strict):
-    """A checkpoint."""
+    """The manifest of a checkpoint."""
 
     format: int
     step: Size  # training steps done
-    layout: str  # see ``layout_digest``
-    processes: Devices  # that wrote it
-    names: dict[str, str]  # every entry of the model's ``state_dict()``, and the first name of the tensor behind it
+    layout: str  # ``layout_digest`` of the plan
+    processes: Devices  # number of processes that wrote it
+    names: dict[str, str]  # entries of the model's ``state_dict()``, and the first name of the tensor behind each
     # parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``
     tensors: dict[str, TensorRecord]
     files: dict[str, Content]
-    optimizer: str | None = None  # its class
-    scheduler: str | None = None  # its class
+    optimizer: str | None = None  # class name
+    scheduler: str | None = None  # class name
     run: str = ""  # id of the training that wrote it; "" in checkpoints of versions without it
     sequence: Size = 0  # counts checkpoints in the order in which they were written
-    # trainings that it continues, and the sequence of the last checkpoint of each that belongs to it
+    # ids of the trainings that it continues, and the last sequence of each that precedes it
     ancestors: dict[str, Size] = field(default_factory=dict)
-    digest: str = ""  # checksum of all this
+    digest: str = ""  # checksum of the other fields
 
 
 def tensors_file(rank: int) -> str:
-    """The file with a process's pieces of tensors."""
+    """Return the name of the file with the pieces of tensors that a process wrote."""
     return f"rank-{rank}.safetensors"
 
 
 def process_file(rank: int) -> str:
-    """The file with the rest of a process's state."""
+    """Return the name of the file with the other state of a process."""
     return f"rank-{rank}.pt"
 
 
 def key_of(name: str, at: tuple[int, ...]) -> str:
-    """The key of a piece in its file."""
+    """Return the key of a piece in its file."""
     return f"{name}@{','.join(map(str, at))}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; raises ``FileFormatError`` where it is missing or damaged."""
+    """Read the manifest of a checkpoint; raise ``FileFormatError`` if it is missing or damaged."""
     manifest = read_sealed(Manifest, folder, FORMAT)
     needed = {TRAINING, *(process_file(rank) for rank in range(min(manifest.processes, len(manifest.files) + 1)))}
     unknown = {first for first in manifest.names.values() if first not in manifest.tensors}
@@ -198,31 +196,31 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Read the manifest and every other file; raises ``FileFormatError`` naming the first damaged file."""
+    """Check all files of a checkpoint and return its manifest; raise ``FileFormatError`` for the first damaged file."""
     return check_all(folder, read_manifest(folder))
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints of a folder whose manifest can be read, newest first."""
+    """Return the checkpoints of a folder whose manifest can be read, newest first."""
     return [place for place, _ in survey(Manifest, folder, FORMAT)[0]]
 
 
 class Lineage:
-    """The training that checkpoints belong to, and the order in which they are written."""
+    """Identifies the training that checkpoints belong to, and numbers its checkpoints."""
 
     def __init__(self) -> None:
         self._run, self._sequence, self._ancestors = uuid4().hex, 0, dict[str, int]()
         self._surveyed = set[Path]()
 
     def follow(self, manifest: Manifest) -> None:
-        """Continue from a checkpoint; later checkpoints of its training are not ancestors of this one."""
+        """Begin a new training that continues a checkpoint, but not the later checkpoints of the same training."""
         self._run, self._ancestors = uuid4().hex, dict(manifest.ancestors)
         if manifest.run:
             self._ancestors[manifest.run] = manifest.sequence
         self._surveyed.clear()
 
     def record(self, manifest: Manifest, folder: Path) -> Manifest:
-        """The manifest, as the newest among the checkpoints of a folder."""
+        """Return the manifest with the next sequence number, larger than those of all checkpoints in a folder."""
         if folder not in self._surveyed:
             self._surveyed.add(folder)
             self._sequence = max(
@@ -232,7 +230,7 @@ class Lineage:
         return replace(manifest, run=self._run, sequence=self._sequence, ancestors=self._ancestors)
 
     def checkpoints(self, folder: Path) -> list[Path]:
-        """The checkpoints of a folder that this training wrote or continues, newest first."""
+        """Return the checkpoints of a folder that this training wrote or continues, newest first."""
         last = {**self._ancestors, self._run: self._sequence}
         readable, _ = survey(Manifest, folder, FORMAT)
         return [
@@ -243,7 +241,7 @@ class Lineage:
 
 
 def layout_digest(plan: Plan) -> str:
-    """Equal for plans that split model, samples and passes alike: their runs are equal bit for bit."""
+    """Return a checksum that is equal for plans whose runs are equal bit for bit."""
     runs = [[to_data(run) for run in stage.runs] for stage in plan.stages]
     branches = [to_data(branch) for branch in plan.branches]
     order = None if plan.order is None else to_data(plan.order)
@@ -255,10 +253,12 @@ def layout_digest(plan: Plan) -> str:
 def write_together(
     peers: Peers, begin: Callable[[], Path], write: Callable[[Path], Part], complete: Callable[[Path, list[Part]], None]
 ) -> None:
-    """Write a checkpoint of all ranks: rank 0 begins its folder and completes it, every rank writes its files.
+    """Write a checkpoint on all ranks; nothing is left of an attempt that fails.
+
+    Rank 0 creates the folder (``begin``), all ranks write files into it (``write``), and rank 0 completes it.
 
     Raises:
-        InputError: a rank could not; nothing is left of the attempt.
+        InputError: a rank failed.
         LaunchError: a process is gone.
     """
     folder = at_first(peers, begin, FIELD)
@@ -272,14 +272,14 @@ def write_together(
 
 
 def check_arrived(folder: Path, place: Path, files: Iterable[str]) -> None:
-    """Raise ``InputError`` where rank 0 does not see a file that another rank wrote."""
+    """Raise ``InputError`` if rank 0 does not see a file that another rank wrote."""
     for name in files:
         if not (folder / name).is_file():
             raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
 
 
 def read_together(peers: Peers, folder: Path, read: Callable[[], Part]) -> Part:
-    """The manifest that all ranks read; raises ``InputError`` where a rank cannot, or ranks see different ones."""
+    """Read a manifest on all ranks; raise ``InputError`` if a rank fails, or ranks see different manifests."""
     manifests: list[Any] = together(peers, read, FIELD)
     if any(manifest.digest != manifests[0].digest for manifest in manifests):
         raise InputError(FIELD, folder, "Processes see different ones under this name. Use a shared folder.")

@@ -1,7 +1,7 @@
-"""Options and states of an optimizer and a learning-rate scheduler, kept by parameter.
+"""Saving and loading the options of an optimizer and its learning-rate scheduler.
 
-The parameter groups of a rank depend on the plan (``runtime.optimizer``). So options are kept for every parameter, and
-so are the schedulers' lists with an item for each group.
+The parameter groups of a rank depend on the plan (``runtime.optimizer``), so options are saved by parameter, and so are
+the lists of schedulers with an item for each group.
 """
 
 from __future__ import annotations
@@ -25,42 +25,35 @@ PER_GROUP = (
 )  # fmt: skip
 """Entries of the state of torch's schedulers with an item for each parameter group."""
 NESTED = "_schedulers"
-"""Entry with the states of other schedulers."""
+"""Entry of the state of a scheduler that combines others: their states."""
 
 
 def options_of(parallel: Parallel, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Options of this rank's parameters, and values of their states that are no tensors."""
+    """Return the options of this rank's parameters, and the values in their states that are no tensors."""
     state = None if scheduler is None else _numbers(scheduler.state_dict())
-    groups = [
-        {
-            "options": _numbers({key: value for key, value in group.items() if key != "params"}),
-            "schedule": None if state is None else _of_group(state, number),
-        }
-        for number, group in enumerate(optimizer.param_groups)
-    ]
-    managed = _managed(parallel)
-    members = {
-        managed[id(parameter)][0]: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    names = _names(parallel)
+    groups, members = [], dict[str, int]()
+    for number, group in enumerate(optimizer.param_groups):
+        options = _numbers({key: value for key, value in group.items() if key != "params"})
+        groups.append({"options": options, "schedule": None if state is None else _of_group(state, number)})
+        members |= {names[id(parameter)]: number for parameter in group["params"]}
     values = {
-        f"{name}/{key}": value
-        for name, owned in managed.values()
-        for key, value in optimizer.state.get(owned.updated, {}).items()
-        if not isinstance(value, Tensor)
+        f"{names[id(parameter)]}/{key}": value
+        for parameter, parameter_state in optimizer.state.items()
+        for key, value in parameter_state.items()
+        if not isinstance(value, Tensor) and id(parameter) in names
     }
-    options = {"groups": groups, "members": members, "values": values, "scheduler": _without_groups(state)}
-    check_plain(options, "optimizer")
-    return options
+    saved = {"groups": groups, "members": members, "values": values, "scheduler": _without_groups(state)}
+    check_plain(saved, "optimizer")
+    return saved
 
 
-def merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options of all ranks as one; equal groups are listed once."""
+def merged(rank_options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the options of all ranks; equal groups become one."""
     groups: dict[str, dict[str, Any]] = {}
     members: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for options in everyone:
+    for options in rank_options:
         keys = [repr(group) for group in options["groups"]]
         groups |= dict(zip(keys, options["groups"], strict=True))
         members |= {name: keys[number] for name, number in options["members"].items()}
@@ -70,26 +63,26 @@ def merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "groups": list(groups.values()),
         "members": {name: order[key] for name, key in members.items()},
         "values": values,
-        "scheduler": everyone[0]["scheduler"],
+        "scheduler": rank_options[0]["scheduler"],
     }
 
 
 def put_options(
     parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], blanks: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Give an optimizer its options (from ``merged``), and blank states by the names of parameters."""
-    managed, current = _managed(parallel), optimizer.state_dict()
+    """Set the options of an optimizer to those of ``merged``, and its states to ``blanks``, by parameter name."""
+    names, current = _names(parallel), optimizer.state_dict()
     states: dict[int, dict[str, Any]] = {}
     for group, target in zip(optimizer.param_groups, current["param_groups"], strict=True):
-        options = saved["groups"][_group_of(group, managed, saved)]["options"]
+        options = _saved_group(group, names, saved)["options"]
         target |= {key: _like(group.get(key), value) for key, value in options.items()}
         for number, parameter in zip(target["params"], group["params"], strict=True):
-            name = managed[id(parameter)][0]
+            name = names[id(parameter)]
             if name in blanks:
                 states[number] = dict(blanks[name])
     optimizer.load_state_dict({**current, "state": states})
-    for parameter, state in optimizer.state.items():  # torch has converted states to their parameter's dtype
-        for key, blank in blanks.get(managed[id(parameter)][0], {}).items():
+    for parameter, state in optimizer.state.items():  # torch has converted states to the dtype of their parameter
+        for key, blank in blanks.get(names[id(parameter)], {}).items():
             if isinstance(blank, Tensor) and state[key].dtype != blank.dtype:
                 state[key] = state[key].to(blank.dtype)
 
@@ -97,47 +90,47 @@ def put_options(
 def put_schedule(
     parallel: Parallel, optimizer: torch.optim.Optimizer, scheduler: Any, saved: Mapping[str, Any]
 ) -> None:
-    """Give a scheduler its state; raises ``InputError`` if the checkpoint has none."""
+    """Set the state of a scheduler; raise ``InputError`` if the checkpoint has none."""
     if saved["scheduler"] is None:
         remedy = "The checkpoint has no state of a scheduler. Load it without, and set the scheduler yourself."
         raise InputError("scheduler", type(scheduler).__name__, remedy)
-    managed = _managed(parallel)
-    groups = [saved["groups"][_group_of(group, managed, saved)]["schedule"] for group in optimizer.param_groups]
+    names = _names(parallel)
+    groups = [_saved_group(group, names, saved)["schedule"] for group in optimizer.param_groups]
     scheduler.load_state_dict(_with_groups(saved["scheduler"], groups))
 
 
 def check_members(parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise ``InputError`` for the first trained parameter that the saved optimizer did not have, or whose options were
-    not those of its group.
+    """Raise ``InputError`` if the saved optimizer did not have a parameter that is trained, or had several options for
+    the parameters of a group.
     """
-    managed = _managed(parallel)
+    names = _names(parallel)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if id(parameter) not in managed:
+        if id(parameter) not in names:
             shape = tuple(parameter.shape)
             raise InputError("parameter", shape, "The model does not have it. Make the optimizer over the model's.")
-        name = managed[id(parameter)][0]
+        name = names[id(parameter)]
         if parameter.requires_grad and name not in saved["members"]:
             remedy = "The checkpoint's optimizer did not have it. Make the optimizer over the same parameters."
             raise InputError("parameter", name, remedy)
     for group in optimizer.param_groups:
-        names = [name for one in group["params"] if (name := managed[id(one)][0]) in saved["members"]]
-        options = [_numeric(saved["groups"][saved["members"][name]]["options"]) for name in names]
-        for name, other in zip(names, options, strict=True):
+        members = [name for parameter in group["params"] if (name := names[id(parameter)]) in saved["members"]]
+        options = [_numeric(saved["groups"][saved["members"][name]]["options"]) for name in members]
+        for name, other in zip(members, options, strict=True):
             if other != options[0]:
                 remedy = (
-                    f"In the checkpoint's optimizer it has other options than {names[0]} ({other}, {options[0]}), with "
-                    "which it shares a group now. Make the optimizer of the same groups."
+                    f"In the checkpoint's optimizer it has other options than {members[0]} ({other}, {options[0]}), "
+                    "with which it shares a group now. Make the optimizer of the same groups."
                 )
                 raise InputError("parameter", name, remedy)
 
 
 def _numeric(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that say how values are updated; flags may be those of a plan."""
+    """The options that affect the values of updates; flags may differ between plans."""
     return {key: value for key, value in options.items() if not isinstance(value, (bool, NoneType)) and key != PART_OF}
 
 
 def check_optimizer(manifest: Manifest, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
-    """Raise ``InputError`` if an optimizer or scheduler of another class was saved."""
+    """Raise ``InputError`` if the saved optimizer or scheduler has another class."""
     for field, saved, target in (
         ("optimizer", manifest.optimizer, optimizer),
         ("scheduler", manifest.scheduler, scheduler),
@@ -149,46 +142,45 @@ def check_optimizer(manifest: Manifest, optimizer: torch.optim.Optimizer | None,
 
 
 def blank_states(parallel: Parallel, manifest: Manifest, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """States of this rank's parameters by name: zeros to be filled for tensors, the saved values of others."""
-    owned = {parameter_name(parallel, one): one for runtime in parallel.runtimes for one in runtime.owned}
-    shapes = {name: full_shape(one) for name, one in owned.items()}
+    """Return the states of this rank's parameters by name, with zeros for tensors and saved values for the others."""
+    parameters = {parameter_name(parallel, one): one for runtime in parallel.runtimes for one in runtime.owned}
     states: dict[str, dict[str, Any]] = {}
     for entry, record in manifest.tensors.items():
         name, _, key = entry.rpartition("/")
-        if name in owned and entry not in manifest.names:
-            states.setdefault(name, {})[key] = _blank(owned[name], record, shapes[name])
+        if name in parameters and entry not in manifest.names:
+            states.setdefault(name, {})[key] = _blank(parameters[name], record)
     for entry, value in values.items():
         name, _, key = entry.rpartition("/")
-        if name in owned:
+        if name in parameters:
             states.setdefault(name, {})[key] = value
     return states
 
 
-def _blank(owned: ManagedParameter, record: TensorRecord, full_shape: tuple[int, ...]) -> Tensor:
-    """This rank's part of a saved state; ``full_shape`` is that of the complete parameter."""
-    like = owned.updated.detach()
+def _blank(parameter: ManagedParameter, record: TensorRecord) -> Tensor:
+    """Zeros of the shape of this rank's shard of a saved state."""
+    like, full = parameter.updated.detach(), full_shape(parameter)
     dtype: torch.dtype = getattr(torch, record.dtype)
-    if record.shape == full_shape:
+    if record.shape == full:
         return torch.zeros_like(like, dtype=dtype)
-    if len(record.shape) == len(full_shape) > 0:
-        extents = zip(record.shape, full_shape, like.shape, strict=True)
-        return like.new_zeros([local if extent == full else extent for extent, full, local in extents], dtype=dtype)
+    if len(record.shape) == len(full) > 0:
+        extents = zip(record.shape, full, like.shape, strict=True)
+        return like.new_zeros(
+            [local if extent == complete else extent for extent, complete, local in extents], dtype=dtype
+        )
     return torch.zeros(record.shape, dtype=dtype, device=like.device if record.shape else "cpu")
 
 
-def _managed(parallel: Parallel) -> dict[int, tuple[str, ManagedParameter]]:
-    """Names and parameters of this rank, by the identity of what the optimizer updates."""
-    return {
-        id(one.updated): (parameter_name(parallel, one), one) for runtime in parallel.runtimes for one in runtime.owned
-    }
+def _names(parallel: Parallel) -> dict[int, str]:
+    """The names of this rank's parameters, by the identity of the tensors that the optimizer updates."""
+    return {id(one.updated): parameter_name(parallel, one) for runtime in parallel.runtimes for one in runtime.owned}
 
 
-def _group_of(
-    group: Mapping[str, Any], managed: Mapping[int, tuple[str, ManagedParameter]], saved: Mapping[str, Any]
-) -> int:
-    """The number of the saved group with the parameters of a rank's group; the first where the rank's is empty."""
-    names = (managed[id(parameter)][0] for parameter in group["params"])
-    return next((saved["members"][name] for name in names if name in saved["members"]), 0)
+def _saved_group(group: Mapping[str, Any], names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved group with the parameters of a rank's group; the first saved group if the rank's is empty."""
+    members = (names[id(parameter)] for parameter in group["params"])
+    number = next((saved["members"][name] for name in members if name in saved["members"]), 0)
+    saved_group: dict[str, Any] = saved["groups"][number]
+    return saved_group
 
 
 def _like(before: Any, value: Any) -> Any:
@@ -198,7 +190,7 @@ def _like(before: Any, value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """The value with numbers in place of tensors of one item, as learning rates may be."""
+    """Replace tensors of one item by numbers; learning rates may be such tensors."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if type(value) is dict:
@@ -207,27 +199,26 @@ def _numbers(value: Any) -> Any:
 
 
 def _of_group(state: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A scheduler's entries of one group; those of inner schedulers under their numbers."""
+    """The items of one group in a scheduler's state; those of nested schedulers under their numbers."""
     entries: dict[str, Any] = {key: state[key][number] for key in _lists(state)}
-    return entries | {f"{NESTED}{place}": _of_group(inner, number) for place, inner in enumerate(_inner(state))}
+    return entries | {f"{NESTED}{index}": _of_group(inner, number) for index, inner in enumerate(_nested(state))}
 
 
 def _without_groups(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if state is None:
         return None
     rest = {**state, **dict.fromkeys(_lists(state))}
-    return {**rest, NESTED: [_without_groups(inner) for inner in _inner(state)]} if _inner(state) else rest
+    nested = [_without_groups(inner) for inner in _nested(state)]
+    return {**rest, NESTED: nested} if nested else rest
 
 
 def _with_groups(rest: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     state = dict(rest)
     for key in (key for key in PER_GROUP if key in groups[0]):
         state[key] = [group[key] for group in groups]
-    if _inner(rest):
-        state[NESTED] = [
-            _with_groups(inner, [group[f"{NESTED}{place}"] for group in groups])
-            for place, inner in enumerate(_inner(rest))
-        ]
+    nested = enumerate(_nested(rest))
+    if states := [_with_groups(inner, [group[f"{NESTED}{index}"] for group in groups]) for index, inner in nested]:
+        state[NESTED] = states
     return state
 
 
@@ -235,8 +226,6 @@ def _lists(state: Mapping[str, Any]) -> list[str]:
     return [key for key in PER_GROUP if isinstance(state.get(key), list)]
 
 
-def _inner(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _nested(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     schedulers = state.get(NESTED)
-    return (
-        [scheduler for scheduler in schedulers if isinstance(scheduler, dict)] if isinstance(schedulers, list) else []
-    )
+    return [state for state in schedulers if isinstance(state, dict)] if isinstance(schedulers, list) else []

@@ -1,4 +1,4 @@
-"""Files of plain data and tensors that are read again without running code; random generators."""
+"""Files of plain data and tensors that can be read without running code; and the states of random generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def check_plain(value: object, place: str) -> None:
-    """Raise ``InputError`` for the first part of a tensor, or item that ``torch.load(weights_only=True)`` refuses."""
+    """Raise ``InputError`` for the first item that ``torch.load(weights_only=True)`` refuses, or that is a shard."""
     for path, leaf in _leaves(value, place):
         if isinstance(leaf, DTensor):
             remedy = f"{path} is this rank's part of a tensor. Save complete ones, as full_state_dict() gives them."
@@ -41,33 +41,33 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
             yield from ((f"{path}: a key", key), *_leaves(item, f"{path}[{key!r}]"))
     elif type(value) in (list, tuple, set):
         assert isinstance(value, (list, tuple, set))
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{place}]")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
     else:
         yield path, value
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU in a storage of its size: a storage is written completely."""
+    """Return the tensor on the CPU in a storage of its size, as ``torch.save`` writes complete storages."""
     host = tensor.detach().cpu()
     return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
 
 
 def state_of(value: Any, place: str) -> Any:
-    """The ``state_dict()`` of an object that has one, else the value itself, as plain data on the CPU."""
+    """Return the ``state_dict()`` of an object, or the value itself if it has none, as plain data on the CPU."""
     state = value.state_dict() if hasattr(value, "state_dict") else value
     check_plain(state, place)
     return map_tensors(state, alone)
 
 
 def put_state(target: Any, state: Any) -> None:
-    """Load the state of an object that has ``load_state_dict``."""
+    """Load a state into an object, if it has ``load_state_dict``."""
     if hasattr(target, "load_state_dict"):
         target.load_state_dict(state)
 
 
 def write_plain(path: Path, content: Any) -> Content:
-    """Write a new file of plain data; raises ``OSError`` where the disk is full or broken."""
+    """Write a new file of plain data; raise ``OSError`` if the disk is full or broken."""
 
     def fill(sink: FileSink) -> None:
         torch.save(content, cast("IO[bytes]", sink))
@@ -75,21 +75,17 @@ def write_plain(path: Path, content: Any) -> Content:
     return write_file(path, fill)
 
 
-def read_plain(path: Path, lazily: bool = False) -> Any:
-    """Read a file of plain data, tensors on the CPU; ``lazily``: they are read when they are used.
-
-    Raises:
-        FileFormatError: it is no such file, or holds code.
-    """
+def read_plain(path: Path) -> Any:
+    """Read a file of plain data, with tensors on the CPU; raise ``FileFormatError`` if it contains anything else."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-    except Exception as error:  # of torch, pickle or zipfile: whatever a file provokes
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files provoke all kinds of errors in torch, pickle and zipfile
         remedy = "It is not what save(folder) wrote, and is not opened in any other way. Use another checkpoint."
         raise FileFormatError("file", path, remedy) from error
 
 
 def generators() -> dict[str, Any]:
-    """The states of this process's random generators: torch's of the CPU and of its GPU, Python's, numpy's."""
+    """Return the states of this process's random generators: torch on CPU and GPU, Python and numpy."""
     version, internal, following = random.getstate()
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
@@ -101,7 +97,7 @@ def generators() -> dict[str, Any]:
 
 
 def put_generators(states: Mapping[str, Any]) -> None:
-    """Set this process's random generators."""
+    """Set the random generators of this process."""
     torch.set_rng_state(states["cpu"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -113,7 +109,7 @@ def put_generators(states: Mapping[str, Any]) -> None:
 
 
 def share_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Take rank 0's states of torch, so that ranks that share samples draw alike; all ranks call it."""
+    """Replace torch's states by those of rank 0, so that all ranks draw the same numbers. All ranks call it."""
     for name in ("cpu", "cuda"):
         if states[name] is not None:
             states[name] = of_rank_zero(states[name], device)

@@ -1,4 +1,4 @@
-"""Saving and loading, as the models that are trained offer it."""
+"""The methods with which models that train in parallel save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExtraState:
-    """What is saved beside the model, and where it is put back; see ``Saving.save``."""
+    """The state that is saved beside the model, and restored into the same objects; see ``Saving.save``."""
 
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
@@ -28,40 +28,39 @@ class ExtraState:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run continues from."""
+    """The checkpoint that a run resumes from."""
 
     folder: Path  # of the checkpoint
     step: int  # training steps done
-    # position in the data, as it was saved: that of this process, or of rank 0 where there are other processes
-    data: Any
+    data: Any  # saved position in the data: of this process, or of rank 0 if the number of processes has changed
     extra: dict[str, Any]  # other saved state, by name
-    exact: bool  # whether the plan splits all as the one that wrote it: the run then continues bit for bit
+    exact: bool  # whether the plan splits all as the one that wrote it, so that the run continues bit for bit
 
 
 class Saving:
-    """Saves and loads a model with the state of its training: a mixin of the models that are trained."""
+    """A mixin of models that saves and loads them with the state of their training."""
 
-    streams: Sequence[Any] = ()  # of random numbers, beside the process' generators
-    step: int = 0  # training steps done, on top of those of the checkpoint that was loaded
-    _looped: int = 0  # those among them of a loop that calls the model, ``backward`` and the optimizer itself
+    streams: Sequence[Any] = ()  # random streams beside the generators of the process
+    step: int = 0  # training steps done, including those before the checkpoint that was loaded
+    _looped: int = 0  # steps since then of a loop that calls the model, ``backward`` and the optimizer itself
     _called: bool = False  # whether such a loop has called the model to train since the optimizer's last step
     _checkpoints: Checkpointer | None = None
 
     def note_call(self) -> None:
-        """The model is called by itself: if it trains, the optimizer's next step is a training step."""
+        """Note a call of the model: if it trains, the optimizer's next step is a training step."""
         self._called |= torch.is_grad_enabled() and bool(self.training)  # type: ignore[attr-defined]
 
     def note_update(self) -> None:
-        """An optimizer has stepped."""
+        """Note a step of an optimizer."""
         if self._called:
             self.step, self._looped, self._called = self.step + 1, self._looped + 1, False
 
     def resume_at(self, step: int) -> None:
-        """So many training steps were done when a checkpoint was written that is loaded now."""
+        """Set the number of training steps done, from a checkpoint."""
         self.step, self._looped, self._called = step, 0, False
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        """What ``pickle`` and ``torch.save`` call.
+        """Refuse ``pickle`` and ``torch.save``.
 
         Raises:
             InputError: always.
@@ -73,7 +72,7 @@ class Saving:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
-        """What ``torch.nn.parallel.DistributedDataParallel`` asks a model first.
+        """Refuse ``torch.nn.parallel.DistributedDataParallel``, which reads this attribute first.
 
         Raises:
             InputError: always.
@@ -95,25 +94,25 @@ class Saving:
     ) -> None:
         """Write a checkpoint that any plan, and the plain model, can load. All ranks call it.
 
-        The folder is complete or not there; one of that name is replaced. All processes must see it. It holds the
-        model, the optimizer's states and options, random generators of all ranks, the loss scaler, the plan, and what
-        is given.
+        The folder must be visible to all processes. It is complete or absent; a folder of that name is replaced. It
+        contains the model, the optimizer's states and options, the random generators of all ranks, the loss scaler,
+        the plan, and the state passed here.
 
         Args:
             folder: of this checkpoint alone, beside others: ``checkpoints/step-100``.
             optimizer: over this model's parameters.
             scheduler: of its learning rates.
-            data: position in the data: an object with ``state_dict()``, or plain data.
-            extra: other state by name, as ``data``; that of rank 0 counts. Averages of ``AveragedModel(parallel)`` are
-                saved for all ranks.
-            step: training steps done; ``self.step`` if not given.
+            data: position in the data of this process: an object with ``state_dict()``, or plain data.
+            extra: other state of rank 0 by name, as ``data``. Averages of ``AveragedModel(parallel)`` are saved for
+                all ranks.
+            step: training steps done; default: ``self.step``.
             asynchronous: copy to host memory, and write while training continues. An error is raised by the next call
-                of ``save``, ``load`` or ``finish_saving``. The process does not end before it is written.
-            keep: delete all but so many newest checkpoints beside it, once it is written.
+                of ``save``, ``load`` or ``finish_saving``. The process does not end before the checkpoint is written.
+            keep: number of checkpoints to keep beside this one and including it; older ones are deleted.
 
         Raises:
-            InputError: it cannot be written (the disk is full); earlier ones are unchanged, and training can go on. Or
-                ``extra`` holds an optimizer, of which each rank has a part.
+            InputError: it cannot be written (the disk is full), and earlier checkpoints are unchanged; or ``extra``
+                contains an optimizer, of which each rank has only a part.
             PeerError: another process is gone, failed or hangs.
         """
         for name, value in (extra or {}).items():
@@ -125,7 +124,7 @@ class Saving:
             self._saver().save(Path(folder).absolute(), state, self.step if step is None else step, keep, asynchronous)
 
     def finish_saving(self) -> None:
-        """Wait until an asynchronous save is on the disk. All ranks call it. Raises what ``save`` does."""
+        """Wait until an asynchronous save is on disk, and raise its error if it failed. All ranks call it."""
         with self._watched():
             self._saver().finish()
 
@@ -140,8 +139,8 @@ class Saving:
     ) -> Resumed:
         """Continue from a checkpoint of any plan. All ranks call it.
 
-        Under the plan that wrote it the run continues bit for bit. Objects that are given get their saved state
-        (``load_state_dict``); plain values are in the result.
+        Under the plan that wrote it the run continues bit for bit. The saved state is loaded into the objects passed
+        here (``load_state_dict``); plain values are in the result. For the arguments see ``save``.
 
         Raises:
             InputError: it is damaged, or of another model or optimizer; nothing is changed.
@@ -160,13 +159,17 @@ class Saving:
         extra: Mapping[str, Any] | None = None,
         ignore_damaged: bool = False,
     ) -> Resumed | None:
-        """Continue from the newest intact checkpoint of a folder of checkpoints; None if there is none. See ``load``.
+        """Continue from the last intact checkpoint written to a folder of checkpoints; see ``load``.
 
-        The newest is the one written last. Damaged ones are named in a warning where an intact one is loaded.
+        A warning names the damaged checkpoints that are skipped.
 
         Args:
-            folder: of the checkpoints; optimizer, scheduler, data and extra are as for ``load``.
-            ignore_damaged: return None where all checkpoints are damaged, to start anew; without it that is an error.
+            folder: of the checkpoints.
+            optimizer, scheduler, data, extra: see ``load``.
+            ignore_damaged: return None if all checkpoints are damaged, instead of raising an error.
+
+        Returns:
+            None if there is no checkpoint.
 
         Raises:
             InputError: see ``load``; or all checkpoints are damaged.
@@ -177,7 +180,7 @@ class Saving:
             return self._saver().load_latest(Path(folder), state, ignore_damaged)
 
     def _saver(self) -> Checkpointer:
-        """Made on first use, by all ranks together."""
+        """The checkpointer; all ranks create it together on first use."""
         if self._checkpoints is None:
             self._checkpoints = self._new_saver()
         return self._checkpoints

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: a header in JSON, then the items of each tensor.
+"""Files of tensors in the safetensors format: a JSON header, then the items of each tensor.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
@@ -26,7 +26,7 @@ CODES = {
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-_OF_DTYPE = {dtype: code for code, dtype in CODES.items()}
+_CODE_OF = {dtype: code for code, dtype in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT, _LARGEST_HEADER = 8, 100_000_000
 _META = "__metadata__"
@@ -34,7 +34,7 @@ _META = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where a tensor is in a file: [start, stop) in bytes."""
+    """The range of a tensor in a file: bytes [start, stop) after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,16 +43,16 @@ class FileRange:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Write a new file of tensors on any device."""
+    """Write a new file of tensors on any device; raise ``InputError`` for a dtype that the format does not have."""
     # widest items first, so that each tensor is aligned to its item size
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {_META: {"format": "pt"}}
     offset = 0
     for name, tensor in ordered:
-        if tensor.dtype not in _OF_DTYPE:
+        code = _CODE_OF.get(tensor.dtype)
+        if code is None:
             raise InputError("dtype", tensor.dtype, f"{name} cannot be kept: use one of {', '.join(CODES)}.")
-        stop = offset + tensor.numel() * tensor.element_size()
-        code = _OF_DTYPE[tensor.dtype]
+        stop = offset + tensor.nbytes
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -69,17 +69,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 
 class TensorFile:
-    """A file of tensors, mapped into memory: tensors are read when they are used.
+    """A file of tensors, mapped into memory, so that items are read when they are used.
 
     Attributes:
-        places: of its tensors, by name.
+        places: ranges of its tensors, by name.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = check_regular(path)
         try:
             with path.open("rb") as stream:
-                # copy on write, as torch only takes memory that can be written
+                # copy on write, as torch only accepts writable memory
                 self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise FileFormatError("file", path, f"It cannot be read ({error}). Use another checkpoint.") from error
@@ -87,7 +87,7 @@ class TensorFile:
         self.places = {name: self._place(name, entry) for name, entry in header.items() if name != _META}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by name; raises ``FileFormatError`` if the file has none of that name."""
+        """Return a tensor by name; raise ``FileFormatError`` if the file does not contain it."""
         place = self.places.get(name)
         if place is None:
             raise FileFormatError("file", self._path, f"It holds no {name!r}. Use another checkpoint.")

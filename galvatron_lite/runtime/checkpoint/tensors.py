@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: which rank writes which pieces, and reading any box of a tensor from its pieces."""
+"""The tensors of a checkpoint: assigning pieces to the ranks that write them, and reading shards from pieces."""
 
 from __future__ import annotations
 
@@ -21,60 +21,65 @@ from galvatron_lite.runtime.parameters.pieces import LocalShard
 from galvatron_lite.runtime.peers import Peers
 
 PieceKey = tuple[str, tuple[int, ...]]
-"""Name of a tensor, and place of a piece's first item in it."""
+"""Name of a tensor, and position of the piece's first item in it."""
 
 
-def assign_pieces(held: Sequence[LocalShard], of_first: Collection[str], peers: Peers) -> list[LocalShard]:
-    """What this rank writes: each piece is written once, by the holder that writes least so far; all ranks call it.
+def assign_pieces(shards: Sequence[LocalShard], of_first: Collection[str], peers: Peers) -> list[LocalShard]:
+    """Return the shards that this rank writes. All ranks call it.
+
+    Each piece is written once, by the rank with the fewest bytes to write so far among those that hold it.
 
     Args:
-        held: what this rank holds.
-        of_first: tensors that the first holder writes, as ranks may have different values.
+        shards: held by this rank.
+        of_first: names of tensors that the first holder writes, as ranks may have different values.
         peers: all ranks.
     """
-    shards: dict[PieceKey, LocalShard] = {}
-    for one in held:
-        if one.box.items or not prod(one.shape):
-            shards.setdefault((one.name, _start(one.box)), one)  # a name may come twice
-    offers = {key: (one.box.items * one.tensor.element_size(), one.name in of_first) for key, one in shards.items()}
+    by_key: dict[PieceKey, LocalShard] = {}
+    for shard in shards:
+        if shard.box.items or not prod(shard.shape):
+            by_key.setdefault((shard.name, _start(shard.box)), shard)  # stages of a rank may share a tensor
+    # by piece: its bytes, and whether the first holder writes it, which other ranks do not know
+    pieces = peers.everyone(
+        {key: (shard.box.items * shard.tensor.element_size(), shard.name in of_first) for key, shard in by_key.items()}
+    )
     holders: dict[PieceKey, list[int]] = {}
-    everyone = peers.everyone(offers)
-    for rank, theirs in enumerate(everyone):
-        for key in theirs:
+    for rank, rank_pieces in enumerate(pieces):
+        for key in rank_pieces:
             holders.setdefault(key, []).append(rank)
-    written, mine = [0] * len(everyone), list[LocalShard]()
+    written, assigned = [0] * len(pieces), list[LocalShard]()
     for key, ranks in holders.items():  # in the same order on every rank
-        size, by_first = everyone[ranks[0]][key]
+        size, by_first = pieces[ranks[0]][key]
         writer = ranks[0] if by_first else min(ranks, key=written.__getitem__)
         written[writer] += size
         if writer == peers.rank:
-            mine.append(shards[key])
-    return mine
+            assigned.append(by_key[key])
+    return assigned
 
 
-def copied(held: LocalShard) -> LocalShard:
-    """The same items in host memory of their own."""
-    part = held.items.detach().cpu().clone()
-    return replace(held, tensor=part, local=all_of(part.shape))
+def copied(shard: LocalShard) -> LocalShard:
+    """Copy the items of a shard to host memory."""
+    items = shard.items.detach().cpu().clone()
+    return replace(shard, tensor=items, local=all_of(items.shape))
 
 
-def write_pieces(path: Path, held: Sequence[LocalShard]) -> tuple[Content, dict[str, TensorRecord]]:
-    """Write pieces into a new file; its content, and the records of the tensors."""
+def write_pieces(path: Path, shards: Sequence[LocalShard]) -> tuple[Content, dict[str, TensorRecord]]:
+    """Write shards into a new file. Return the file's checksum, and the records of the tensors by name."""
     pieces: dict[str, Tensor] = {}
     records: dict[str, TensorRecord] = {}
-    for one in held:
-        record = records.setdefault(one.name, TensorRecord(str(one.tensor.dtype).removeprefix("torch."), one.shape, ()))
-        if one.box.items:
-            pieces[key_of(one.name, _start(one.box))] = one.items
-            piece = Piece(_start(one.box), one.box.shape, path.name)
-            records[one.name] = replace(record, pieces=(*record.pieces, piece))
+    for shard in shards:
+        dtype = str(shard.tensor.dtype).removeprefix("torch.")
+        record = records.setdefault(shard.name, TensorRecord(dtype, shard.shape, ()))
+        if shard.box.items:
+            pieces[key_of(shard.name, _start(shard.box))] = shard.items
+            piece = Piece(_start(shard.box), shard.box.shape, path.name)
+            records[shard.name] = replace(record, pieces=(*record.pieces, piece))
     return write_tensors(path, pieces), records
 
 
-def merge_records(everyone: Sequence[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """The records of all ranks as one; raises ``InputError`` for a tensor of which no rank has written some items."""
+def merge_records(all_records: Sequence[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """Merge the records of all ranks; raise ``InputError`` if items of a tensor are missing or were written twice."""
     merged: dict[str, TensorRecord] = {}
-    for records in everyone:
+    for records in all_records:
         for name, record in records.items():
             pieces = merged[name].pieces if name in merged else ()
             merged[name] = replace(record, pieces=(*pieces, *record.pieces))
@@ -88,14 +93,14 @@ def merge_records(everyone: Sequence[Mapping[str, TensorRecord]]) -> dict[str, T
 class StoredPiece:
     """Items of a tensor in a file."""
 
-    box: Box  # of the tensor
+    box: Box  # in the full tensor
     file: Path
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that can be read."""
+    """A tensor in files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -103,7 +108,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint; raises ``FileFormatError`` for records that cannot be true."""
+    """Return the tensors of a checkpoint by name; raise ``FileFormatError`` for a record that cannot be true."""
     stored = {}
     for name, record in manifest.tensors.items():
         if not _is_sound(record, manifest):
@@ -111,14 +116,14 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
             raise FileFormatError("tensor", name, remedy)
         pieces = []
         for piece in record.pieces:
-            box = Box(tuple((at, at + size) for at, size in zip(piece.at, piece.size, strict=True)))
+            box = Box(tuple((start, start + size) for start, size in zip(piece.at, piece.size, strict=True)))
             pieces.append(StoredPiece(box, folder / piece.file, key_of(name, piece.at)))
         stored[name] = StoredTensor(getattr(torch, record.dtype), record.shape, tuple(pieces))
     return stored
 
 
 def _is_sound(record: TensorRecord, manifest: Manifest) -> bool:
-    """Whether pieces in files of the checkpoint hold every item once, and are not larger than the files."""
+    """Whether the pieces cover each item of the tensor once, and are not larger than their files."""
     pieces, items = record.pieces, prod(record.shape)
     dtype: Any = getattr(torch, record.dtype, None)
     if dtype not in CODES.values() or any(piece.file not in manifest.files for piece in pieces):
@@ -138,58 +143,58 @@ def _is_sound(record: TensorRecord, manifest: Manifest) -> bool:
 
 
 def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of files that hold complete ones, as Hugging Face writes them.
+    """Return the tensors of files that contain complete ones, as those of Hugging Face.
 
     Args:
-        files: by tensor.
-        names: the model's entries, and the first name of the tensor behind each; other tensors keep their names.
+        files: file of each tensor.
+        names: entries of the model, and the first name of the tensor behind each; other tensors keep their names.
     """
     opened = {path: TensorFile(path) for path in set(files.values())}
     stored = {}
     for name, path in files.items():
-        place = opened[path].places.get(name)
-        if place is None:
+        span = opened[path].places.get(name)
+        if span is None:
             raise FileFormatError("file", path, f"It holds no {name!r}. Use another one.")
-        piece = StoredPiece(all_of(place.shape), path, name)
-        stored[names.get(name, name)] = StoredTensor(place.dtype, place.shape, (piece,))
+        piece = StoredPiece(all_of(span.shape), path, name)
+        stored[names.get(name, name)] = StoredTensor(span.dtype, span.shape, (piece,))
     return stored
 
 
-def check_readable(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
-    """Check that everything that a rank holds can be read, before anything is changed."""
+def check_readable(shards: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ``InputError`` for a shard that is missing, incomplete or of another shape, before anything is changed."""
     files: dict[Path, TensorFile] = {}
-    for one in held:
-        source = stored.get(one.name)
+    for shard in shards:
+        source = stored.get(shard.name)
         if source is None:
-            raise InputError("tensor", one.name, "The checkpoint has none of that name. Use one of the same model.")
-        if source.shape != one.shape:
-            remedy = f"{one.name} has the shape {one.shape} in this model. Use a checkpoint of the same model."
+            raise InputError("tensor", shard.name, "The checkpoint has none of that name. Use one of the same model.")
+        if source.shape != shard.shape:
+            remedy = f"{shard.name} has the shape {shard.shape} in this model. Use a checkpoint of the same model."
             raise InputError("tensor", source.shape, remedy)
-        met = list(_overlaps(source, one))
-        if sum(box.items for _, box in met) != one.box.items:
-            raise InputError("tensor", one.name, "The checkpoint does not have all of its items. Use another one.")
-        for piece, _ in met:
-            place = _opened(files, piece).places.get(piece.key)
-            if place is None or (place.dtype, place.shape) != (source.dtype, piece.box.shape):
+        overlaps = list(_overlaps(source, shard))
+        if sum(box.items for _, box in overlaps) != shard.box.items:
+            raise InputError("tensor", shard.name, "The checkpoint does not have all of its items. Use another one.")
+        for piece, _ in overlaps:
+            span = _opened(files, piece).places.get(piece.key)
+            if span is None or (span.dtype, span.shape) != (source.dtype, piece.box.shape):
                 remedy = f"It does not hold {piece.key!r} as described. Use another one."
                 raise FileFormatError("file", piece.file, remedy)
 
 
 @torch.no_grad()
-def read_tensors(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
-    """Fill what a rank holds from the files; call ``check_readable`` before."""
+def read_tensors(shards: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
+    """Fill shards from the files; call ``check_readable`` before."""
     files: dict[Path, TensorFile] = {}
-    for one in held:
-        for piece, met in _overlaps(stored[one.name], one):
-            values = cut_box(_opened(files, piece).tensor(piece.key), met.within(piece.box))
-            cut_box(one.items.detach(), met.within(one.box)).copy_(values)
+    for shard in shards:
+        for piece, overlap in _overlaps(stored[shard.name], shard):
+            values = cut_box(_opened(files, piece).tensor(piece.key), overlap.within(piece.box))
+            cut_box(shard.items.detach(), overlap.within(shard.box)).copy_(values)
 
 
 def _overlaps(source: StoredTensor, shard: LocalShard) -> Iterator[tuple[StoredPiece, Box]]:
     for piece in source.pieces:
-        met = piece.box.meet(shard.box)
-        if met.items:
-            yield piece, met
+        overlap = piece.box.meet(shard.box)
+        if overlap.items:
+            yield piece, overlap
 
 
 def _opened(files: dict[Path, TensorFile], piece: StoredPiece) -> TensorFile:

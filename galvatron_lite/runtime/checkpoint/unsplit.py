@@ -1,4 +1,4 @@
-"""Loading a checkpoint of any plan into the plain model, without other processes."""
+"""Loading a checkpoint of any plan into the plain model in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from galvatron_lite.runtime.stages import StageRuntime
 
 @dataclass(slots=True)
 class UnsplitModel:
-    """A plain model, seen as one that is split over one process."""
+    """A plain model with the interface of a model that is split over one process."""
 
     entries: Entries
     runtimes: Sequence[StageRuntime]
@@ -39,7 +39,7 @@ class UnsplitModel:
 
 
 def unsplit(model: nn.Module) -> UnsplitModel:
-    """See a plain model as one that is split over one process."""
+    """Wrap a plain model in the interface of a model that is split over one process."""
     groups = cast("StrategyGroups", None)
     owned = [ManagedParameter((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
     stage = SimpleNamespace(owned=owned, updates=Updates(owned, GradientReducer(())), stage=(), model=model)
@@ -54,17 +54,17 @@ def load_into(
     scheduler: Any = None,
     data: Any = None,
 ) -> Resumed:
-    """Load a checkpoint of any plan into the plain model; no other process is needed.
+    """Load a checkpoint of any plan into the plain model. One process is enough.
 
     Args:
-        model: the one that was trained, not split.
+        model: the model that was trained, not split.
         folder: of the checkpoint.
         optimizer: over its parameters.
         scheduler: of its learning rates.
-        data: given the position in the data, where it takes one (``load_state_dict``).
+        data: gets the saved position in the data, if it has ``load_state_dict``.
 
     Raises:
-        InputError: it is damaged, or of another model or optimizer.
+        InputError: the checkpoint is damaged, or of another model or optimizer.
     """
-    saver = Checkpointer(unsplit(model), timeout=None)
-    return saver.load(Path(folder), ExtraState(optimizer, scheduler, data))
+    state = ExtraState(optimizer, scheduler, data)
+    return Checkpointer(unsplit(model), timeout=None).load(Path(folder), state)

@@ -1,4 +1,4 @@
-"""A model that trains by cyclic data parallelism, on the launched world."""
+"""A model that trains by cyclic data parallelism on the launched processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
 from galvatron_lite.runtime.checkpoint.manifest import FIELD
 from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer, latest
-from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, local_shards, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, average_buffers, local_shards, set_up
 from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed
-from galvatron_lite.runtime.parameters.full_state import put
+from galvatron_lite.runtime.parameters.full_state import gather_named, put
 from galvatron_lite.runtime.parameters.use import check_hooks
 from galvatron_lite.runtime.peers import Peers, at_first, broadcast_values, from_rank_zero
 from galvatron_lite.world import pick_device
@@ -41,9 +41,9 @@ ELSEWHERE: Mapping[str, str] = {
     "clip_grad_norm": CLIPPING,
     "outputs": "To see outputs, load full_state_dict() into a model that is not split.",
 }
-"""What other models that train in parallel have, and what to do here."""
-KEPT = "save(folder) of the model keeps the optimizers' states, and load(folder) sets them."
-STEPPED = (
+"""Methods of other models that train in parallel, and what to do here instead."""
+_STATES = "save(folder) of the model keeps the optimizers' states, and load(folder) sets them."
+_STEPS = (
     "train_step(batch, optimizer) of the model steps each stage's optimizer when its gradient is complete. A scheduler "
     "that steps with it is given when it is made: optimizer(factory, scheduler=make_scheduler), where "
     "make_scheduler(optimizer) returns the scheduler of a stage."
@@ -51,7 +51,7 @@ STEPPED = (
 
 
 def _refused(name: str, remedy: str) -> Any:
-    """A method of the optimizer that is refused where it is looked up, which is all that a scheduler does."""
+    """A method of the optimizer that raises an error when it is looked up, as schedulers look up but do not call it."""
 
     def look_up(_optimizer: CyclicOptimizer) -> NoReturn:
         raise InputError(f"{name} of the optimizer", "cyclic data parallelism", remedy)
@@ -60,12 +60,12 @@ def _refused(name: str, remedy: str) -> Any:
 
 
 class CyclicOptimizer(torch.optim.Optimizer):
-    """The optimizers of the stages that a process holds; each steps when its stage's gradient is complete.
+    """The optimizers of the stages of a process. Each steps when the gradient of its stage is complete.
 
-    It is an optimizer in name, so that whoever takes it for one (torch's schedulers do) is told what to do instead.
+    It is a subclass of ``Optimizer`` so that code that expects one, as torch's schedulers, gets helpful errors.
 
     Attributes:
-        stages: optimizers, by the stage's number.
+        stages: optimizers by number of the stage.
     """
 
     def __init__(self, states: Mapping[int, StageStates]) -> None:
@@ -73,42 +73,42 @@ class CyclicOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all stages, in order: options may be read and set between training steps."""
-        return [group for _, one in sorted(self.stages.items()) for group in one.param_groups]
+        """The groups of all stages, in order. Options may be read and set between training steps."""
+        return [group for _, optimizer in sorted(self.stages.items()) for group in optimizer.param_groups]
 
-    step = _refused("step", STEPPED)
+    step = _refused("step", _STEPS)
     zero_grad = _refused("zero_grad", "train_step(batch, optimizer) of the model begins each stage's gradient anew.")
-    state_dict = _refused("state_dict", KEPT)
-    load_state_dict = _refused("load_state_dict", KEPT)
+    state_dict = _refused("state_dict", _STATES)
+    load_state_dict = _refused("load_state_dict", _STATES)
 
 
 class CyclicModel(Observable, nn.Module):
-    """A model whose micro-batches follow one another through its stages, two time steps apart.
+    """A model whose micro-batches enter its stages one after another, two time steps apart.
 
-    It changes the training rule: gradients are partly those of parameters one step old (``rules``). Every rank makes
-    one, alike, and gives it the same global batches. Passes of a training step go on in the next call of
-    ``train_step``; ``drain`` and ``flush`` end them. What a pass draws (dropout) depends on rank 0's
-    ``torch.initial_seed()``, the stage and the micro-batch alone: it is the same in every setting.
+    It changes the training rule: some gradients are those of parameters one step old (``rules``). Every rank creates
+    the same model and passes it the same global batches. The passes of a training step continue in the next call of
+    ``train_step``; ``drain`` and ``flush`` end them. The random numbers of a pass (dropout) depend only on rank 0's
+    ``torch.initial_seed()``, the stage and the micro-batch, and are the same in every setting.
 
     Args:
         plan: of cyclic data parallelism.
-        batch: an example batch; needed where layers of different stages read more than what the layer before them made.
-        loss_weight, loss_reduction: batches whose micro-batches weigh unlike are refused.
-        precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
-        max_grad_norm: refused: no process ever has the whole gradient.
-        timeout: seconds after which a message that does not come is an error.
-        early_release: backward passes of a time step come before its forward passes (``single``): at most N*N/2 + 1
-            stages' activations are kept instead of N(N+1)/2.
+        batch: an example batch; required if layers read more than the output of the previous stage.
+        loss_weight, loss_reduction: batches whose micro-batches have different weights are refused.
+        precision: of compute, ``fp32`` or ``bf16``; default: that of the plan.
+        max_grad_norm: refused, as no process has the full gradient.
+        timeout: seconds until a missing message is an error.
+        early_release: run the backward passes of a time step before its forward passes (``single`` only), so that the
+            activations of at most N*N/2 + 1 stages are kept instead of N(N+1)/2.
 
     All other arguments are those of ``ParallelModel``.
 
     Attributes:
         step: training steps begun.
-        runtime: what this process is made of.
+        runtime: stages and executor of this process.
 
     Raises:
-        LaunchError: the world's size is not the plan's.
-        InputError: the plan does not fit the model, stages share parameters, or clipping is asked for.
+        LaunchError: the world does not have the plan's size.
+        InputError: the plan does not fit the model, stages share parameters, or clipping is requested.
     """
 
     def __init__(
@@ -146,15 +146,18 @@ class CyclicModel(Observable, nn.Module):
         draws = from_rank_zero(torch.initial_seed)
         options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, draws)
         assert plan.cyclic is not None
-        alone, staged = (plan.cyclic.setting is one for one in (CyclicSetting.SINGLE, CyclicSetting.STAGES))
-        kinds = () if alone else tuple(MessageContent) if staged else (MessageContent.PARTIAL, MessageContent.UPDATE)
-        mailbox = ProcessMailbox(kinds, self.device, timeout)
+        kinds: dict[CyclicSetting, Sequence[MessageContent]] = {
+            CyclicSetting.SINGLE: (),
+            CyclicSetting.DATA: (MessageContent.PARTIAL, MessageContent.UPDATE),
+            CyclicSetting.STAGES: tuple(MessageContent),
+        }
+        mailbox = ProcessMailbox(kinds[plan.cyclic.setting], self.device, timeout)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
-        self._keeper = CyclicCheckpointer(self.runtime, Peers(timeout))
+        self._checkpointer = CyclicCheckpointer(self.runtime, Peers(timeout))
         self._optimizer: CyclicOptimizer | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        """There is no pass through the whole model at one version of its parameters.
+        """Refuse calls: there is no pass through the full model at one version of its parameters.
 
         Raises:
             InputError: always.
@@ -166,17 +169,17 @@ class CyclicModel(Observable, nn.Module):
         raise InputError("call of the model", "cyclic data parallelism", remedy)
 
     def __getattr__(self, name: str) -> Any:
-        """As of any module.
+        """Return an attribute.
 
         Raises:
-            InputError: only models that train in another way have it; says what to do here.
+            InputError: a method that other parallel models have; names what to do instead.
         """
         if name in ELSEWHERE:
             raise InputError(f"{name} of the model", "cyclic data parallelism", ELSEWHERE[name])
         return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> CyclicModel:
-        """As of any module; the stages follow."""
+        """Set the training mode of the model and of its stages."""
         super().train(mode)
         for part in self.runtime.parts.values():
             part.model.train(mode)
@@ -185,11 +188,11 @@ class CyclicModel(Observable, nn.Module):
     def optimizer(
         self, factory: OptimizerFactory, scheduler: SchedulerFactory | None = None, **options: Any
     ) -> CyclicOptimizer:
-        """Optimizers of the stages: ``cyclic.optimizer(torch.optim.AdamW, lr=1e-3)``.
+        """Create the optimizers of the stages: ``cyclic.optimizer(torch.optim.AdamW, lr=1e-3)``.
 
         Args:
-            factory: ``factory(parameters, **options)`` of a stage's parameters.
-            scheduler: ``scheduler(optimizer)`` of a stage's learning rate; it steps after every update.
+            factory: ``factory(parameters, **options)`` creates the optimizer of a stage.
+            scheduler: ``scheduler(optimizer)`` creates the scheduler of a stage, which steps after every update.
             options: for the factory.
         """
         for states in self.runtime.executor.states.values():
@@ -199,66 +202,66 @@ class CyclicModel(Observable, nn.Module):
 
     @observed
     def train_step(self, batch: Any, optimizer: CyclicOptimizer, max_grad_norm: float | None = None) -> Tensor:
-        """Begin a training step: run this process's passes up to the first that needs the next batch.
+        """Begin a training step: run the passes of this process up to the first that needs the next batch.
 
-        Behind the last one call ``flush`` (``full_state_dict`` does): others still wait for messages of this process.
+        After the last step call ``flush`` or ``full_state_dict``, as other processes still wait for messages.
 
         Args:
-            batch: the same global batch on every rank; it may not be changed in place while it is used.
-            optimizer: what ``optimizer`` returned.
+            batch: the same global batch on every rank. It must not be changed in place while it is used.
+            optimizer: returned by ``optimizer``.
             max_grad_norm: refused.
 
         Returns:
-            The mean loss of the micro-batches whose loss this process learned meanwhile, each with the parameters that
-            it used: its own one under ``data``, those that it worked on under ``stages``.
+            The mean loss of the micro-batches that this process finished during the call, each with the parameters that
+            it used: the micro-batch of the worker under ``data``, those that the process worked on under ``stages``.
 
         Raises:
             InputError: the batch cannot be shared evenly, or the optimizer is not this model's.
             LaunchError: another process is gone, or silent for too long.
-            NonFiniteLossError: the loss is NaN or infinite; updates may have used it, so go back to a checkpoint.
+            NonFiniteLossError: the loss is NaN or infinite. Updates may have used it, so go back to a checkpoint.
         """
         _refuse_clipping(max_grad_norm)
         if optimizer is not self._optimizer:
             remedy = "Give what optimizer(factory, ...) of this model returned: each stage has one of its own."
             raise InputError("optimizer", type(optimizer).__name__, remedy)
         executor = self.runtime.executor
-        executor.feed(self.step, self._parts(batch))
+        executor.feed(self.step, self._microbatches(batch))
         executor.run(executor.programme.passes(self.runtime.process, self.step))
         self.step += 1
-        return self._learned()
+        return self._take_loss()
 
     def drain(self) -> Tensor | None:
-        """End the passes that are under way; the delay is kept.
+        """Finish the passes of the steps begun, and keep the delay. All ranks call it.
 
-        Every process then has, of each of its stages, the newest parameters, and beside them those of the version
-        before, where its next passes use them. Training goes on as if there had been no break. All ranks call it.
+        Each process then has the newest parameters of its stages, and also the previous version if its next passes use
+        it. Training continues as if ``drain`` had not been called.
 
         Returns:
-            The mean loss of the micro-batches whose loss this process learned meanwhile; None: there was none.
+            The mean loss of the micro-batches that this process finished; None: there were none.
         """
         self.runtime.executor.drain(self.step)
-        return self._learned() if self.runtime.executor.desk.losses else None
+        return self._take_loss() if self.runtime.executor.desk.losses else None
 
     def flush(self) -> Tensor | None:
-        """End the passes that are under way, and the delay: the same newest parameters everywhere, and nothing else.
+        """Finish the passes of the steps begun, and end the delay, so that all processes have the same parameters.
 
-        Running statistics become the mean of the processes'. All ranks call it.
+        Running statistics become the mean over the processes. All ranks call it.
 
         Returns:
             See ``drain``.
         """
         loss = self.drain()
         self.runtime.executor.flush(self.step)
-        even_out(self.runtime)
+        average_buffers(self.runtime)
         return loss
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's ``state_dict()`` on the CPU of every rank, after ``flush``; all ranks call it."""
+        """Return the full model's ``state_dict()`` on the CPU of every rank, after ``flush``. All ranks call it."""
         self.flush()
-        return full_state(self.runtime)
+        return gather_named(local_shards(self.runtime), self.runtime.entries)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a whole ``state_dict``, after ``flush``; every rank gives all of it.
+        """Load a full ``state_dict()``, after ``flush``. All ranks call it with the full state.
 
         Raises:
             InputError: an entry is missing, or has another shape.
@@ -267,9 +270,9 @@ class CyclicModel(Observable, nn.Module):
         put(local_shards(self.runtime), self.runtime.entries, state)
 
     def save(self, folder: Path | str) -> Tensor | None:
-        """Write a checkpoint, after ``drain``: resuming from it gives the same run. All ranks call it.
+        """Write a checkpoint from which the same run continues, after ``drain``. All ranks call it.
 
-        The folder is there whole or not at all; one of that name is replaced. All processes must see it.
+        The folder must be visible to all processes. It is complete or absent; a folder of that name is replaced.
 
         Args:
             folder: of this checkpoint alone, beside others: ``checkpoints/step-100``.
@@ -278,46 +281,50 @@ class CyclicModel(Observable, nn.Module):
             See ``drain``.
 
         Raises:
-            InputError: it cannot be written (the disk is full); earlier ones are as they were, and training can go on.
+            InputError: it cannot be written (the disk is full). Earlier checkpoints are unchanged.
             LaunchError: another process is gone.
         """
         loss = self.drain()
-        self._keeper.write(Path(folder), self.step)
+        self._checkpointer.write(Path(folder), self.step)
         return loss
 
     def load(self, folder: Path | str) -> None:
-        """Go on from a checkpoint, of any setting with as many workers and the same rule. All ranks call it.
+        """Continue from a checkpoint of any setting with the same rule and number of workers. All ranks call it.
 
-        Make the optimizer before. In the setting that wrote it every bit is that of the run that was not stopped; in
-        another one running statistics are the mean of those processes', and random generators stay as they are.
+        Create the optimizer before. In the setting that wrote the checkpoint, the run continues bit for bit. In another
+        setting, running statistics are the mean over the processes, and random generators do not change.
 
         Raises:
             InputError: it is damaged, or of another model, rule, number of workers or optimizer.
             LaunchError: another process is gone.
         """
         self.drain()
-        self.step = self._keeper.read(Path(folder))
+        self.step = self._checkpointer.read(Path(folder))
 
     def load_latest(self, folder: Path | str) -> Path | None:
-        """Go on from the newest whole checkpoint of a folder of checkpoints; None: there is none. All ranks call it.
+        """Continue from the newest intact checkpoint of a folder of checkpoints. All ranks call it.
+
+        Returns:
+            The folder of the checkpoint; None: there is none.
 
         Raises:
             InputError: see ``load``.
             LaunchError: another process is gone.
         """
-        folder_found = at_first(self._keeper.peers, lambda: latest(folder), FIELD)
-        if folder_found is not None:
-            self.load(folder_found)
-        return folder_found
+        newest = at_first(self._checkpointer.peers, lambda: latest(folder), FIELD)
+        if newest is not None:
+            self.load(newest)
+        return newest
 
-    def _parts(self, batch: Any) -> list[Any]:
+    def _microbatches(self, batch: Any) -> list[Any]:
         samples, count = batch_size(batch), len(self.plan.stages)
         check_samples(samples, self.plan, count)
         rows = samples // count
         check_even(share_scales(self._loss_weight, self._loss_reduction, batch, count), "cyclic data parallelism")
         return [slice_batch(batch, start, start + rows) for start in range(0, samples, rows)]
 
-    def _learned(self) -> Tensor:
+    def _take_loss(self) -> Tensor:
+        """The mean of the losses since the last call."""
         losses = self.runtime.executor.desk.losses
         mean = torch.stack([loss.to(self.device, torch.float64) for loss in losses.values()]).mean()
         numbers = ", ".join(str(number) for number in losses)

@@ -1,4 +1,4 @@
-"""Making a process ready for its passes: values, stages, precision, what it holds of each stage."""
+"""Setting up a process of cyclic data parallelism: its stages with values and precision, and the model's full state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
-from galvatron_lite.runtime.parameters.full_state import gather_named
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import Entries, LocalShard, complete_shard, entries_of
 from galvatron_lite.runtime.peers import everyone
@@ -29,18 +28,18 @@ from galvatron_lite.runtime.preparation import flow_or_none
 
 @dataclass(frozen=True, slots=True)
 class CyclicOptions:
-    """How a model is set up; see ``CyclicModel``."""
+    """Options for setting up a model; see ``CyclicModel``."""
 
     device: torch.device
     compute: torch.dtype | None = None
     loss_fn: LossFn | None = None
     init_fn: Callable[[nn.Module], None] | None = None
-    seed: int = 0
+    seed: int = 0  # of initial values
     early_release: bool = False
-    draws: int = 0  # seed of the passes' random numbers
+    draws: int = 0  # seed of the random numbers in passes
 
     def call(self, part: StagePart, microbatch: Any) -> Any:
-        """Run a stage's model; the last stage gives the loss."""
+        """Run the forward pass of a stage; the last stage returns the loss."""
         with compute_context(self.compute, self.device):
             output = call_model(part.model, microbatch)
             return loss_of(output, microbatch, self.loss_fn) if part.cut.last else output
@@ -48,18 +47,18 @@ class CyclicOptions:
 
 @dataclass(frozen=True, slots=True)
 class CyclicRuntime:
-    """What a process is made of."""
+    """A process of cyclic data parallelism."""
 
-    process: int  # its number
+    process: int  # number
     parts: Mapping[int, StagePart]  # the stages that it runs, by number
-    executor: Executor  # runs them
+    executor: Executor  # runs the passes
     device: torch.device
     model: nn.Module  # the user's
     entries: Entries  # of the full model's state
 
 
 def programme_of(plan: Plan, early_release: bool = False) -> CyclicProgramme:
-    """What the processes of a plan do."""
+    """Return the programme of the processes of a plan."""
     assert plan.cyclic is not None, "the plan is of cyclic data parallelism"
     return CyclicProgramme(plan.cyclic.rule, plan.cyclic.setting, len(plan.stages), early_release=early_release)
 
@@ -73,9 +72,9 @@ def set_up(
     mailbox: ProcessMailbox,
     options: CyclicOptions,
 ) -> CyclicRuntime:
-    """Cut the model and make what runs its stages. No communication."""
+    """Split the model into stages, and create the executor of this process. There is no communication."""
     entries, placed = entries_of(model, layers), place_layers(plan, layers)
-    names = [[one.layer.name for one in stage] for stage in placed]
+    names = [[assignment.layer.name for assignment in stage] for stage in placed]
     programme = programme_of(plan, options.early_release)
     check_untied(model, layers, names)
     flow = flow_or_none(model, layers, batch, options.loss_fn) if len(names) > 1 else None
@@ -85,7 +84,7 @@ def set_up(
     if programme.setting is CyclicSetting.STAGES:
         (number,) = programme.stages_of(process)
         cut = [stage_of(model, layers, names, number, flow, options.device)]
-        # the buffers of the layer before the blocks may be read in any stage
+        # any stage may read the buffers of the layer before the blocks
         needed = [layer for layer in layers if layer.role is Role.BEFORE or layer.name in names[number]]
     for layer in needed:
         materializer.place(layer)
@@ -105,35 +104,24 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
     def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_tensors((args, kwargs), narrowed)
 
-    for one in stage:
-        for path in one.layer.modules if one.layer.role is Role.BLOCK else ():
+    for assignment in stage:
+        for path in assignment.layer.modules if assignment.layer.role is Role.BLOCK else ():
             module = part.model.get_submodule(path)
-            wrap_forward(module, one.strategy)
+            wrap_forward(module, assignment.strategy)
             if compute is not None:
                 module.register_forward_pre_hook(cast, with_kwargs=True)
 
 
-def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
-    """The model's ``state_dict()``, after ``flush``, on the CPU of every rank; all ranks call it."""
-    return gather_named(local_shards(runtime), runtime.entries)
-
-
-def even_out(runtime: CyclicRuntime) -> None:
-    """Give every process the mean of the running statistics; the largest of counts. All ranks call it."""
+def average_buffers(runtime: CyclicRuntime) -> None:
+    """Set the buffers of stages to their ``average`` over the processes. All ranks call it."""
     buffers = {name: buffer for part in runtime.parts.values() for name, buffer in part.buffers()}
-    every = everyone({name: buffer.cpu() for name, buffer in buffers.items()})
+    rank_buffers = everyone({name: buffer.cpu() for name, buffer in buffers.items()})
     for name, buffer in buffers.items():
-        buffer.copy_(between([one[name] for one in every if name in one]))
+        buffer.copy_(average([values[name] for values in rank_buffers if name in values]))
 
 
-def loose_buffers(runtime: CyclicRuntime) -> dict[str, Tensor]:
-    """Buffers of the model's state that no layer has, by name."""
-    buffers = runtime.model.named_buffers()
-    return {name: one for name, one in buffers if runtime.entries.homes.get(name) == "" and not one.is_meta}
-
-
-def between(values: Sequence[Tensor]) -> Tensor:
-    """One value for all: the mean of statistics, the largest of counts; theirs where they are equal."""
+def average(values: Sequence[Tensor]) -> Tensor:
+    """Combine the values of a buffer on several processes: the mean of floating-point values, the maximum of counts."""
     first = values[0]
     if all(torch.equal(first, value) for value in values[1:]):
         return first
@@ -141,10 +129,17 @@ def between(values: Sequence[Tensor]) -> Tensor:
     return stacked.mean(0) if first.is_floating_point() or first.is_complex() else stacked.amax(0)
 
 
+def shared_buffers(runtime: CyclicRuntime) -> dict[str, Tensor]:
+    """Return the buffers in the model's state that belong to no layer, by name."""
+    homes, buffers = runtime.entries.homes, runtime.model.named_buffers()
+    return {name: buffer for name, buffer in buffers if homes.get(name) == "" and not buffer.is_meta}
+
+
 def local_shards(runtime: CyclicRuntime) -> list[LocalShard]:
-    """What this process has of the state; after ``flush`` all processes of a stage have the same."""
-    tensors: dict[str, Tensor] = loose_buffers(runtime)
+    """Return the state that this process holds; after ``flush`` it is equal on all processes of a stage."""
+    tensors: dict[str, Tensor] = shared_buffers(runtime)
     for stage, states in runtime.executor.states.items():
         tensors |= states.masters
         tensors |= runtime.parts[stage].buffers()
-    return [complete_shard(name, one.detach()) for name, one in tensors.items() if name in runtime.entries.names]
+    names = runtime.entries.names
+    return [complete_shard(name, tensor.detach()) for name, tensor in tensors.items() if name in names]

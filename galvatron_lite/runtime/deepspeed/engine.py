@@ -51,14 +51,14 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
 class DeepSpeedModel(Saving, Observable, nn.Module):
-    """A model trained through ``deepspeed.initialize``; every rank makes one and gives it the same global batches.
+    """A model that DeepSpeed's engine trains. Every rank creates one and passes it the same global batches.
 
-    DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``; training and
-    ``outputs`` come after that. Checkpoints are those of all plans; see ``DeepSpeedSaver``.
+    DeepSpeed's engine is created together with the optimizer, by ``parallel.optimizer(factory, **options)``, which is
+    required before training and ``outputs``. Checkpoints have the format of all plans; see ``DeepSpeedSaver``.
 
     Args:
         plan: with one ZeRO stage for all layers.
-        precision: of parameters and compute, beside float32 master copies.
+        precision: of parameters and compute, beside float32 master copies; default: that of the plan.
 
     All other arguments are those of ``ParallelModel``; no example batch is needed.
 
@@ -66,8 +66,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         config: DeepSpeed's configuration, by dotted keys.
 
     Raises:
-        LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
-        InputError: the plan does not fit the model, or DeepSpeed cannot train by it.
+        LaunchError: the world does not have the plan's size, or DeepSpeed is missing.
+        InputError: the plan does not fit the model, or DeepSpeed cannot run it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             plan, next(sharded, strategies[0]), precision=precision, max_grad_norm=max_grad_norm, pinned=pinned
         )
         self._compute = _DTYPES[precision or plan.precision]
-        # in a list: it is no part of this module
+        # in a list, so that it is no submodule
         self._library, self._pristine = load(self.device), [meta_copy(model)]
         self.dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         self._place(model, place_layers(plan, layers)[0], init_fn, seed)
@@ -114,30 +114,31 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self.watch = Watch(self.device)
 
     def _place(self, model: nn.Module, stage: Sequence[LayerAssignment], init_fn: InitFn | None, seed: int) -> None:
-        """Give every layer values and its recomputation, one layer at a time; under ZeRO-3 keep this rank's shards."""
+        """Initialize each layer and wrap its recomputation; under ZeRO-3 keep only the shards of this rank."""
         broadcast_values(model, self.device)
         materializer = Materializer(model, [placed.layer for placed in stage], self.device, seed, init_fn)
         for layers in tied_layers(model, stage):
             for placed in layers:
                 materializer.place(placed.layer)
-            for placed, module in [(p, model.get_submodule(path)) for p in layers for path in p.layer.modules]:
-                wrap_forward(module, placed.strategy)
-                if self.config["zero_optimization.stage"] == 3:
-                    if self._compute is not None:
-                        module.to(self._compute)
-                    self._library.zero.Init(module=module, config_dict_or_path=nested(self.config))
+            for placed in layers:
+                for module in map(model.get_submodule, placed.layer.modules):
+                    wrap_forward(module, placed.strategy)
+                    if self.config["zero_optimization.stage"] == 3:
+                        if self._compute is not None:
+                            module.to(self._compute)
+                        self._library.zero.Init(module=module, config_dict_or_path=nested(self.config))
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine; None until there is an optimizer."""
+        """DeepSpeed's engine; None: there is no optimizer yet."""
         return self._engines[0] if self._engines else None
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
-        """Make an optimizer over the trained parameters, and the engine that steps it."""
+        """Create an optimizer over the trained parameters, and the engine that steps it."""
         return self._bind(factory(self.param_groups(), **options), factory, options)
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer: those given, else all parameters that are trained."""
+        """Return parameter groups for an optimizer: ``groups``, or by default all trained parameters."""
         if groups is None:
             groups = [{"params": [parameter for parameter in self.module.parameters() if parameter.requires_grad]}]
         return [dict(group) if isinstance(group, Mapping) else {"params": [group]} for group in groups]
@@ -159,18 +160,18 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return EngineOptimizer(inner, self.update, factory, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a global batch, in a single pass: ``parallel(batch)``, or as the model is called.
+        """Return the mean loss of a global batch in a single pass: ``parallel(batch)``, or called as the model is.
 
-        Then ``loss.backward(); optimizer.step()``. The value is that of the whole batch on every rank.
+        Call ``loss.backward(); optimizer.step()`` next. The value is the mean over the global batch on every rank.
 
         Raises:
             InputError: there is no optimizer yet, or the batch cannot be shared evenly.
         """
         engine = self._ready()
-        (part,) = self._parts(batch_of_call(args, kwargs), 1)
+        (microbatch,) = self._microbatches(batch_of_call(args, kwargs), 1)
         engine.set_gradient_accumulation_boundary(True)
         self.note_call()
-        loss = self._local_loss(part)
+        loss = self._local_loss(microbatch)
         if not torch.is_grad_enabled():
             return self._mean(loss)
         scaled = engine.scale(loss) if self.config["zero_optimization.stage"] else loss
@@ -178,14 +179,13 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return mean
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for a global batch, without gradients, on every rank; see ``ParallelModel.outputs``."""
+        """Return the outputs for a global batch, without gradients, on every rank; see ``ParallelModel.outputs``."""
         engine = self._ready()
-        (part,) = self._parts(batch_of_call(args, kwargs), 1)
-        rows = batch_size(part)
+        (microbatch,) = self._microbatches(batch_of_call(args, kwargs), 1)
+        rows = batch_size(microbatch)
         with torch.no_grad():
-            return map_tensors(
-                call_model(engine, model_inputs(engine.module, part)), lambda tensor: self._gathered(tensor, rows)
-            )
+            outputs = call_model(engine, model_inputs(engine.module, microbatch))
+            return map_tensors(outputs, lambda tensor: self._gathered(tensor, rows))
 
     @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
@@ -193,8 +193,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
 
         Args:
             batch: the same global batch on every rank.
-            optimizer: from ``optimizer``; or one made over ``parameters()``, which the engine takes over.
-            max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
+            optimizer: from ``optimizer``; or an optimizer over ``parameters()``, for which the engine is created.
+            max_grad_norm: clip the gradient to this norm; default: that of the constructor.
         """
         if not self._engines:
             self._bind(optimizer)
@@ -206,38 +206,38 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             loss = self._mean(self._accumulate(batch))
             self._pending = max_grad_norm, loss
             self.watch.at(StepPhase.OPTIMIZER)
-            # schedulers check whether the optimizer's own step was called
+            # schedulers check whether ``step`` of the optimizer was called
             (optimizer.step if isinstance(optimizer, EngineOptimizer) else self.update)()
         self.step += 1
         return loss
 
     def _accumulate(self, batch: Any) -> Tensor:
-        """Forward and backward of this rank's samples; their mean loss."""
+        """Run forward and backward for this rank's samples, and return their mean loss."""
         engine, count = self._ready(), self.plan.microbatches
         total = torch.zeros((), device=self.device)
-        for number, part in enumerate(self._parts(batch, count)):
+        for number, microbatch in enumerate(self._microbatches(batch, count)):
             engine.set_gradient_accumulation_boundary(number == count - 1)
             self.watch.at(StepPhase.FORWARD, number)
-            loss = self._local_loss(part)
+            loss = self._local_loss(microbatch)
             self.watch.at(StepPhase.BACKWARD, number)
             engine.backward(loss)
             total += loss.detach().float() / count
         return total
 
     def update(self) -> None:
-        """Update the parameters with the gradients of the last backward pass, clipped; drops the gradients.
+        """Update the parameters with the clipped gradients of the last backward pass, and drop the gradients.
 
         Raises:
             NonFiniteLossError: see ``train_step``.
         """
         (norm, loss), self._pending = self._pending, (None, None)
         engine, largest = self._ready(), (self.max_grad_norm if norm is None else norm) or 0.0
-        taken = self._clipped(engine, largest, loss)
-        if taken:
+        applied = self._clip(engine, largest, loss)
+        if applied:
             engine.step()
-            taken = engine.was_step_applied()
-        skipped = not taken and self._compute is not torch.float16
-        if skipped or (loss is not None and not bool(loss.isfinite())):
+            applied = engine.was_step_applied()
+        failed = not applied and self._compute is not torch.float16  # with loss scaling, steps may be skipped
+        if failed or (loss is not None and not bool(loss.isfinite())):
             value = "unknown" if loss is None else float(loss)
             raise NonFiniteLossError(
                 f"The loss or the gradient's norm is not finite (loss {value}). The step was not taken. "
@@ -245,10 +245,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             )
         self.note_update()
 
-    def _clipped(self, engine: Any, largest: float, loss: Tensor | None) -> bool:
-        """Clip the gradient; False where it was not finite, and is dropped."""
+    def _clip(self, engine: Any, largest: float, loss: Tensor | None) -> bool:
+        """Clip the gradient. If it is not finite, drop it and return False."""
         if engine.optimizer is not engine.basic_optimizer:
-            engine.optimizer.clip_grad = largest  # DeepSpeed clips, and looks for overflow, when it steps
+            engine.optimizer.clip_grad = largest  # DeepSpeed clips, and checks for overflow, in its step
             return True
         trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(trained, largest or float("inf"))
@@ -258,11 +258,11 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return False
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The full model's ``state_dict()`` on the CPU of every rank, from master copies; all ranks call it."""
-        return full_state_dict(self.module, self.dtypes, bound=bool(self._engines))
+        """Return the full ``state_dict()``, from master copies, on the CPU of every rank. All ranks call it."""
+        return full_state_dict(self.module, self.dtypes, has_engine=bool(self._engines))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's shards from a full state, of any plan or of the unsplit model; every rank gives all of it."""
+        """Load a full ``state_dict()`` of any plan or of the plain model. All ranks call it with the full state."""
         load_full_state_dict(self.module, state)
 
     def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:
@@ -277,26 +277,27 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             raise InputError("optimizer", None, remedy)
         return self._engines[0]
 
-    def _parts(self, batch: Any, count: int) -> list[Any]:
-        """This rank's rows of every micro-batch, on its device, in the type of compute."""
-        samples, ranks = batch_size(batch), self.plan.devices
+    def _microbatches(self, batch: Any, count: int) -> list[Any]:
+        """This rank's samples of each micro-batch, on its device and in the dtype of compute."""
+        samples, ranks, rank = batch_size(batch), self.plan.devices, dist.get_rank()
         check_samples(samples, self.plan, count)
-        rows, count_here = samples // count, samples // (count * ranks)
-        starts = (first + dist.get_rank() * count_here for first in range(0, samples, rows))
+        rows = samples // (count * ranks)
         scales = share_scales(self._loss_weight, self._loss_reduction, batch, count * ranks)
-        parts = [map_tensors(slice_batch(batch, start, start + count_here), self._placed) for start in starts]
+        starts = range(rank * rows, samples, rows * ranks)
+        microbatches = [map_tensors(slice_batch(batch, start, start + rows), self._placed) for start in starts]
         self._scales.clear()
-        self._scales.update(zip(map(id, parts), scales[dist.get_rank() :: ranks], strict=True))
-        return parts
+        self._scales.update(zip(map(id, microbatches), scales[rank::ranks], strict=True))
+        return microbatches
 
     def _placed(self, tensor: Tensor) -> Tensor:
         cast = self._compute if tensor.is_floating_point() else None
         return tensor.to(self.device, cast, non_blocking=True)
 
-    def _local_loss(self, part: Any) -> Tensor:
-        scale = self._scales[id(part)]
+    def _local_loss(self, microbatch: Any) -> Tensor:
+        scale = self._scales[id(microbatch)]
         with scale.inside():
-            loss = loss_of(call_model(self.engine, model_inputs(self.engine.module, part)), part, self._loss_fn)
+            output = call_model(self.engine, model_inputs(self.engine.module, microbatch))
+            loss = loss_of(output, microbatch, self._loss_fn)
         return weighted(loss, scale.total)
 
     def _mean(self, loss: Tensor) -> Tensor:
@@ -313,9 +314,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
 
 
 class _MeanLoss(torch.autograd.Function):
-    """The mean loss of all ranks; backward goes to this rank's loss.
+    """Returns the mean loss of all ranks in forward, and backpropagates to this rank's loss.
 
-    DeepSpeed averages over ranks, and divides by the micro-batches of a step, of which a single pass has one.
+    DeepSpeed divides gradients by the number of micro-batches of a step, but a single pass has one micro-batch only, so
+    the gradient is multiplied by that number.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""DeepSpeed itself: loaded late, checked after it was configured, and the optimizer that users hold in its stead."""
+"""Importing DeepSpeed on demand, checking its configuration, and the optimizer that users get for its engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTALL = "pip install 'deepspeed>=0.16'"
 
 
 def load(device: torch.device) -> ModuleType:
-    """Import ``deepspeed`` and set it up on the default process group, which must exist."""
+    """Import ``deepspeed`` and set it up on the default process group; raise ``LaunchError`` if it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         import deepspeed
@@ -34,8 +34,8 @@ def load(device: torch.device) -> ModuleType:
     if device.type == "cpu":
         import deepspeed.ops
 
-        # Collectives through shared memory would be compiled at the first start (about 100 s). There is no public
-        # switch: ``deepspeed.comm.torch`` looks into this table, which is made when it is first read.
+        # Otherwise the first start compiles collectives through shared memory (about 100 s). There is no public
+        # option: ``deepspeed.comm.torch`` reads this table, which is created when it is first read.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), dist_init_required=False)
     library: ModuleType = deepspeed
@@ -43,7 +43,7 @@ def load(device: torch.device) -> ModuleType:
 
 
 def check_engine(engine: Any, config: Mapping[str, Any]) -> None:
-    """Raise ``LaunchError`` for a setting that the engine has understood otherwise than the configuration says."""
+    """Raise ``LaunchError`` for the first setting of the engine that differs from the configuration."""
     actual = {
         "zero_optimization.stage": int(engine.zero_optimization_stage()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -62,13 +62,12 @@ def check_engine(engine: Any, config: Mapping[str, Any]) -> None:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer that users hold. Its groups are those of the inner one, so that schedulers of learning rates change
-    them; a step is the engine's.
+    """The optimizer that users get: it has the groups of the inner optimizer, and its ``step`` steps the engine.
 
     Args:
-        inner: made by the user's factory.
+        inner: optimizer over the model's parameters, which the engine steps.
         update: makes the engine update the parameters.
-        factory, options: what made ``inner``; None where the user did.
+        factory, options: ``factory(parameters, **options)`` created ``inner``; None: the user created it.
     """
 
     def __init__(
@@ -79,19 +78,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.factory, self.options = factory, dict(options or {})
-        # no call of the base class: groups and states are those of the inner one, which DeepSpeed has made flat
+        # the base class is not initialized: groups and states are those of the inner one, which DeepSpeed flattens
         self.inner, self._update = inner, update
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The groups of the inner optimizer."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's: of flat shards, as DeepSpeed keeps them."""
+        """The states of the inner optimizer, for DeepSpeed's flat shards."""
         return self.inner.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -101,16 +100,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine drops gradients when it has used them."""
+        """Do nothing: the engine drops gradients after the update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's flat shards; save with the model's ``save``."""
+        """Return the states of this rank's flat shards. To save all states, use the model's ``save``."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set this rank's flat shards."""
+        """Load the states of this rank's flat shards."""
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        """The inner one, and who steps it."""
+        """Describe the inner optimizer."""
         return f"EngineOptimizer({self.inner!r})"

@@ -1,8 +1,8 @@
 """Checkpoints of a model that DeepSpeed trains, in the format of all plans.
 
-DeepSpeed keeps flat shards. So a checkpoint is written of a mirror: a plain copy of the model in host memory with full
-parameters and optimizer states, which every rank makes, and of which each writes a part. Any plan of ours, the plain
-model, and any stage and number of devices of DeepSpeed load it; and DeepSpeed loads theirs.
+DeepSpeed stores flat shards. To write a checkpoint, every rank creates a mirror: a plain copy of the model in host
+memory with full parameters and optimizer states, of which each rank writes a part. Any other plan, the plain model, and
+DeepSpeed with any ZeRO stage and number of devices can load it; and DeepSpeed can load their checkpoints.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 States = dict[str, dict[str, Tensor]]
 
 
-def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bound: bool) -> dict[str, Tensor]:
-    """Full parameters and buffers on the CPU of every rank; all ranks call it."""
+def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, has_engine: bool) -> dict[str, Tensor]:
+    """Return full parameters, in these dtypes, and buffers on the CPU of every rank. All ranks call it."""
     gathered: dict[int, Tensor] = {}
-    parameters: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in gathered:
-            gathered[id(parameter)] = _gathered(parameter, bound=bound).to("cpu", dtypes.get(name), copy=True)
-        parameters[name] = gathered[id(parameter)]
+            gathered[id(parameter)] = _gathered(parameter, has_engine).to("cpu", dtypes.get(name), copy=True)
+        tensors[name] = gathered[id(parameter)]
     state: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             continue
-        if name not in parameters:  # a buffer: that of the first rank
-            shared = value.detach().clone()
-            dist.broadcast(shared, src=0)
-            parameters[name] = shared.cpu()
-        state[name] = parameters[name]
+        if name not in tensors:  # a buffer: that of the first rank
+            buffer = value.detach().clone()
+            dist.broadcast(buffer, src=0)
+            tensors[name] = buffer.cpu()
+        state[name] = tensors[name]
     return state
 
 
-def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
-    """A full parameter; the master copy where there is one."""
+def _gathered(parameter: nn.Parameter, has_engine: bool) -> Tensor:
+    """The full parameter, from its master copy if there is one."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if bound and parameter.requires_grad:
+    if has_engine and parameter.requires_grad:
         master: Tensor | None = safe_get_full_fp32_param(parameter)
         if master is not None:
             return master
@@ -68,7 +68,7 @@ def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Set parameters, master copies and buffers from a full state; every rank gives all of it."""
+    """Set parameters, master copies and buffers from a full state. All ranks call it with the full state."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -76,14 +76,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
         for parameter in module.parameters():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             _set_parameter(parameter, entry_of(state, names[id(parameter)], shape))
-        kept = module.state_dict()
+        names_in_state = module.state_dict().keys()
         for name, value in module.named_buffers(remove_duplicate=False):
-            if name in kept:
+            if name in names_in_state:
                 value.copy_(entry_of(state, [name], tuple(value.shape)))
 
 
 def _set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of a parameter, and its master copy."""
+    """Set this rank's shard of a parameter and of its master copy."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -99,9 +99,9 @@ def _set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _set_shard(parameter: nn.Parameter, value: Tensor, state: str | None = None) -> None:
-    """Set this rank's shard of a ZeRO-3 parameter's master copy, or of one of its states, from the full one.
+    """Set this rank's shard of a ZeRO-3 parameter's master copy, or of one of its states, from the full tensor.
 
-    DeepSpeed's own functions for full tensors cannot set shards that are padded at the end.
+    DeepSpeed's functions for full tensors do not support shards that are padded at the end.
     """
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
@@ -118,7 +118,7 @@ def _set_shard(parameter: nn.Parameter, value: Tensor, state: str | None = None)
 
 
 def full_states(engine: Any, module: nn.Module) -> States:
-    """All states of all parameters, on the CPU; none before the first step. All ranks call it.
+    """Return the full states of all parameters on the CPU; empty before the first step. All ranks call it.
 
     Raises:
         InputError: DeepSpeed does not expose them (fp16 without ZeRO).
@@ -143,7 +143,7 @@ def full_states(engine: Any, module: nn.Module) -> States:
 
 
 def put_states(engine: Any, module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set this rank's shards from full states, of all parameters or of none."""
+    """Set this rank's shards of optimizer states from the full states of all parameters; do nothing without states."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
 
     inner = engine.basic_optimizer
@@ -158,7 +158,7 @@ def put_states(engine: Any, module: nn.Module, states: Mapping[str, Mapping[str,
     for flat in flats:
         blank = {key: torch.zeros_like(flat, requires_grad=False) for key in sharded}
         inner.state[flat] = blank | {key: torch.as_tensor(value).clone() for key, value in others.items()}
-    # parameters of stages 1 and 2 learn of the states of their flat shards, as in DeepSpeed's first step
+    # under ZeRO stages 1 and 2, link the parameters to the states of their flat shards, as DeepSpeed's first step does
     groups = getattr(engine.optimizer, "bit16_groups", None) or getattr(engine.optimizer, "bf16_groups", None)
     for group, flat in zip(groups or (), flats, strict=False):
         lazy_init_hp_params_optimizer_state(group, flat, inner.state)
@@ -175,13 +175,13 @@ def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _kinds(states: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Names of the states that are shaped like parameters, and the others (counts of steps)."""
+    """The names of the states that are sharded like parameters, and the values of the others (step counts)."""
     sharded = [key for key, value in states.items() if isinstance(value, Tensor) and value.dim() > 0]
     return sharded, {key: value for key, value in states.items() if key not in sharded}
 
 
 def _flats(optimizer: Any) -> Sequence[Tensor]:
-    """The flat float32 shards that the optimizer updates; every stage keeps them in an attribute of another name."""
+    """The flat float32 shards that the optimizer updates; the name of their attribute depends on the ZeRO stage."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         flats: Sequence[Tensor] | None = getattr(optimizer, name, None)
         if flats is not None:
@@ -194,17 +194,19 @@ def _flats(optimizer: Any) -> Sequence[Tensor]:
 
 
 class DeepSpeedSaver(Checkpointer):
-    """Saves and loads a model that DeepSpeed trains; fp16's loss scale is not saved."""
+    """Saves and loads a model that DeepSpeed trains, from a copy of the user's model on the meta device (``pristine``).
+
+    The loss scale of fp16 is not saved.
+    """
 
     def __init__(self, parallel: DeepSpeedModel, pristine: nn.Module) -> None:
         self._model, self._pristine = parallel, pristine
-        self._mirror = unsplit(pristine)  # its parts are those of the last save or load
+        self._mirror = unsplit(pristine)  # gets the model of each save and load
         self._mirror.plan = parallel.plan
         super().__init__(self._mirror)
 
     def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
-        """The optimizer is one from ``parallel.optimizer``, so that one like it can be made."""
-        inner = self._mirrored(state.optimizer)
+        inner = self._fill_mirror(state.optimizer)
         if inner is not None:
             parameters = dict(self._mirror.module.named_parameters())
             for name, values in full_states(self._model.engine, self._model.module).items():
@@ -212,13 +214,13 @@ class DeepSpeedSaver(Checkpointer):
         return super()._snapshot(replace(state, optimizer=inner), step, asynchronous)
 
     def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
-        inner = self._mirrored(state.optimizer)
+        inner = self._fill_mirror(state.optimizer)
         resumed = super()._load(folder, manifest, replace(state, optimizer=inner))
-        self._take(inner, resumed)
+        self._load_mirror(inner, resumed)
         return resumed
 
-    def _mirrored(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-        """Fill the mirror with present values; an optimizer over it like the given one, without states."""
+    def _fill_mirror(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+        """Fill the mirror with the current values, and return an equal optimizer over it, without states."""
         values, memo = self._model.full_state_dict(), dict[int, Any]()
         for name, parameter in self._pristine.named_parameters():
             memo[id(parameter)] = nn.Parameter(values[name], parameter.requires_grad)
@@ -227,8 +229,8 @@ class DeepSpeedSaver(Checkpointer):
         module = copy.deepcopy(self._pristine, memo)
         plain, mirror = unsplit(module), self._mirror
         mirror.module, mirror.entries, mirror.runtimes = module, plain.entries, plain.runtimes
-        for path, one in stateful_modules(mirror).items():
-            one.set_extra_state(self._model.module.get_submodule(path).get_extra_state())
+        for path, stateful in stateful_modules(mirror).items():
+            stateful.set_extra_state(self._model.module.get_submodule(path).get_extra_state())
         if optimizer is None:
             return None
         if not isinstance(optimizer, EngineOptimizer) or optimizer.factory is None:
@@ -240,16 +242,17 @@ class DeepSpeedSaver(Checkpointer):
             group |= {key: value for key, value in current.items() if key in group and key != "params"}
         return inner
 
-    def _take(self, inner: torch.optim.Optimizer | None, resumed: Resumed) -> None:
+    def _load_mirror(self, inner: torch.optim.Optimizer | None, resumed: Resumed) -> None:
         """Load the mirror into DeepSpeed."""
         model, module = self._model, self._mirror.module
         model.resume_at(resumed.step)
         model.load_full_state_dict(module.state_dict())
-        for path, one in stateful_modules(self._mirror).items():
-            model.module.get_submodule(path).set_extra_state(one.get_extra_state())
+        for path, stateful in stateful_modules(self._mirror).items():
+            model.module.get_submodule(path).set_extra_state(stateful.get_extra_state())
         if inner is None:
             return
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        put_states(model.engine, model.module, {names[id(one)]: state for one, state in inner.state.items()})
+        states = {names[id(parameter)]: state for parameter, state in inner.state.items()}
+        put_states(model.engine, model.module, states)
         for group, target in zip(inner.param_groups, model.engine.basic_optimizer.param_groups, strict=True):
             target |= {key: value for key, value in group.items() if key != "params"}

@@ -1,12 +1,12 @@
-"""The monitor: measures while training, and changes the plan as ``decide`` says. All ranks run one, alike.
+"""The monitor, which measures the steps of a model and changes its plan as ``decide`` decides. Every rank runs one.
 
-Ranks communicate once a window of steps: their measurements go to rank 0, which decides, and its decision to all. New
-plans are made by rank 0, in a process beside it, which is polled at the ends of windows.
+Ranks communicate once a window of steps: rank 0 gathers the measurements, decides, and broadcasts the decision. It
+searches for new plans in another process, which it polls at the end of each window.
 
-Where memory runs out on every rank, at the same place of a forward pass, nothing was updated, and no rank waits for
-another: training continues from the tensors in memory under a plan that takes less. Elsewhere (on some ranks alone, in
-backward, in the optimizer) other ranks wait in collectives that nobody joins; the error then says so, the log keeps the
-factor, and the restarted run plans with it and loads its last checkpoint.
+If memory is exhausted on all ranks at the same point of a forward pass, nothing was updated and no rank waits for
+another, so training continues from the tensors in memory under a plan that needs less memory. In all other cases (on
+some ranks only, in backward, in the optimizer) other ranks wait in collectives. Then an error is raised, the log keeps
+the memory factor, and the restarted run plans with it and loads its last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, pre
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import link_probes
-from galvatron_lite.runtime.monitor.decide import AS_PROFILED, State, begin, decide, wants_links, write_record
+from galvatron_lite.runtime.monitor.decide import AS_PROFILED, begin, decide, wants_links, write_record
 from galvatron_lite.runtime.monitor.notes import EXHAUSTED
 from galvatron_lite.runtime.monitor.planning import PlanningProcess, answer, plain
 from galvatron_lite.runtime.monitor.schema import (
@@ -60,24 +60,26 @@ if TYPE_CHECKING:
 
     from galvatron_lite.runtime.engine import ParallelModel
 
-_SAMPLED = 3
-"""Last steps of a window whose layers are timed."""
+_TIMED_STEPS = 3
+"""Last steps of a window, whose layers are timed."""
 _REPETITIONS = 9
-"""Measurements of a link; the second quickest counts: other work makes a transfer longer, nothing makes it shorter."""
+"""Measurements of a link. The second fastest counts: other traffic makes a transfer slower, nothing makes it faster."""
 PATIENCE = timedelta(seconds=10)
-"""How long a rank out of memory waits for the others, to learn whether they are, too."""
-_LEAST, _OVER = 1.1, 1.02
-
+"""How long a rank whose memory is exhausted waits to learn whether that of all others is, too."""
+_LEAST_FACTOR, _MARGIN = 1.1, 1.02
+"""Least memory factor after memory was exhausted, and by what factor the plan then exceeds its budget."""
 
 RankMeasurement = tuple[tuple[float, ...], dict[str, float], int]
-"""Of a window: seconds of each step; median seconds of a forward pass, by block; peak bytes, 0: not known."""
+"""A window on one rank: seconds of each step, median forward seconds by block, and peak bytes (0: not known)."""
 
 
 class Monitor:
-    """Trains the steps of a model, and adapts its plan; see ``schema.Adapt``. All ranks make it together.
+    """Trains the steps of a model and adapts its plan; see ``schema.Adapt``. All ranks create it together.
 
     Args:
-        parallel: split for a plan with a prediction by the profile.
+        parallel: the model, split by a plan that was predicted by the profile.
+        profile: uncorrected.
+        settings: of adaptation.
         corrections: of the profile, from an earlier run.
     """
 
@@ -99,8 +101,8 @@ class Monitor:
         ]
         self._clock, self._seconds, self._ignored = LayerClock(parallel), list[float](), settings.warm_up
         self._group = None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
-        first = Started(LOG_VERSION, settings, profile, parallel.plan, corrections=corrections)
-        self._decider = _Decider(first) if dist.get_rank() == 0 else None
+        started = Started(LOG_VERSION, settings, profile, parallel.plan, corrections=corrections)
+        self._decider = _Decider(started) if dist.get_rank() == 0 else None
 
     @property
     def phase(self) -> None:
@@ -108,13 +110,13 @@ class Monitor:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """Decisions so far; on rank 0 alone."""
+        """The decisions so far on rank 0; empty on other ranks."""
         return () if self._decider is None else self._decider.decisions
 
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
-        """One step; after the last one of a window, decide."""
+        """Train one step; after the last step of a window, decide on the plan."""
         settings = self._settings
-        self._clock.running = len(self._seconds) >= settings.window - _SAMPLED
+        self._clock.running = len(self._seconds) >= settings.window - _TIMED_STEPS
         before = perf_counter()
         loss = self._step(batch, optimizer, max_grad_norm)
         self._seconds.append(perf_counter() - before)
@@ -127,24 +129,24 @@ class Monitor:
         return loss
 
     def _step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
-        """One step; again under a plan that takes less where memory runs out on all ranks."""
+        """Train one step; if memory is exhausted on all ranks, repeat it under a plan that needs less."""
         while True:
             try:
                 return self._parallel.plain_step(batch, optimizer, max_grad_norm)
             except EXHAUSTED as error:
-                on_all = _ran_out_everywhere(error, self._group)
-                # gradients, and activations in the frames of the error
+                on_all_ranks = _is_exhausted_everywhere(error, self._group)
+                # free gradients, and activations that the frames of the error hold
                 traceback.clear_frames(error.__traceback__)
                 optimizer.zero_grad(set_to_none=True)
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-                refusal = self._make_room(optimizer) if on_all else self._note_exhausted()
+                refusal = self._reduce_memory(optimizer) if on_all_ranks else self._log_exhausted()
                 if refusal:
                     raise ExhaustedError(f"Memory ran out in step {self.step}. {refusal}") from error
 
-    def _make_room(self, optimizer: torch.optim.Optimizer) -> str:
-        """Change to a plan that takes less; why not, where there is none."""
+    def _reduce_memory(self, optimizer: torch.optim.Optimizer) -> str:
+        """Switch to a plan that needs less memory. Return the reason if that is impossible, else an empty string."""
         decider = self._decider
         plan, error = from_rank_zero(lambda: (None, "") if decider is None else decider.exhausted(self.step))
         if plan is None:
@@ -155,9 +157,9 @@ class Monitor:
         self._seconds.clear()
         return refusal
 
-    def _note_exhausted(self) -> str:
-        """Log that memory ran out on this rank; the remedy."""
-        factor = exhaustion_factor(self._profile, self._parallel.plan, self._settings.mem, 1.0)
+    def _log_exhausted(self) -> str:
+        """Log that memory is exhausted on this rank, and return the remedy."""
+        factor = _exhaustion_factor(self._profile, self._parallel.plan, self._settings.mem, 1.0)
         write_record(self._settings.log, Exhausted(self.step, (dist.get_rank(),), factor))
         return (
             "Other ranks may wait for this one: start training again (torchrun --max-restarts) from the last "
@@ -169,18 +171,17 @@ class Monitor:
         if device.type == "cuda":
             memory = torch.cuda.max_memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
-        every: list[RankMeasurement] = everyone((tuple(self._seconds), self._clock.take(), memory))
+        measurements: list[RankMeasurement] = everyone((tuple(self._seconds), self._clock.take(), memory))
         self._seconds.clear()
-        runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
-        window = window_of(self.step, every, self._names, runs)
+        window = _window_of(self.step, measurements, self._names, self._parallel.plan)
         if from_rank_zero(lambda: decider is not None and wants_links(decider.state, window)):
-            window = replace(window, links=measure_links(self._probes, device))
-        chosen: Plan | None = from_rank_zero(lambda: decider and decider.decide(window))
-        if chosen is not None:
-            self._switch(optimizer, chosen)
+            window = replace(window, links=_measure_links(self._probes, device))
+        plan: Plan | None = from_rank_zero(lambda: decider and decider.decide(window))
+        if plan is not None:
+            self._switch(optimizer, plan)
 
     def _switch(self, optimizer: torch.optim.Optimizer, plan: Plan) -> str:
-        """Change to a plan; where a rank cannot, training continues under the present one. The error, if any."""
+        """Switch to a plan. If a rank cannot, keep the current plan and return the error, else an empty string."""
         error, seconds = "", 0.0
         try:
             seconds = go_over(self._parallel, optimizer, plan, self.scheduler)
@@ -194,17 +195,17 @@ class Monitor:
 
 
 class _Decider:
-    """What rank 0 has besides: the state of decisions, the planning process, the log."""
+    """The state of decisions, the planning process and the log, all on rank 0 only."""
 
     def __init__(self, started: Started) -> None:
-        self.state: State = begin(started)
+        self.state = begin(started)
         self.decisions: list[Decision] = []
         self._planning: PlanningProcess | None = None
         self._log = started.settings.log
         write_record(self._log, started)
 
     def feed(self, event: Event) -> Decision | None:
-        """Log an event, and the decision that it leads to."""
+        """Update the state with an event, and log the event and the decision."""
         write_record(self._log, event)
         self.state, decision = decide(self.state, event)
         if decision is not None:
@@ -213,7 +214,7 @@ class _Decider:
         return decision
 
     def decide(self, window: StepWindow) -> Plan | None:
-        """The plan to change to after a window; None: training continues as it is."""
+        """Return the plan to switch to after a window; None: keep the current plan."""
         decision = self.feed(WindowRecord(window))
         assert decision is not None
         if decision.action is AdaptAction.PLAN and self.state.settings.planner is Planner.PROCESS:
@@ -225,42 +226,42 @@ class _Decider:
         return self.state.target
 
     def exhausted(self, step: int) -> tuple[Plan | None, str]:
-        """A plan that takes less than the one under which memory ran out on all ranks; or why there is none."""
+        """Return a plan that needs less memory than the current one, or the error of the search."""
         state = self.state
         if self._planning is not None:
             self._planning.stop()
             self._planning = None
-        factor = exhaustion_factor(state.profile, state.plan, state.settings.mem, state.corrections.memory)
+        factor = _exhaustion_factor(state.profile, state.plan, state.settings.mem, state.corrections.memory)
         self.feed(Exhausted(step, tuple(range(dist.get_world_size())), factor))
         reply = answer(self.state.query(step))
         self.feed(reply)
         return self.state.target, reply.error
 
 
-def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
-    """The measurements of all ranks as a window."""
-    steps, layers, memory = zip(*every, strict=True)
+def _window_of(step: int, measurements: Sequence[RankMeasurement], names: list[str], plan: Plan) -> StepWindow:
+    """Combine the measurements of all ranks; ``names`` are those of all layers, in order."""
+    steps, layers, memory = zip(*measurements, strict=True)
     slowest = [max(seconds) for seconds in zip(*steps, strict=True)]
     first, middle, third = quantiles(slowest, n=4) if len(slowest) > 1 else slowest * 3
     groups = []
-    for name, count in runs:
-        members = names[names.index(name) : names.index(name) + count]
+    for run in (run for stage in plan.stages for run in stage.runs):
+        members = names[names.index(run.first) : names.index(run.first) + run.count]
         seconds = {
             rank: sum(passes[layer] for layer in members)
             for rank, passes in enumerate(layers)
             if passes.keys() >= set(members)
         }
         if seconds:
-            groups.append(LayerGroup(name, tuple(seconds), tuple(seconds.values())))
+            groups.append(LayerGroup(run.first, tuple(seconds), tuple(seconds.values())))
     return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
 
 
-def measure_links(
+def _measure_links(
     probes: Sequence[tuple[LinkPoint, dist.ProcessGroup | None]], device: torch.device
 ) -> tuple[LinkPoint, ...]:
-    """Measure the links, each on this rank's group of its level; all ranks of the world call it, and get the same.
+    """Measure the links, each on this rank's group of its level. All ranks call it and get the same result.
 
-    Collectives inside a step tell little of a link: they wait for whoever is last.
+    Collectives inside a step say little about a link, as each waits for the last rank to call it.
     """
     points = []
     for point, group in probes:
@@ -273,35 +274,35 @@ def measure_links(
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call that all ranks start together."""
+    """Time a call that all ranks start together."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     dist.barrier()
-    _synchronize(device)
+    synchronize()
     before = perf_counter()
     call()
-    _synchronize(device)
+    synchronize()
     return perf_counter() - before
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _ran_out_everywhere(error: BaseException, group: dist.ProcessGroup | None) -> bool:
-    """Whether memory ran out on all ranks at the same place of a forward pass; called on ranks where it did."""
+def _is_exhausted_everywhere(error: BaseException, group: dist.ProcessGroup | None) -> bool:
+    """Whether memory is exhausted on all ranks at the same point of a forward pass; called where it is."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+    point = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     if any(frame.name in ("backward", "_finish_step", "step") and "torch" in frame.filename for frame in frames):
-        place = ""  # in a backward pass or an update
+        point = ""  # in a backward pass or an update
     try:
-        return set(everyone(place, group)) == {place} and bool(place)
-    except RuntimeError:  # the others are elsewhere
+        return set(everyone(point, group)) == {point} and bool(point)
+    except RuntimeError:  # other ranks did not call it
         return False
 
 
-def exhaustion_factor(profile: Profile, plan: Plan, mem: str | int, factor: float) -> float:
-    """The factor on predicted bytes with which a plan no longer fits the budget, from the factor so far."""
+def _exhaustion_factor(profile: Profile, plan: Plan, mem: str | int, factor: float) -> float:
+    """The factor on predicted bytes by which a plan no longer fits the budget, larger than the factor so far."""
     budget = budget_on(profile.cluster, mem or DEFAULT_BUDGET).least
     prediction = evaluate(profile, plain(plan)).prediction
     peak = budget if prediction is None else prediction.peak_memory
-    return round(max(_LEAST, factor * _OVER, _OVER * budget / peak), 3)
+    return round(max(_LEAST_FACTOR, factor * _MARGIN, _MARGIN * budget / peak), 3)

@@ -1,4 +1,4 @@
-"""Attach what watches and steers training to a model: logs, the live display, phases, adaptation."""
+"""Attaching observers (logs, traces, the live display) and steering (phases, adaptation) to a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from galvatron_lite.runtime.monitor.decide import read_log
 from galvatron_lite.runtime.monitor.observer import StepObserver, plan_digest, resident_bytes
 from galvatron_lite.runtime.monitor.schema import Adapt, Corrections, Decided, Exhausted
 from galvatron_lite.runtime.monitor.sinks import (
-    FOLDER,
+    TENSORBOARD_FOLDER,
     Display,
     LineFiles,
     RecordWriter,
@@ -55,21 +55,21 @@ from galvatron_lite.runtime.monitor.sinks import (
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.phases import Phases
 
-_LISTEN = 2.0
-"""Seconds between two times that rank 0 reads how much memory the others took."""
+_READ_INTERVAL = 2.0
+"""Seconds after which rank 0 reads the other ranks' peak memory again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserverOptions:
     """How a run is observed."""
 
-    log: Path | None = None  # folder that it is written to
-    live: bool = False  # whether it is displayed
-    profile_steps: range = range(0)  # steps of which traces are made
+    log: Path | None = None  # folder that the run is written to
+    live: bool = False  # whether to display the current step
+    profile_steps: range = range(0)  # steps to trace
 
 
 def observer_options(log: Path | str | None, live: bool, profile_steps: range | None) -> ObserverOptions | None:
-    """The options; None where nothing is observed."""
+    """Check and combine the options; None if nothing is to be observed."""
     steps = range(0) if profile_steps is None else profile_steps
     if not isinstance(steps, range) or steps.step != 1 or (steps and steps.start < 0):
         raise InputError("profile_steps", str(profile_steps), "Give steps in a row, as range(10, 13).")
@@ -81,58 +81,58 @@ def observer_options(log: Path | str | None, live: bool, profile_steps: range | 
 
 
 def observe(model: Any, options: ObserverOptions | None, profile: Profile | None = None) -> RecordWriter | None:
-    """Observe a model's steps from now on; all ranks call it together.
+    """Observe the training steps of a model from now on. All ranks call it together.
 
     Args:
-        model: None: one that is not trained on the launched world.
-        options: None: nothing is observed.
-        profile: what the plan was made from, where it is known.
+        model: the model that trains; None: this run does not train.
+        options: None: observe nothing.
+        profile: the profile that the plan was made from, if known.
 
     Returns:
-        The thread that writes the records; ``finish`` it where the run ends before the process does.
+        The thread that writes the records; call its ``finish`` if the run ends before the process does.
 
     Raises:
-        InputError: a model that does not train, or a folder that cannot be written.
+        InputError: the run does not train, or the folder cannot be written.
     """
     if options is None:
         return None
     if model is None:
         field = "live" if options.log is None else "log"
         raise InputError(field, options.log or True, "There are no training steps to see: it is for training alone.")
-    rank, clock, memory = dist.get_rank(), StepClock(model.device), _MemoryOfAll(model)
+    rank, clock, memory = dist.get_rank(), StepClock(model.device), _PeakMemory(model)
     head = _header(model)
     recorder = RecordWriter(_sinks(model, options, head, memory, profile))
     tracer = None
     if options.log and options.profile_steps:
         stage, world = head.devices[rank].stage, len(head.devices)
-        about = {"version": RUN_VERSION, "digest": head.digest, "stage": stage, "world": world, "rank": rank}
-        tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, about, recorder.put)
+        metadata = {"version": RUN_VERSION, "digest": head.digest, "stage": stage, "world": world, "rank": rank}
+        tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, metadata, recorder.put)
     is_parallel = isinstance(model, ParallelModel)
     layers = is_parallel and options.log is not None
     model.observer = StepObserver(model, recorder.put, clock, tracer, lambda: memory.peak, layers)
     recorder.closing = model.observer.close
     if is_parallel:
-        model.watch.clock = clock.phase
+        model.watch.clock = clock.begin_phase
     if rank == 0:
         recorder.put(head)
     return recorder
 
 
-class _MemoryOfAll:
-    """Reads how much memory all ranks took, at most; a sink of rank 0's, whose thread has the time.
+class _PeakMemory:
+    """Tracks the peak memory over all ranks: a sink of rank 0, so that its thread does the reading.
 
     Attributes:
-        peak: bytes of the fullest rank that is known.
+        peak: bytes of the fullest rank; 0: not known.
     """
 
     def __init__(self, model: Any) -> None:
-        self._watch, self._since, self.peak = getattr(model, "watch", None), -_LISTEN, 0
+        self._watch, self._read_at, self.peak = getattr(model, "watch", None), -_READ_INTERVAL, 0
 
     def take(self, records: Sequence[Record]) -> None:
-        """Look, now and then."""
+        """Take this rank's peak from the records, and every few seconds those of the others from their notes."""
         self.peak = max([self.peak, *(record.reserved for record in records if isinstance(record, RankRecord))])
-        if self._watch is not None and self.peak and monotonic() - self._since >= _LISTEN:
-            self._since = monotonic()
+        if self._watch is not None and self.peak and monotonic() - self._read_at >= _READ_INTERVAL:
+            self._read_at = monotonic()
             self.peak = max([self.peak, *(note.memory for note in self._watch.notes() if note is not None)])
 
     def close(self) -> None:
@@ -140,24 +140,22 @@ class _MemoryOfAll:
 
 
 def _sinks(
-    model: Any, options: ObserverOptions, head: RunHeader, memory: _MemoryOfAll, profile: Profile | None
+    model: Any, options: ObserverOptions, head: RunHeader, memory: _PeakMemory, profile: Profile | None
 ) -> list[Sink]:
-    sinks: list[Sink] = []
-    if options.log is not None:
-        sinks += _run_files(options.log, head)
+    files = [] if options.log is None else _run_files(options.log, head)
     if dist.get_rank() != 0:
-        return sinks
-    sinks.insert(0, memory)
+        return [*files]
+    sinks: list[Sink] = [memory, *files]
     if options.log is not None:
         if profile is not None:
             write_profile(profile, options.log / PROFILE)
-        writer = scalar_writer(options.log / FOLDER)
+        writer = scalar_writer(options.log / TENSORBOARD_FOLDER)
         sinks += [] if writer is None else [Scalars(writer, model.plan)]
     return [*sinks, Display(model.plan)] if options.live else sinks
 
 
 def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
-    """The files of this rank; an error on all ranks where any cannot make its own."""
+    """Create the files of this rank; if any rank fails, every rank raises ``InputError``."""
     rank, files, reason = dist.get_rank(), list[LineFiles](), ""
     rank_header = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
     try:
@@ -173,14 +171,14 @@ def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
 
 
 def _header(model: Any) -> RunHeader:
-    """What the run starts with; all ranks call it together."""
+    """The header of the run's log; all ranks call it together."""
     device, name, memory = model.device, "cpu", 0
     stage = model.runtime.meshes.stage_index if isinstance(model, ParallelModel) else 0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
-    own = RunDevice(dist.get_rank(), socket.gethostname(), name, stage, memory, resident_bytes())
-    devices = tuple(everyone(own))
+    run_device = RunDevice(dist.get_rank(), socket.gethostname(), name, stage, memory, resident_bytes())
+    devices = tuple(everyone(run_device))
     versions = {"galvatron_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
@@ -191,7 +189,7 @@ def _header(model: Any) -> RunHeader:
 
 
 def _layers(model: Any) -> list[tuple[str, nn.Module]]:
-    """The modules of this rank's layers, each with the layer's name."""
+    """The modules of this rank's layers, with the layers' names."""
     if not isinstance(model, ParallelModel):
         return []
     return [
@@ -203,7 +201,7 @@ def _layers(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
-    """The settings of adapting, with the budget of the first plan where they have none; None: no adapting."""
+    """Check the settings of adaptation, with the budget of the first plan by default; None: the plan is not adapted."""
     if adapt is False:
         return None
     settings = Adapt() if adapt is True else adapt
@@ -217,7 +215,7 @@ def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
 
 
 def split_phases(plan: Plan | PhasedPlan | str | Path | None) -> tuple[PhasedPlan | None, Plan | None]:
-    """The plan in phases, where ``plan`` is one or its file; and the plan that training starts with, checked."""
+    """Read and check a plan: the plan in phases if it has phases, and the plan that training starts with."""
     if isinstance(plan, (str, Path)):
         path, data = Path(plan), read_data(Path(plan))
         if not is_phased(data):
@@ -233,7 +231,7 @@ def split_phases(plan: Plan | PhasedPlan | str | Path | None) -> tuple[PhasedPla
 
 
 def earlier_corrections(settings: Adapt | None, profile: Profile) -> Corrections:
-    """The corrections in the log of an earlier run: links, devices of a world as large, memory."""
+    """The last corrections in the log of an earlier run, as far as they apply to the cluster of a profile."""
     if settings is None or not settings.log or not Path(settings.log).is_file():
         return Corrections()
     last = Corrections()
@@ -249,7 +247,7 @@ def earlier_corrections(settings: Adapt | None, profile: Profile) -> Corrections
 
 
 def correct_inputs(profile: Profile, corrections: Corrections, mem: str | int) -> tuple[Profile, str | int]:
-    """The profile and the budget that a first plan is made with."""
+    """Apply the corrections of an earlier run to the profile and the memory budget of the first plan."""
     if corrections == Corrections():
         return profile, mem
     budget = budget_on(profile.cluster, mem or DEFAULT_BUDGET).scaled(1.0 / corrections.memory)
@@ -257,10 +255,10 @@ def correct_inputs(profile: Profile, corrections: Corrections, mem: str | int) -
 
 
 def steer(model: object, phased: PhasedPlan | None, settings: Adapt | None, profile: Profile | None) -> None:
-    """Train a model in phases, or adapt its plan; nothing to do without both.
+    """Let phases or adaptation change the plan of a model while it trains; without either, do nothing.
 
     Raises:
-        InputError: phases and adapting, or a model whose plan does not change.
+        InputError: both are requested, or the plan of such a model cannot change.
     """
     if phased is None and settings is None:
         return

@@ -1,58 +1,69 @@
-"""Clocks of parts of steps and of passes of blocks, by host time or by events on a GPU; and traces of steps.
+"""Clocks for steps and layers, and traces of steps.
 
-Traces are those of ``torch.profiler``, with ranges around steps, their parts, and layers. Ranges exist only while a
-trace is made: layers get their hooks when it begins, and lose them when it ends.
+Times are taken on the host, or as CUDA events, which are read later and so never stall the GPU. Traces are those of
+``torch.profiler``, with ranges for steps, their parts and layers. Hooks for ranges exist only during a trace.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from galvatron_lite.model.graph import Role
-from galvatron_lite.runs.schema import StepPart
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, TRACES, CollectiveRecord, StepPart
 from galvatron_lite.runtime.monitor.notes import StepPhase
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from galvatron_lite.runtime.engine import ParallelModel
 
+_COLLECTIVES = {
+    "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}  # fmt: skip
+"""Functions of ``torch.distributed`` that are timed, and the kind of collective that each is recorded as."""
 
-import json
-import os
-from collections.abc import Iterable, Sequence
-from functools import wraps
-from pathlib import Path
 
-import torch.distributed as dist
-from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+def time_mark(device: torch.device) -> Any:
+    """The present time: host seconds on a CPU, an event on the current stream of a GPU."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
-from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, TRACES, CollectiveRecord
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Seconds between two time marks; a GPU must have reached both."""
+    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3
 
 
 class LayerClock:
-    """Seconds of the forward passes of this rank's blocks; recomputation in backward counts as a pass, too.
+    """Times the forward passes of this rank's blocks, including those that recomputation repeats in backward.
 
     Attributes:
-        running: whether passes are timed: hooks and events take some microseconds each.
+        running: whether passes are timed. Hooks and events cost some microseconds each.
     """
 
     def __init__(self, parallel: ParallelModel) -> None:
         self.running = False
-        self._mark = partial(moment, parallel.device)
+        self._mark = partial(time_mark, parallel.device)
         self._starts: dict[str, list[Any]] = {}
         self._passes: dict[str, list[tuple[Any, Any]]] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Any] = []
         for runtime in parallel.runtimes:
             for name in (placed.layer.name for placed in runtime.stage if placed.layer.role is Role.BLOCK):
                 module = runtime.model.get_submodule(name)
@@ -68,12 +79,12 @@ class LayerClock:
             self._passes.setdefault(name, []).append((self._starts[name].pop(), self._mark()))
 
     def take(self) -> dict[str, float]:
-        """The median seconds of a pass of every block since the last call; waits for the GPU."""
+        """Return the median seconds of a pass by block since the last call. Waits for the GPU."""
         passes, self._passes = self._passes, {}
         self._starts.clear()
         for end in (end for marks in passes.values() for _, end in marks if not isinstance(end, float)):
             end.synchronize()
-        return {name: median(between(*marks) for marks in pass_) for name, pass_ in passes.items()}
+        return {name: median(seconds_between(*marks) for marks in block) for name, block in passes.items()}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -82,37 +93,37 @@ class LayerClock:
 
 
 class StepClock:
-    """Marks where parts of the present step begin on this rank.
+    """Marks the times at which the parts of a step begin on this rank.
 
     Attributes:
-        on_part: called with the name of every part that begins, and an empty one at the step's end.
+        on_part: called with the name of each part when it begins, and with an empty string when the step ends.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._mark = partial(moment, device)
+        self._device = device
         self._marks: list[tuple[StepPart, Any]] = []
         self.on_part: Callable[[str], None] | None = None
 
-    def at(self, part: StepPart) -> None:
-        """A part begins, and the one before it ends."""
-        self._marks.append((part, self._mark()))
+    def begin_part(self, part: StepPart) -> None:
+        """End the current part and begin another."""
+        self._marks.append((part, time_mark(self._device)))
         if self.on_part is not None:
             self.on_part(part.value)
 
-    def phase(self, phase: StepPhase | None) -> None:
-        """``Watch`` has noted a phase; None: the rank waits for another stage."""
+    def begin_phase(self, phase: StepPhase | None) -> None:
+        """Begin the part that a phase of ``Watch`` belongs to; None: this rank waits for another stage."""
         if self._marks:
             part = StepPart.WAITING if phase is None else StepPart.__members__.get(phase.name, StepPart.OTHER)
-            self.at(part)
+            self.begin_part(part)
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
+        """Begin a step."""
         self._marks = []
-        self.at(StepPart.OTHER)
+        self.begin_part(StepPart.OTHER)
 
-    def end(self) -> StepMarks:
-        """The step ends."""
-        marks = StepMarks([*self._marks, (StepPart.OTHER, self._mark())])
+    def end_step(self) -> StepMarks:
+        """End the step and return its marks."""
+        marks = StepMarks([*self._marks, (StepPart.OTHER, time_mark(self._device))])
         self._marks = []
         if self.on_part is not None:
             self.on_part("")
@@ -120,7 +131,7 @@ class StepClock:
 
 
 class StepMarks:
-    """When each part of a step began; the last mark ends the step."""
+    """The time marks of a step: the beginning of each part, and the end of the step."""
 
     __slots__ = ("_marks",)
 
@@ -135,23 +146,23 @@ class StepMarks:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
-        return between(self._marks[0][1], self._marks[-1][1])
+        """Seconds of the step."""
+        return seconds_between(self._marks[0][1], self._marks[-1][1])
 
     def since(self, earlier: StepMarks | None) -> float:
         """Seconds from the end of an earlier step to the beginning of this one."""
-        return 0.0 if earlier is None else max(between(earlier._marks[-1][1], self._marks[0][1]), 0.0)
+        return 0.0 if earlier is None else max(seconds_between(earlier._marks[-1][1], self._marks[0][1]), 0.0)
 
     def parts(self) -> dict[StepPart, float]:
-        """Seconds by part; they add up to those of the step."""
+        """Seconds by part. They add up to the seconds of the step."""
         seconds = defaultdict[StepPart, float](float)
         for (part, start), (_, end) in pairwise(self._marks):
-            seconds[part] += between(start, end)
+            seconds[part] += seconds_between(start, end)
         return seconds
 
 
 class Scalar:
-    """A value on a device that is read later, without waiting for it."""
+    """A scalar tensor that is copied to the host without waiting, and read later."""
 
     __slots__ = ("_event", "_value")
 
@@ -161,11 +172,11 @@ class Scalar:
         if self._value.is_cuda:
             host = torch.empty_like(self._value, device="cpu", pin_memory=True)
             self._value = host.copy_(self._value, non_blocking=True)
-            self._event = moment(value.device)
+            self._event = time_mark(value.device)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the value has arrived."""
+        """Whether the value is on the host."""
         return self._event is None or bool(self._event.query())
 
     def get(self) -> float:
@@ -173,27 +184,16 @@ class Scalar:
         return float(self._value)
 
 
-def moment(device: torch.device) -> Any:
-    """Now: on the host in seconds, on a GPU an event of its present stream."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def between(start: Any, end: Any) -> float:
-    """Seconds between two moments; a GPU has to have reached both."""
-    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3
-
-
 class Tracer:
-    """Makes a trace of some steps.
+    """Records a trace of some steps and writes it to the folder of the run.
 
     Args:
-        layers: gives the modules of this rank's layers, each with the layer's name, when the trace begins.
-        about: metadata of the trace, with the ``rank``.
-        put: takes records of the collectives.
+        folder: of the run.
+        steps: numbers of the steps to trace.
+        layers: returns the modules of this rank's layers with the layers' names; called when the trace begins.
+        clock: of the steps.
+        metadata: stored in the trace; includes the ``rank``.
+        put: receives the records of collectives.
     """
 
     def __init__(
@@ -202,164 +202,155 @@ class Tracer:
         steps: range,
         layers: Callable[[], Sequence[tuple[str, nn.Module]]],
         clock: StepClock,
-        about: dict[str, Any],
+        metadata: dict[str, Any],
         put: Callable[[CollectiveRecord], None],
     ) -> None:
-        self._folder, self._steps, self._layers, self._clock, self._about = folder, steps, layers, clock, about
+        self._folder, self._steps, self._layers, self._clock, self._metadata = folder, steps, layers, clock, metadata
         self._profile: profile | None = None
-        self._collectives, self._put, self._last = CollectiveTimer(), put, 0
-        self._first = 0
+        self._collectives, self._put = CollectiveTimer(), put
+        self._first = self._last = 0
         self._step: Any = None
         self._part: Any = None
         self._handles: list[Any] = []
 
     @property
-    def runs(self) -> bool:
-        """Whether the profiler runs."""
+    def is_running(self) -> bool:
+        """Whether a trace is being recorded."""
         return self._profile is not None
 
-    def begin(self, step: int) -> None:
-        """A step begins."""
+    def begin_step(self, step: int) -> None:
+        """Begin a step, and the trace if this is its first step."""
         if step in self._steps and self._profile is None:
             # in a launched world the tracer logs two lines a run to standard error, unless its level is above all
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            self._profile, self._first = profile(activities=kinds), step
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._profile, self._first = profile(activities=activities), step
             self._profile.start()
             for name, module in self._layers():
-                self._watch(name, module)
-            self._clock.on_part = self._on_part
+                self._add_layer_ranges(name, module)
+            self._clock.on_part = self._begin_part
             self._collectives.start()
         if self._profile is not None:
-            self._step = _begin(f"{STEP}{step}")
+            self._step = _begin_range(f"{STEP}{step}")
 
-    def end(self, step: int) -> None:
-        """It ends."""
+    def end_step(self, step: int) -> None:
+        """End a step, and the trace after its last step."""
         if self._profile is None:
             return
-        _end(self._step)
+        _end_range(self._step)
         self._last = step
         if step + 1 not in self._steps:
             self.close()
 
     def close(self) -> None:
-        """Write the trace, where one is being made."""
+        """Stop recording, and write the trace if there is one."""
         profiler, self._profile = self._profile, None
         if profiler is None:
             return
         self._collectives.stop()
-        self._on_part("")
+        self._begin_part("")
         self._clock.on_part = None
         for handle in self._handles:
             handle.remove()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        rank = self._about["rank"]
+        rank = self._metadata["rank"]
         for record in self._collectives.take(rank, self._last, max(self._last - self._first + 1, 1)):
             self._put(record)
-        profiler.add_metadata_json(METADATA, json.dumps(self._about))
+        profiler.add_metadata_json(METADATA, json.dumps(self._metadata))
         profiler.stop()
         folder = self._folder / TRACES
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{rank:05d}-step-{self._first:05d}.json.gz"
-        part = path.with_name(f".{path.name}.part.json.gz")
-        profiler.export_chrome_trace(str(part))
-        part.replace(path)
+        incomplete = path.with_name(f".{path.name}.part.json.gz")
+        profiler.export_chrome_trace(str(incomplete))
+        incomplete.replace(path)
 
-    def _watch(self, name: str, module: nn.Module) -> None:
+    def _add_layer_ranges(self, name: str, module: nn.Module) -> None:
         ranges: list[Any] = []
 
         def stop(*_: Any) -> None:
             if ranges:
-                _end(ranges.pop())
+                _end_range(ranges.pop())
 
-        start = module.register_forward_pre_hook(lambda *_: ranges.append(_begin(LAYER + name)), prepend=True)
-        self._handles.append(start)
+        start = module.register_forward_pre_hook(lambda *_: ranges.append(_begin_range(LAYER + name)), prepend=True)
         # first: after the last layer of a stage a hook leaves the model, and later hooks are not called
-        self._handles.append(module.register_forward_hook(stop, prepend=True, always_call=True))
+        self._handles += [start, module.register_forward_hook(stop, prepend=True, always_call=True)]
 
-    def _on_part(self, part: str) -> None:
-        """A part of the step begins, or with an empty name the step ends."""
+    def _begin_part(self, part: str) -> None:
         if self._part is not None:
-            _end(self._part)
-        self._part = _begin(PART + part) if part else None
+            _end_range(self._part)
+        self._part = _begin_range(PART + part) if part else None
 
 
-def _begin(name: str) -> Any:
+def _begin_range(name: str) -> Any:
     entered = record_function(name)
     entered.__enter__()  # type: ignore[no-untyped-call]
     return entered
 
 
-def _end(entered: Any) -> None:
+def _end_range(entered: Any) -> None:
     entered.__exit__(None, None, None)
 
 
-_NAMES = {
-    "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}  # fmt: skip
-"""Functions that are timed, and the kinds of their collectives."""
-
-
 class CollectiveTimer:
-    """Times collectives between ``start`` and ``stop``."""
+    """Times collectives between ``start`` and ``stop`` by replacing the functions of ``torch.distributed``."""
 
     def __init__(self) -> None:
-        self._plain: dict[str, Any] = {}
-        # of each kind on each ranks: bytes of each call, and what gives its seconds
+        self._originals: dict[str, Any] = {}
+        # by kind and ranks: bytes of each call, and a function that returns its seconds
         self._calls: dict[tuple[str, tuple[int, ...]], list[tuple[int, Callable[[], float]]]] = {}
         self._inside = False
 
     def start(self) -> None:
         """Replace the functions."""
-        for name, kind in _NAMES.items():
-            plain = getattr(dist, name, None)
-            if plain is not None:
-                self._plain[name] = plain
-                setattr(dist, name, wraps(plain)(partial(self._timed, plain, kind)))
+        for name, kind in _COLLECTIVES.items():
+            original = getattr(dist, name, None)
+            if original is not None:
+                self._originals[name] = original
+                setattr(dist, name, wraps(original)(partial(self._timed, original, kind)))
 
     def stop(self) -> None:
-        """Put them back."""
-        for name, plain in self._plain.items():
-            setattr(dist, name, plain)
-        self._plain = {}
+        """Restore the functions."""
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+        self._originals = {}
 
-    def take(self, rank: int, step: int, steps: int) -> Iterable[CollectiveRecord]:
-        """Records of so many steps up to this one; the device has to have done all of it."""
+    def take(self, rank: int, step: int, steps: int) -> Iterator[CollectiveRecord]:
+        """Return the records of ``steps`` steps up to ``step``; the device must have finished them."""
         groups, self._calls = self._calls, {}
         for (kind, ranks), calls in groups.items():
             size, seconds = sum(size for size, _ in calls), sum(max(span(), 0.0) for _, span in calls)
             yield CollectiveRecord(rank, step, steps, kind, ranks, len(calls), size, round(seconds, 7))
 
-    def _timed(self, plain: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
-        if self._inside:  # one calls another
-            return plain(*args, **kwargs)
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    def _timed(self, original: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # torch implements some collectives by others
+            return original(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         size = max(tensor.nbytes for tensor in tensors)  # of the tensor that all ranks have together
         group = kwargs.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        begin = moment(tensors[0].device)
+        device = tensors[0].device
+        start = time_mark(device)
         self._inside = True
         try:
-            work = plain(*args, **kwargs)
+            work = original(*args, **kwargs)
         finally:
             self._inside = False
-        span = _span(work, begin, tensors[0].device) if len(ranks) > 1 else None
+        span = _span(work, start, device) if len(ranks) > 1 else None
         if span is not None:
             self._calls.setdefault((kind, ranks), []).append((size, span))
         return work
 
 
-def _span(work: Any, begin: Any, device: torch.device) -> Callable[[], float] | None:
-    """Gives the seconds until a collective has completed; None where its backend does not tell when."""
+def _span(work: Any, start: Any, device: torch.device) -> Callable[[], float] | None:
+    """A function that returns the seconds a collective took; None where its backend does not report completion."""
     if work is None:  # it has completed, or the stream waits for it
-        end = moment(device)
-        return lambda: between(begin, end)
+        end = time_mark(device)
+        return lambda: seconds_between(start, end)
     ends: list[Any] = []
     try:
-        work.get_future().add_done_callback(lambda _: ends.append(moment(device)))
+        work.get_future().add_done_callback(lambda _: ends.append(time_mark(device)))
     except RuntimeError:
         return None
-    return lambda: between(begin, ends[0]) if ends else 0.0
+    return lambda: seconds_between(start, ends[0]) if ends else 0.0

@@ -1,9 +1,9 @@
-"""Corrected profiles from measurements.
+"""Corrections of a profile from measurements, and the corrected profile.
 
-Links: an all-reduce of S bytes between the members of a level takes ``a + f S b`` where the profile says ``a' + S b``;
-two sizes give the factor f on the time a byte takes and the additional latency. Devices: the median over groups of
-layers of measured over predicted forward time. Measurements are low ranks or medians of repetitions, so that single
-slow ones do not count.
+Links: the profile predicts ``a' + S b`` seconds for an all-reduce of S bytes within a level, and ``a + f S b`` is
+measured; two sizes yield the factor f on the time per byte and the additional latency ``a - a'``. Devices: the factor
+on the compute time of a rank is the median of measured over predicted forward time of its layers. Measurements are
+medians or low order statistics of repetitions, so single slow ones do not count.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, Devic
 from galvatron_lite.runtime.monitor.schema import Corrections, LayerGroup, LinkFactor, LinkPoint, StepWindow
 
 _SIZES = (16 * 2**20, 4 * 2**20, 2**20, 2**18)
-"""Bytes of the larger message between members of a level: the first that does not take long."""
+"""Candidates for the bytes of the larger message on a level: the first that is predicted to take short enough."""
 _LONGEST = 0.01
-"""Predicted seconds of the larger message, at most."""
-_SMALLER = 16
-"""How many times smaller the other message is."""
+"""Largest predicted seconds of the larger message."""
+_SIZE_RATIO = 16
+"""Size of the larger message over that of the smaller one."""
 _DIGITS = 3
-"""Of factors: no plan depends on more, and logs are read by people."""
+"""Digits of factors: no plan depends on more, and people read the logs."""
 
 
 def link_factors(points: Sequence[LinkPoint], threshold: float) -> tuple[LinkFactor, ...]:
-    """The levels that differ from the profile by more than a relative threshold; each is measured at two sizes."""
+    """Return factors for the levels, each measured at two sizes, that deviate by more than a relative threshold."""
     factors = []
     for level in dict.fromkeys(point.level for point in points):
         level_points = [point for point in points if point.level == level]
@@ -49,7 +49,7 @@ def link_factors(points: Sequence[LinkPoint], threshold: float) -> tuple[LinkFac
 def _link_factor(level: str, small: LinkPoint, large: LinkPoint) -> LinkFactor:
     size = max(large.size - small.size, 1)
     slope = max(large.predicted - small.predicted, 1e-12) / size
-    # noise may make the larger message the quicker one; that makes nothing infinitely fast
+    # with noise the larger message may be the faster one, so the factor is bounded from below
     per_byte = max((large.seconds - small.seconds) / size / slope, 0.05)
     start = max(small.predicted - slope * small.size, 0.0)
     latency = max(small.seconds - per_byte * slope * small.size - start, 0.0)
@@ -57,7 +57,7 @@ def _link_factor(level: str, small: LinkPoint, large: LinkPoint) -> LinkFactor:
 
 
 def predicted_groups(profile: Profile, plan: Plan) -> dict[str, float]:
-    """Seconds of one micro-batch's forward of every run of blocks of a plan, by the name of its first layer."""
+    """Predict the forward seconds of one micro-batch for each run of blocks, by the name of its first layer."""
     pricer, layers = LayerPricer(for_mode(profile, plan.mode)), {layer.name: layer for layer in profile.graph.layers}
     seconds = {}
     for run in (run for stage in plan.stages for run in stage.runs):
@@ -71,9 +71,9 @@ def predicted_groups(profile: Profile, plan: Plan) -> dict[str, float]:
 def device_factors(
     groups: Sequence[LayerGroup], predicted: Mapping[str, float], ranks: int, threshold: float
 ) -> tuple[float, ...]:
-    """Factor on the compute time of each rank; empty where all are as predicted, to the threshold.
+    """Return a factor on the compute time of each rank; empty if all ranks are as predicted, within the threshold.
 
-    Ranks that are as fast as the median rank, to the threshold, get its factor.
+    Ranks that are as fast as the median rank, within the threshold, get its factor.
     """
     ratios: list[list[float]] = [[] for _ in range(ranks)]
     for group in groups:
@@ -89,42 +89,42 @@ def device_factors(
 
 
 def memory_factor(window: StepWindow, predicted: Sequence[int]) -> float:
-    """The largest factor over ranks of peak bytes on predicted ones; at least 1."""
+    """Return the largest ratio over ranks of measured to predicted peak bytes, at least 1."""
     ratios = [peak / bytes_ for peak, bytes_ in zip(window.memory, predicted, strict=False) if bytes_]
     return round(max([1.0, *ratios]), _DIGITS)
 
 
 def corrected(profile: Profile, corrections: Corrections) -> Profile:
-    """The profile with corrected links and devices."""
-    slower = _with_devices(profile, corrections.devices)
-    return _with_links(slower, corrections.links) if corrections.links else slower
+    """Return the profile with corrected links and devices."""
+    profile = _with_devices(profile, corrections.devices)
+    return _with_links(profile, corrections.links) if corrections.links else profile
 
 
 def _with_links(profile: Profile, links: Sequence[LinkFactor]) -> Profile:
     cluster, factors = profile.cluster, {link.level: link for link in links}
-    levels, more = [], dict[str, float]()  # seconds that a message over a level takes longer
+    levels, latencies = [], dict[str, float]()  # additional seconds of a message over a level
     for level in cluster.levels:
         link = factors.get(level.name, LinkFactor("", 1.0))
-        more[level.name] = link.latency / _messages(Collective.ALL_REDUCE, level.size)
-        latency = level.latency + more[level.name]
+        latencies[level.name] = link.latency / _messages(Collective.ALL_REDUCE, level.size)
+        latency = level.latency + latencies[level.name]
         levels.append(replace(level, bandwidth=level.bandwidth / link.per_byte, latency=latency))
 
-    def slower(shape: CollectiveFit | CollectivePoint) -> tuple[float, float]:
-        """Factor on the time of a byte, and additional seconds, of a collective: its slowest link counts."""
+    def correction(shape: CollectiveFit | CollectivePoint) -> tuple[float, float]:
+        """Factor on the time per byte and additional seconds of a collective, whose slowest link counts."""
         group = RankGroup(shape.group, shape.stride, shape.siblings)
         hops = () if group.reach >= cluster.devices else hops_of(cluster, group)
         crossed = [hop.level for hop in hops if hop.level in factors]
         per_byte = max((factors[level].per_byte for level in crossed), default=1.0)
-        return per_byte, _messages(shape.collective, shape.group) * sum(more[level] for level in crossed)
+        return per_byte, _messages(shape.collective, shape.group) * sum(latencies[level] for level in crossed)
 
     fits, points = [], []
     for fit in profile.fits:
-        per_byte, seconds = slower(fit)
+        per_byte, seconds = correction(fit)
         fits.append(replace(fit, latency=fit.latency + seconds, bandwidth=fit.bandwidth / per_byte))
     lines = {_key(fit): fit for fit in profile.fits}
     for point in profile.collectives:
-        # the share that grows with the bytes, by the straight line through the curve, takes longer
-        per_byte, seconds = slower(point)
+        # the factor applies to the share of the time that grows with the bytes, by the straight line fitted
+        per_byte, seconds = correction(point)
         line, share = lines.get(_key(point)), 1.0
         if line is not None:
             share = point.size / line.bandwidth / max(line.latency + point.size / line.bandwidth, 1e-12)
@@ -138,14 +138,14 @@ def _key(shape: CollectiveFit | CollectivePoint) -> tuple[Collective, int, int, 
 
 
 def _messages(collective: Collective, size: int) -> int:
-    """Messages one after the other in a collective of a ring of so many ranks."""
+    """The number of consecutive messages of a collective on a ring of ``size`` ranks."""
     if collective in (Collective.SEND_RECV, Collective.BROADCAST):
         return 1
     return max((2 if collective is Collective.ALL_REDUCE else 1) * (size - 1), 1)
 
 
 def _with_devices(profile: Profile, factors: Sequence[float]) -> Profile:
-    """A profile with devices of several types, where some ranks are slower than others; else a scaled one."""
+    """The profile scaled by the factor of all ranks, or with one type of device per factor if factors differ."""
     if not factors or not profile.cluster.alike or len(factors) != profile.cluster.devices:
         return profile
     layers = _scaled(profile.layers, max(factors))
@@ -167,9 +167,9 @@ def _scaled(points: Sequence[LayerPoint], factor: float) -> tuple[LayerPoint, ..
 
 
 def link_probes(profile: Profile) -> list[tuple[RankGroup, tuple[LinkPoint, LinkPoint]]]:
-    """The all-reduces, a small and a large one, that measure each level that joins several members.
+    """Return the all-reduces that measure the links: a small and a large one on each level with several members.
 
-    They are on the groups that cross the level alone. Their seconds are to be filled in.
+    Their groups cross that level only. Their ``seconds`` are 0, to be replaced by the measured ones.
     """
     cluster, links = profile.cluster, Links(profile)
 
@@ -179,12 +179,13 @@ def link_probes(profile: Profile) -> list[tuple[RankGroup, tuple[LinkPoint, Link
         )
 
     probes = []
-    for place, level in enumerate(cluster.levels):
+    for depth, level in enumerate(cluster.levels):
         if level.size > 1:
-            stride = prod(below.size for below in cluster.levels[:place])
+            stride = prod(below.size for below in cluster.levels[:depth])
             group = RankGroup(level.size, stride, cluster.devices // level.size)
-            large = next((size for size in _SIZES if predicted(group, size) <= _LONGEST), _SIZES[-1])
-            small = large // _SMALLER
-            points = tuple(LinkPoint(level.name, size, 0.0, predicted(group, size)) for size in (small, large))
-            probes.append((group, (points[0], points[1])))
+            largest = next((size for size in _SIZES if predicted(group, size) <= _LONGEST), _SIZES[-1])
+            small, large = (
+                LinkPoint(level.name, size, 0.0, predicted(group, size)) for size in (largest // _SIZE_RATIO, largest)
+            )
+            probes.append((group, (small, large)))
     return probes

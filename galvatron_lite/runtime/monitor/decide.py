@@ -1,19 +1,19 @@
-"""Decisions: a pure function from a state and an event to the next state and a decision; their log, and its replay.
+"""Decisions of adaptation: a pure function from a state and an event to the next state and a decision; and their log.
 
-A window of steps that takes longer or shorter than predicted is probed (links are measured). Once ``patience`` windows
-in a row deviate, the profile is corrected, and if that changed it, a new plan is made. It is adopted where it gains
-enough of a step, and what the remaining steps gain pays for the switch. Then no plan is made for ``cool_down`` steps;
-only where steps are slower than before the switch, it is undone, and the plan never tried again.
+If a window of steps is slower or faster than predicted, the links are measured. After ``patience`` consecutive windows
+that deviate, the profile is corrected, and if the corrections changed, a new plan is searched. Training switches to it
+if it saves enough of each step, and the remaining steps save more than the switch costs. In the next ``cool_down``
+steps no plan is searched. If steps are slower than before the switch, it is undone, and the plan is never tried again.
 
-There is no clock: the same events give the same decisions, so that a log can be replayed. A log has a JSON line for
-each event and decision, flushed as it is written.
+Decisions read no clock: the same events yield the same decisions, so a log can be replayed. A log has one JSON line for
+each event and decision.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from galvatron_lite.cost.plan import evaluate
@@ -51,69 +51,69 @@ from galvatron_lite.runtime.monitor.schema import (
 from galvatron_lite.units import format_seconds
 
 AS_PROFILED = Corrections()
-_BACK = 2.0
-"""How many times the least gain a plan must have that was left before."""
+_RETURN_FACTOR = 2.0
+"""Factor on the least gain of a plan that was left before."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What decisions depend on besides the event."""
+    """The state that decisions depend on."""
 
     settings: Adapt
-    profile: Profile  # as it was made
-    plan: Plan  # the present one
+    profile: Profile  # uncorrected
+    plan: Plan  # the current plan
     corrections: Corrections = AS_PROFILED
-    cool_until: int = 0  # no plan is made before this step
-    deviating: int = 0  # windows in a row that deviated
-    planning: bool = False  # whether a plan is being made
-    target: Plan | None = None  # the plan that is to be switched to; None: none is
-    former: Plan | None = None  # the plan before the last switch, until that has proved itself
-    former_seconds: float = 0.0  # median step under it
-    measured: float = 0.0  # median step of the last window
-    left: frozenset[str] = field(default_factory=frozenset)  # names of plans that were left
-    blocked: frozenset[str] = field(default_factory=frozenset)  # names of plans that made steps slower
+    cool_until: int = 0  # no plan is searched before this step
+    deviating: int = 0  # consecutive windows that deviated
+    planning: bool = False  # whether a plan is being searched
+    target: Plan | None = None  # the plan to switch to
+    former: Plan | None = None  # the plan before the last switch, until a window shows that the switch pays
+    former_seconds: float = 0.0  # median seconds of a step under the former plan
+    measured: float = 0.0  # median seconds of a step in the last window
+    left: frozenset[str] = frozenset()  # names of plans that were left
+    blocked: frozenset[str] = frozenset()  # names of plans that made steps slower
     switch_seconds: float = 0.0  # the longest switch so far
     probed: int = 0  # step at which links were last measured
-    forced: bool = False  # whether the present plan does not fit, and any other is taken that does
+    forced: bool = False  # whether the current plan does not fit, so that any plan that fits is taken
 
     @property
     def predicted(self) -> float:
-        """Seconds of a step, by the corrected profile."""
+        """Seconds of a step by the corrected profile."""
         return step_seconds(self.profile, self.corrections, self.plan)
 
     def query(self, step: int) -> Started:
-        """What a new plan is made from."""
+        """Return the query for a new plan."""
         return Started(LOG_VERSION, self.settings, self.profile, self.plan, step, self.corrections)
 
 
 def begin(started: Started) -> State:
-    """The state at the start of a log."""
+    """Return the state at the start of a log."""
     return State(started.settings, started.profile, started.plan, started.corrections)
 
 
 def decide(state: State, event: Event) -> tuple[State, Decision | None]:
-    """The state after an event, and the decision on it; None where there is nothing to decide."""
+    """Return the state after an event, and the decision, if the event needs one."""
     if isinstance(event, WindowRecord):
         return _on_window(state, event.window)
     if isinstance(event, PlannedRecord):
         return _on_planned(state, event)
-    if isinstance(event, Exhausted):  # plans take so many times the predicted bytes
+    if isinstance(event, Exhausted):
         corrections = replace(state.corrections, memory=event.factor)
         return replace(state, corrections=corrections, planning=True, former=None, deviating=0, forced=True), None
     return _on_done(state, event), None
 
 
 def deviates(state: State, window: StepWindow) -> bool:
-    """Whether most steps of a window are slower, or faster, than predicted."""
+    """Whether three quarters of the steps of a window are slower, or faster, than predicted by the threshold."""
     low, _, high = window.seconds
     threshold, predicted = state.settings.threshold, state.predicted
     return low > predicted * (1.0 + threshold) or high < predicted * (1.0 - threshold)
 
 
 def wants_links(state: State, window: StepWindow) -> bool:
-    """Whether links are to be measured after a window: it deviates, or a slow link may have recovered.
+    """Whether to measure the links after a window: if it deviates, or if a slow link may have recovered.
 
-    A plan that avoids a slow link does not show when the link recovers.
+    A link's recovery does not show in the steps of a plan that avoids the link, so it is measured now and then.
     """
     if state.planning or state.former is not None or window.step < state.cool_until:
         return False
@@ -122,7 +122,7 @@ def wants_links(state: State, window: StepWindow) -> bool:
 
 
 def _on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
-    """The decision after a window."""
+    """Decide after a window."""
     step, settings = window.step, state.settings
     state = replace(state, measured=window.seconds[1], probed=step if window.links else state.probed)
     observed = f"{format_seconds(window.seconds[1])} a step, predicted {format_seconds(state.predicted)}"
@@ -144,7 +144,7 @@ def _on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
 
 
 def _on_planned(state: State, planned: PlannedRecord) -> tuple[State, Decision]:
-    """The decision on a new plan."""
+    """Decide on a new plan."""
     step, plan = planned.step, planned.plan
     state = replace(state, planning=False, cool_until=step + state.settings.window)
     if plan is None:
@@ -161,19 +161,24 @@ def _on_planned(state: State, planned: PlannedRecord) -> tuple[State, Decision]:
 
 
 def _on_done(state: State, done: Done) -> State:
-    """The state after a switch, or a failed one."""
-    plan, going_back = state.target, state.former is not None
+    """The state after a switch that succeeded or failed."""
+    plan = state.target
     if plan is None:
         return state
     state = replace(state, target=None, cool_until=done.step + state.settings.cool_down)
     if done.error:
         return replace(state, blocked=state.blocked | {plan_name(plan)}, former=None)
+    left = {plan_name(state.plan)}
+    undone = state.former is not None
     return replace(
-        state, plan=plan,
-        former=None if going_back else state.plan, former_seconds=0.0 if going_back else state.measured,
-        left=state.left | {plan_name(state.plan)}, switch_seconds=max(done.seconds, state.switch_seconds),
-        blocked=state.blocked | {plan_name(state.plan)} if going_back else state.blocked,
-    )  # fmt: skip
+        state,
+        plan=plan,
+        former=None if undone else state.plan,
+        former_seconds=0.0 if undone else state.measured,
+        left=state.left | left,
+        blocked=state.blocked | left if undone else state.blocked,
+        switch_seconds=max(done.seconds, state.switch_seconds),
+    )
 
 
 def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
@@ -181,12 +186,11 @@ def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
 
 
 def _change(state: State, step: int, action: AdaptAction, reason: str, plan: Plan) -> tuple[State, Decision]:
-    """Switch to a plan."""
     return replace(state, target=plan), Decision(step, action, reason, state.corrections, plan_name(plan))
 
 
 def _after_switch(state: State, window: StepWindow, former: Plan, observed: str) -> tuple[State, Decision]:
-    """Undo a switch if the first window after it is slower."""
+    """Undo a switch if the first window after it is slower than the last one before it."""
     before = state.former_seconds
     if window.seconds[0] > before * (1.0 + state.settings.least_gain):
         reason = f"{observed}; {format_seconds(before)} before the switch: it is undone"
@@ -196,19 +200,19 @@ def _after_switch(state: State, window: StepWindow, former: Plan, observed: str)
 
 
 def _with_residual(state: State, window: StepWindow) -> Corrections:
-    """The corrections with the factor that makes the prediction the window's median."""
-    bare = replace(state.corrections, residual=1.0)
-    predicted = step_seconds(state.profile, bare, state.plan)
-    return replace(bare, residual=round(window.seconds[1] / predicted, 3)) if predicted else bare
+    """The corrections with the residual factor that makes the predicted step time the window's median."""
+    corrections = replace(state.corrections, residual=1.0)
+    predicted = step_seconds(state.profile, corrections, state.plan)
+    return replace(corrections, residual=round(window.seconds[1] / predicted, 3)) if predicted else corrections
 
 
 def _memory(state: State, window: StepWindow) -> float:
-    by_stage = device_memory(evaluate(state.profile, state.plan))
-    return memory_factor(window, [one.total for one in by_stage for _ in range(state.plan.stage_devices)])
+    stages = device_memory(evaluate(state.profile, state.plan))
+    return memory_factor(window, [memory.total for memory in stages for _ in range(state.plan.stage_devices)])
 
 
 def _correct(state: State, window: StepWindow, observed: str) -> tuple[State, Decision]:
-    """Correct the profile by a window; make a plan where more than the residual factor changes."""
+    """Correct the profile by a window, and search for a plan if more than the residual factor changes."""
     threshold, before = state.settings.threshold, state.corrections
     links = link_factors(window.links, threshold)
     groups = predicted_groups(corrected(state.profile, Corrections(links)), state.plan)
@@ -224,7 +228,7 @@ def _correct(state: State, window: StepWindow, observed: str) -> tuple[State, De
 
 
 def _differences(corrections: Corrections) -> str:
-    """Corrections in words."""
+    """Describe corrections for people."""
     links = [
         f"{link.level} takes {link.per_byte:g} times as long a byte"
         + (f" and {format_seconds(link.latency)} more a message" if link.latency else "")
@@ -239,7 +243,7 @@ def _differences(corrections: Corrections) -> str:
 
 
 def _agree(first: Corrections, second: Corrections, threshold: float) -> bool:
-    """Whether no factor differs by more than the threshold; the residual changes no plan."""
+    """Whether corrections are equal within the threshold, apart from the residual factor, which changes no plan."""
     count = max(len(first.devices), len(second.devices))
     pairs = [
         *zip(first.devices or (1.0,) * count, second.devices or (1.0,) * count, strict=True),
@@ -255,21 +259,22 @@ def _agree(first: Corrections, second: Corrections, threshold: float) -> bool:
 
 
 def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decision]:
-    """Decide whether another plan is worth a switch."""
+    """Decide whether another plan saves enough to pay for the switch."""
     settings = state.settings
-    now, then = state.predicted, step_seconds(state.profile, state.corrections, plan)
-    gain = 1.0 - then / now
-    least = settings.least_gain * (_BACK if name in state.left else 1.0)
-    ahead = settings.horizon if settings.steps is None else max(settings.steps - step, 0)
-    cost = max(switch_cost(state.profile, state.plan, plan).seconds, state.switch_seconds)
-    compared = f"{format_seconds(now)} a step becomes {format_seconds(then)} ({gain:.1%} less) by prediction"
+    before, after = state.predicted, step_seconds(state.profile, state.corrections, plan)
+    gain = 1.0 - after / before
+    least = settings.least_gain * (_RETURN_FACTOR if name in state.left else 1.0)
+    steps = settings.horizon if settings.steps is None else max(settings.steps - step, 0)
+    saved, cost = (
+        steps * (before - after),
+        max(switch_cost(state.profile, state.plan, plan).seconds, state.switch_seconds),
+    )
+    compared = f"{format_seconds(before)} a step becomes {format_seconds(after)} ({gain:.1%} less) by prediction"
     if gain < least:
         return _keep(state, step, f"{compared}: less than {least:.1%}")
-    if ahead * (now - then) <= cost:
-        reason = f"{compared}: the switch of {format_seconds(cost)} does not pay in {ahead} steps"
-        return _keep(state, step, reason)
-    gained = format_seconds(ahead * (now - then))
-    reason = f"{compared}: {ahead} steps gain {gained}, the switch costs {format_seconds(cost)}"
+    if saved <= cost:
+        return _keep(state, step, f"{compared}: the switch of {format_seconds(cost)} does not pay in {steps} steps")
+    reason = f"{compared}: {steps} steps gain {format_seconds(saved)}, the switch costs {format_seconds(cost)}"
     return _change(state, step, AdaptAction.SWITCH, reason, plan)
 
 
@@ -280,7 +285,7 @@ _KINDS: dict[str, type[Record]] = {
 
 
 def write_record(path: str, record: Record) -> None:
-    """Add a line to a log; do nothing where the path is empty."""
+    """Append a line to a log; if the path is empty, do nothing."""
     if not path:
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -289,7 +294,7 @@ def write_record(path: str, record: Record) -> None:
 
 
 def read_log(path: Path) -> list[Record]:
-    """Read the records of a log; raises ``FileFormatError`` naming the first line that is no record."""
+    """Read the records of a log; raise ``FileFormatError`` for the first line that is no record."""
     try:
         lines = check_regular(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -305,31 +310,28 @@ def read_log(path: Path) -> list[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A decision as it was logged, and as it is taken again."""
+    """A decision of a log, and the same decision taken again."""
 
-    logged: Decision | None  # None where the log has none
+    logged: Decision | None  # None: the log has no such decision
     again: Decision  # from the same events
 
     @property
     def same(self) -> bool:
-        """Whether they are equal."""
+        """Whether both are equal."""
         return self.logged == self.again
 
 
 def replay(records: Sequence[Record]) -> list[Replayed]:
-    """Take all decisions of a log again; plans are made again too, from the corrected profile."""
+    """Take all decisions of a log again; new plans are searched again too."""
     logged = iter([record.decision for record in records if isinstance(record, Decided)])
-    return [Replayed(next(logged, None), decision) for decision in _again(records)]
-
-
-def _again(records: Sequence[Record]) -> Iterator[Decision]:
     first, *events = records
     assert isinstance(first, Started)
-    state = begin(first)
+    state, replayed = begin(first), list[Replayed]()
     for event in events:
         if isinstance(event, (Started, Decided)):
             continue
         again = answer(state.query(event.step)) if isinstance(event, PlannedRecord) else event
         state, decision = decide(state, again)
         if decision is not None:
-            yield decision
+            replayed.append(Replayed(next(logged, None), decision))
+    return replayed

@@ -1,4 +1,4 @@
-"""Observes the steps of a model on one rank: measures them, and makes records for the sinks."""
+"""Observing the training steps of a model on one rank: measuring them, and making the records of the run's log."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from galvatron_lite.runs.schema import (
 )
 from galvatron_lite.runtime.monitor.clock import LayerClock, Scalar, StepClock, StepMarks, Tracer
 
-_FIRST, _LONGEST = 0.5, 10.0
-"""Seconds between two records of a rank: at first, and at last; they double."""
-_SAMPLED = 10
-"""The layers of one in so many steps are timed, beside the first two after each record."""
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 0.5, 10.0
+"""Seconds between two records of a rank; the interval doubles from the first to the longest."""
+_SAMPLING = 10
+"""Layers are timed in every tenth step, and in the first two steps after each record."""
 
 
 class Observable:
-    """A part of the models that are trained."""
+    """A mixin of models whose training steps can be observed."""
 
     observer: StepObserver | None = None
 
 
 def observed(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``train_step(self, batch, optimizer, ...)`` whose steps the model's observer sees."""
+    """Decorate ``train_step(self, batch, optimizer, ...)`` so that the model's observer sees its steps."""
 
     @wraps(train_step)
     def run(self: Observable, batch: Any, *arguments: Any, **options: Any) -> Any:
@@ -60,17 +60,23 @@ def observed(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_Pending = tuple[StepRecord, StepMarks, StepMarks | None, list[Scalar], bool]
-"""A step that has ended on the host, perhaps not yet on the device: its record without what the device tells, its
-marks, those of the step before, its losses, and whether its time counts."""
+@dataclass(frozen=True, slots=True)
+class _EndedStep:
+    """A step that has ended on the host, perhaps not yet on the device."""
+
+    record: StepRecord  # without the seconds and the loss, which are still on the device
+    marks: StepMarks
+    previous: StepMarks | None  # of the step before
+    losses: list[Scalar]
+    counts: bool  # towards the means of this rank's records
 
 
 @dataclass(slots=True)
-class _Window:
-    """Steps since the last record of this rank."""
+class _Totals:
+    """Sums over the steps since this rank's last record."""
 
     since: float = field(default_factory=perf_counter)
-    patience: float = _FIRST
+    interval: float = _FIRST_INTERVAL
     steps: int = 0
     seconds: float = 0.0
     between: float = 0.0
@@ -78,13 +84,15 @@ class _Window:
 
 
 class StepObserver:
-    """Observes the steps of a model, also of loops that call the model and the optimizer.
+    """Observes the steps of a model, including those of loops that call the model and the optimizer themselves.
 
     Args:
-        put: takes records.
-        tracer: makes traces; None: there are none.
-        fullest: peak bytes of the fullest rank, as far as they are known.
-        layers: whether the forward passes of blocks are timed.
+        model: the model that trains.
+        put: receives the records.
+        clock: marks the parts of each step.
+        tracer: records traces; None: no traces.
+        peak_memory: returns the peak bytes of the fullest rank; 0: not known.
+        layers: whether to time the forward passes of blocks.
     """
 
     def __init__(
@@ -93,143 +101,147 @@ class StepObserver:
         put: Callable[[Record], None],
         clock: StepClock,
         tracer: Tracer | None,
-        fullest: Callable[[], int],
+        peak_memory: Callable[[], int],
         layers: bool,
     ) -> None:
         self._model, self._rank, self._put, self._clock, self._tracer = model, dist.get_rank(), put, clock, tracer
-        self._fullest, self._layers = fullest, LayerClock(model) if layers else None
+        self._peak_memory, self._layers = peak_memory, LayerClock(model) if layers else None
         self._plan: Plan = model.plan
-        self._next = self._seen = int(model.step)
+        self._next = self._model_step = int(model.step)
         self._samples, self._losses = 0, list[Scalar]()
-        self._open = self._within = False
-        self._pending: deque[_Pending] = deque()
-        self._last: StepMarks | None = None
-        self._warm, self._window = False, _Window()
-        self._ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
-        self._handles: list[Any] = [  # of loops that call the model, ``backward`` and the optimizer themselves
-            model.register_forward_pre_hook(self._called, with_kwargs=True),
-            model.register_forward_hook(self._returned),
-            register_optimizer_step_pre_hook(self._updates),
-            register_optimizer_step_post_hook(self._updated),
+        self._in_step = self._in_train_step = False
+        self._ended: deque[_EndedStep] = deque()
+        self._previous: StepMarks | None = None
+        self._warm, self._totals = False, _Totals()
+        self._updates_model: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._handles: list[Any] = [  # for loops that call the model, ``backward`` and the optimizer themselves
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
         ]
 
     def train(self, batch: Any, step: Callable[[], Tensor]) -> Tensor:
-        """Observe a call of ``train_step``; where it raises an error, the loop may go on."""
-        self._within = True
-        self._start()
+        """Observe a call of ``train_step``. If it raises an error, the error is recorded and the loop may continue."""
+        self._in_train_step = True
+        self._begin_step()
         self._samples, self._losses = batch_size(batch), []
         try:
             loss = step()
         except BaseException as error:
-            self._within = self._open = False
-            self._seen = self._model.step
-            self._clock.end()
+            self._in_train_step = self._in_step = False
+            self._model_step = self._model.step
+            self._clock.end_step()
             if self._rank == 0:
                 self._put(EndRecord(self._next, time(), f"{type(error).__name__}: {error}"[:500]))
             raise
-        self._within = False
+        self._in_train_step = False
         self._losses = [Scalar(loss)]
-        self._finish()
+        self._end_step()
         return loss
 
     def close(self) -> None:
-        """The run ends."""
+        """End the run: remove the hooks and make the last records."""
         for handle in self._handles:
             handle.remove()
         if self._tracer is not None:
             self._tracer.close()
-        if self._pending and torch.cuda.is_available():
+        if self._ended and torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._settle()
-        if self._window.steps:
-            self._record()
+        self._record_ended()
+        if self._totals.steps:
+            self._record_rank()
         if self._rank == 0:
             self._put(EndRecord(self._next, time()))
 
-    def _start(self) -> None:
-        now = int(self._model.step)
-        if now != self._seen:  # a checkpoint was loaded
-            self._next = self._seen = now
+    def _begin_step(self) -> None:
+        step = int(self._model.step)
+        if step != self._model_step:  # a checkpoint was loaded
+            self._next = self._model_step = step
         if self._model.plan is not self._plan:
             self._change_plan()
-        self._open = True
+        self._in_step = True
         if self._tracer is not None:
-            self._tracer.begin(self._next)
+            self._tracer.begin_step(self._next)
         if self._layers is not None:
-            self._layers.running = self._warm and (self._window.steps < 2 or self._next % _SAMPLED == 0)
-        self._clock.begin()
+            self._layers.running = self._warm and (self._totals.steps < 2 or self._next % _SAMPLING == 0)
+        self._clock.begin_step()
 
-    def _finish(self) -> None:
-        marks, self._open = self._clock.end(), False
-        profiled = self._profiling
+    def _end_step(self) -> None:
+        marks, self._in_step = self._clock.end_step(), False
+        profiled = self._is_tracing
         counts = self._warm and self._model.plan is self._plan and not profiled
         tokens = round(self._samples * tokens_of_sample(self._plan))
         record = StepRecord(self._next, round(time(), 3), 0.0, 0.0, self._samples, tokens, profiled=profiled)
-        self._pending.append((record, marks, self._last, self._losses, counts))
+        self._ended.append(_EndedStep(record, marks, self._previous, self._losses, counts))
         if self._tracer is not None:
-            self._tracer.end(self._next)
+            self._tracer.end_step(self._next)
         # the time after a trace goes to writing it
-        self._last = None if profiled and not self._profiling else marks
-        self._warm, self._seen = True, int(self._model.step)
+        self._previous = None if profiled and not self._is_tracing else marks
+        self._warm, self._model_step = True, int(self._model.step)
         self._next += 1
         self._samples, self._losses = 0, []
-        self._settle()
+        self._record_ended()
 
     @property
-    def _profiling(self) -> bool:
-        return self._tracer is not None and self._tracer.runs
+    def _is_tracing(self) -> bool:
+        return self._tracer is not None and self._tracer.is_running
 
-    def _settle(self) -> None:
-        """Make records of steps that have ended on the device, too."""
-        while self._pending:
-            _, marks, _, losses, _ = self._pending[0]
-            if not (marks.is_ready and all(loss.is_ready for loss in losses)):
+    def _record_ended(self) -> None:
+        """Record the steps that have ended on the device too."""
+        while self._ended:
+            step = self._ended[0]
+            if not (step.marks.is_ready and all(loss.is_ready for loss in step.losses)):
                 break
-            self._settle_step(*self._pending.popleft())
-        window = self._window
-        if window.steps and perf_counter() - window.since > window.patience:
-            self._record()
+            self._record_step(self._ended.popleft())
+        totals = self._totals
+        if totals.steps and perf_counter() - totals.since > totals.interval:
+            self._record_rank()
 
-    def _settle_step(
-        self, record: StepRecord, marks: StepMarks, before: StepMarks | None, losses: list[Scalar], counts: bool
-    ) -> None:
-        seconds, between = marks.seconds, marks.since(before)
-        if counts:
-            window = self._window
-            window.steps += 1
-            window.seconds += seconds
-            window.between += between
-            for part, part_seconds in marks.parts().items():
-                window.parts[part] += part_seconds
+    def _record_step(self, step: _EndedStep) -> None:
+        seconds, between, totals = step.marks.seconds, step.marks.since(step.previous), self._totals
+        if step.counts:
+            totals.steps += 1
+            totals.seconds += seconds
+            totals.between += between
+            for part, part_seconds in step.marks.parts().items():
+                totals.parts[part] += part_seconds
         if self._rank == 0:
-            mean = fmean(loss.get() for loss in losses) if losses else math.nan
-            loss, memory = mean if math.isfinite(mean) else None, self._fullest()
-            self._put(replace(record, seconds=round(seconds, 7), between=round(between, 7), loss=loss, memory=memory))
+            mean = fmean(loss.get() for loss in step.losses) if step.losses else math.nan
+            loss, memory = mean if math.isfinite(mean) else None, self._peak_memory()
+            seconds, between = round(seconds, 7), round(between, 7)
+            self._put(replace(step.record, seconds=seconds, between=between, loss=loss, memory=memory))
 
-    def _record(self) -> None:
-        """Make a record of this rank's last steps."""
-        window, self._window = self._window, _Window(patience=min(2 * self._window.patience, _LONGEST))
-        count = window.steps
-        parts = {part: round(seconds / count, 7) for part, seconds in window.parts.items()}
+    def _record_rank(self) -> None:
+        """Record the means of this rank's last steps."""
+        totals, self._totals = self._totals, _Totals(interval=min(2 * self._totals.interval, _LONGEST_INTERVAL))
+        count = totals.steps
         passes = {} if self._layers is None else self._layers.take()
-        layers = {name: round(seconds, 7) for name, seconds in passes.items()}
-        used = reserved = 0
+        allocated = reserved = 0
         if self._model.device.type == "cuda":
-            used = torch.cuda.max_memory_allocated(self._model.device)
+            allocated = torch.cuda.max_memory_allocated(self._model.device)
             reserved = torch.cuda.max_memory_reserved(self._model.device)
         if hasattr(self._model, "watch"):
             self._model.watch.memory = reserved
-        seconds, between = round(window.seconds / count, 7), round(window.between / count, 7)
         self._put(
             RankRecord(
-                self._rank, self._next - 1, count, seconds, between, parts, layers, used, reserved, resident_bytes()
+                self._rank,
+                step=self._next - 1,
+                steps=count,
+                seconds=round(totals.seconds / count, 7),
+                between=round(totals.between / count, 7),
+                parts={part: round(seconds / count, 7) for part, seconds in totals.parts.items()},
+                layers={name: round(seconds, 7) for name, seconds in passes.items()},
+                memory=allocated,
+                reserved=reserved,
+                resident=resident_bytes(),
             )
         )
 
     def _change_plan(self) -> None:
-        if self._window.steps:
-            self._record()
-        self._plan, self._warm, self._window = self._model.plan, False, _Window()
+        if self._totals.steps:
+            self._record_rank()
+        self._plan, self._warm, self._totals = self._model.plan, False, _Totals()
         if self._layers is not None:
             self._layers.close()
             self._layers = LayerClock(self._model)
@@ -240,43 +252,45 @@ class StepObserver:
         if self._rank == 0:
             self._put(PlanRecord(self._next, self._plan, digest))
 
-    def _called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._within or not (torch.is_grad_enabled() and model.training):
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_train_step or not (torch.is_grad_enabled() and model.training):
             return
-        if not self._open:
-            self._start()
+        if not self._in_step:
+            self._begin_step()
         self._samples += batch_size(batch_of_call(args, kwargs))
-        self._clock.at(StepPart.FORWARD)
+        self._clock.begin_part(StepPart.FORWARD)
 
-    def _returned(self, model: nn.Module, _args: Any, loss: Any) -> None:
-        if self._within or not self._open or not (torch.is_grad_enabled() and model.training):
+    def _after_forward(self, model: nn.Module, _args: Any, loss: Any) -> None:
+        if self._in_train_step or not self._in_step or not (torch.is_grad_enabled() and model.training):
             return
         if isinstance(loss, Tensor):
             self._losses.append(Scalar(loss))
-        self._clock.at(StepPart.BACKWARD)
+        self._clock.begin_part(StepPart.BACKWARD)
 
-    def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._open and not self._within and self._is_ours(optimizer):
-            self._clock.at(StepPart.OPTIMIZER)
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._ends_step(optimizer):
+            self._clock.begin_part(StepPart.OPTIMIZER)
 
-    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._open and not self._within and self._is_ours(optimizer):
-            self._finish()
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._ends_step(optimizer):
+            self._end_step()
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer updates this model."""
-        if optimizer not in self._ours:
-            ours = {id(parameter) for parameter in self._model.parameters()}
+    def _ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a loop that calls the model itself ends its step with this optimizer, which updates the model."""
+        if self._in_train_step or not self._in_step:
+            return False
+        if optimizer not in self._updates_model:
+            parameters = {id(parameter) for parameter in self._model.parameters()}
             updated = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            self._ours[optimizer] = any(parameter in ours for parameter in updated)
-        return self._ours[optimizer]
+            self._updates_model[optimizer] = any(parameter in parameters for parameter in updated)
+        return self._updates_model[optimizer]
 
 
 def resident_bytes() -> int:
-    """Peak bytes of this process in the host's memory (Linux counts them in KiB)."""
+    """Peak bytes of this process in host memory (Linux counts them in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def plan_digest(plan: Plan) -> str:
-    """Equal for equal plans."""
+    """A checksum of a plan."""
     return data_hash(to_data(plan))

@@ -1,6 +1,6 @@
-"""New plans from a corrected profile, in a process beside training or in this one.
+"""Planning with a corrected profile, in this process or in another one while training continues.
 
-The process reads its query on standard input and answers on standard output, both JSON, checked like files.
+The other process reads its query from standard input and writes the answer to standard output, both as JSON.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NICE = 10
 
 
 def answer(query: Started) -> PlannedRecord:
-    """Look for a plan; the present one is among those compared."""
+    """Search for the fastest plan by the corrected profile. The current plan is one of the candidates."""
     plan, settings = query.plan, query.settings
     profile = corrected(query.profile, query.corrections)
     budget = budget_on(query.profile.cluster, settings.mem or DEFAULT_BUDGET)
     try:
         pins = read_pins(settings.fix, (*settings.forbid, "branches"), profile.graph)
-        found = find_plan(
+        best = find_plan(
             profile,
             devices=plan.devices,
             global_batch=plan.global_batch,
@@ -46,30 +46,30 @@ def answer(query: Started) -> PlannedRecord:
             margin=0.0 if plan.provenance is None else plan.provenance.margin,
             candidates=(plain(plan),),
         )
-        return PlannedRecord(query.step, check_runs(found))
+        return PlannedRecord(query.step, check_runs(best))
     except GalvatronError as error:
         return PlannedRecord(query.step, error=f"{type(error).__name__}: {error}")
 
 
 def plain(plan: Plan) -> Plan:
-    """A plan without its prediction and provenance."""
+    """Return the plan without its prediction and provenance."""
     return replace(plan, prediction=None, alternatives=(), left_out=(), provenance=None)
 
 
 def step_seconds(profile: Profile, corrections: Corrections, plan: Plan) -> float:
-    """Seconds of a step by the corrected profile, times the residual factor."""
+    """Predict the seconds of a step by the corrected profile, times the residual factor."""
     prediction = evaluate(corrected(profile, corrections), plain(plan)).prediction
     return corrections.residual * (0.0 if prediction is None else prediction.step_seconds)
 
 
 def plan_name(plan: Plan) -> str:
-    """A short name: equal for plans that do the same, whatever they were predicted to cost."""
+    """Return a short name that is equal for plans that differ in their predictions alone."""
     stages = tuple(type(stage)(stage.runs) for stage in plan.stages)
     return data_hash(to_data(replace(plain(plan), stages=stages, model="")))[:12]
 
 
 class PlanningProcess:
-    """A query in progress, in a process of low priority."""
+    """A query that is being answered in a process of low priority."""
 
     def __init__(self, query: Started) -> None:
         self._step = query.step
@@ -84,11 +84,11 @@ class PlanningProcess:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is there."""
+        """Whether the answer is ready."""
         return self._process.poll() is not None
 
     def answer(self) -> PlannedRecord:
-        """Wait for the answer."""
+        """Wait for the answer and return it."""
         output, _ = self._process.communicate()
         if self._process.returncode:
             error = f"the planning process ended with status {self._process.returncode}"
@@ -96,14 +96,14 @@ class PlanningProcess:
         return from_data(PlannedRecord, json.loads(output), "answer of the planning process")
 
     def stop(self) -> None:
-        """End the process without an answer."""
+        """Stop the process without waiting for its answer."""
         if not self.done:
             self._process.kill()
         self._process.communicate()
 
 
 def main() -> None:
-    """Answer the query on standard input."""
+    """Answer the query on standard input: the entry point of the process."""
     os.nice(_NICE)
     query = from_data(Started, json.load(sys.stdin), "query to the planning process")
     json.dump(to_data(answer(query)), sys.stdout)

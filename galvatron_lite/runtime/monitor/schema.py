@@ -1,4 +1,4 @@
-"""Settings, measurements, corrections and decisions of adapting, and the records of its log."""
+"""Types of adaptation: its settings, measurements, corrections and decisions, and the records of its log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG_VERSION = 1
 
 
 class Planner(StrEnum):
-    """Where new plans are made."""
+    """Where new plans are searched."""
 
     PROCESS = "process"
     INLINE = "inline"
@@ -22,22 +22,22 @@ class Planner(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Adapt(Strict):
-    """How training adapts.
+    """How the plan is adapted while the model trains.
 
     Attributes:
-        window: steps that are evaluated together; ranks communicate once a window.
-        warm_up: first steps, after the start and after every switch, that are ignored.
-        threshold: relative deviation from the prediction that counts: of the step time's quartiles, of factors.
-        patience: windows in a row that must deviate before anything is done.
-        least_gain: share of the step time that a new plan must gain; twice that, to go back to a plan that was left.
-        cool_down: steps after a switch without another one, but back where it made steps slower.
-        steps: of the whole run; a switch must pay back before they end. None: not known.
-        horizon: steps ahead in which a switch must pay back where ``steps`` is not given.
-        mem: budget a device of new plans, as for ``galvatron plan``; empty: that of the first plan, or 95 %.
-        fix: pins of every new plan, as for ``galvatron plan``; ``auto_parallelize`` adds its own.
-        forbid: dimensions that no new plan uses; likewise.
-        log: file that decisions are written to, a JSON line each, and that a restarted run reads; empty: none.
-        planner: where plans are made: in a ``process`` beside rank 0, or ``inline``, while all ranks wait.
+        window: steps that are evaluated together. Ranks communicate once a window.
+        warm_up: steps that are ignored after the start and after every switch of plan.
+        threshold: relative deviation from the prediction that counts, of quartiles of the step time and of factors.
+        patience: consecutive windows that must deviate before a new plan is searched.
+        least_gain: share of the step time that a new plan must save; twice that for a plan that was left before.
+        cool_down: steps after a switch in which no other plan is searched; a switch that made steps slower is undone.
+        steps: of the run; a switch must pay back before they end. None: not known.
+        horizon: steps in which a switch must pay back if ``steps`` is None.
+        mem: memory budget per device of new plans, as for ``galvatron plan``; empty: that of the first plan, or 95 %.
+        fix: pins of every new plan, as for ``galvatron plan``; ``auto_parallelize`` adds the pins of the first plan.
+        forbid: dimensions that no new plan uses; ``auto_parallelize`` adds those of the first plan.
+        log: file of decisions, one JSON line each, which a restarted run reads; empty: no log.
+        planner: where plans are searched: in a ``process`` beside rank 0, or ``inline``, while all ranks wait.
     """
 
     window: int = 20
@@ -57,56 +57,55 @@ class Adapt(Strict):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup(Strict):
-    """Forward passes of consecutive layers of one stage and strategy."""
+    """Forward times of consecutive layers with one strategy, measured on the ranks of their stage."""
 
-    first: str  # name of its first layer
+    first: str  # name of the first layer
     ranks: tuple[int, ...]
-    seconds: tuple[float, ...]  # of one micro-batch, median, on each rank
+    seconds: tuple[float, ...]  # median of one micro-batch, on each of the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint(Strict):
-    """An all-reduce between the members of a level, measured between two steps on all groups of the level at once."""
+    """An all-reduce within a level of the cluster, measured between two steps on all groups of the level at once."""
 
     level: str
     size: int  # bytes of the tensor
-    seconds: float  # of the slowest rank; the second quickest of nine times
-    predicted: float  # seconds, by the profile as it was made
+    seconds: float  # of the slowest rank; the second fastest of nine measurements
+    predicted: float  # seconds, by the uncorrected profile
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow(Strict):
-    """Measurements of some steps."""
+    """Measurements of consecutive steps."""
 
-    step: int  # steps trained at its end
-    # first quartile, median and third quartile over its steps of the slowest rank's step time
-    seconds: tuple[float, float, float]
+    step: int  # steps trained at the end of the window
+    seconds: tuple[float, float, float]  # quartiles over the steps of the slowest rank's step time
     groups: tuple[LayerGroup, ...] = ()
     memory: tuple[int, ...] = ()  # peak bytes of the allocator by rank; empty on CPUs
-    links: tuple[LinkPoint, ...] = ()  # by level and size; empty where they were not measured
+    links: tuple[LinkPoint, ...] = ()  # by level and size; empty if links were not measured
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFactor(Strict):
-    """How a level differs from the profile."""
+    """How a level of the cluster differs from the profile."""
 
     level: str
-    per_byte: float  # factor on the time a byte takes
-    latency: float = 0.0  # seconds that an all-reduce between its members takes longer, whatever its size
+    per_byte: float  # factor on the time per byte
+    latency: float = 0.0  # additional seconds of an all-reduce of any size within the level
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections(Strict):
-    """How the profile is corrected."""
+    """Corrections of a profile."""
 
-    links: tuple[LinkFactor, ...] = ()  # by level
+    links: tuple[LinkFactor, ...] = ()  # of levels that differ from the profile
     devices: tuple[float, ...] = ()  # factor on the compute time of each rank; empty: as profiled
     memory: float = 1.0  # factor on the predicted bytes of a plan; at least 1
-    residual: float = 1.0  # factor on step times that none of these explains
+    residual: float = 1.0  # factor on step times that the others do not explain
 
 
 class AdaptAction(StrEnum):
-    """What is decided."""
+    """The action of a decision: keep the plan, search for a new plan, switch to a plan, or undo the last switch."""
 
     KEEP = "keep"
     PLAN = "plan"
@@ -116,25 +115,25 @@ class AdaptAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision(Strict):
-    """What is done, and why."""
+    """A decision and its reason."""
 
     step: int  # steps trained before
     action: AdaptAction
-    reason: str  # in words, with the figures
-    corrections: Corrections = Corrections()  # of the profile, from now on
-    plan: str = ""  # name of the plan to continue with (``plan_name``); empty: the present one
+    reason: str  # for people, with the figures
+    corrections: Corrections = Corrections()  # of the profile from now on
+    plan: str = ""  # ``plan_name`` of the plan to continue with; empty: the current plan
 
 
 @dataclass(frozen=True, slots=True)
 class Started(Strict):
-    """What decisions and new plans depend on: the first record of a log, and the query to a planning process."""
+    """The inputs of decisions and new plans: the first record of a log, and the query to a planning process."""
 
     version: int  # of this schema
-    settings: Adapt  # also the budget and the pins of new plans
-    profile: Profile  # as it was made
-    plan: Plan  # the present one; its devices, batch, tolerance and margin hold for the next one
-    step: int = 0  # steps that were trained before
-    corrections: Corrections = Corrections()  # of the profile, so far
+    settings: Adapt  # include the budget and the pins of new plans
+    profile: Profile  # uncorrected
+    plan: Plan  # the current plan; new plans have its devices, batch, tolerance and margin
+    step: int = 0  # steps trained before
+    corrections: Corrections = Corrections()  # of the profile so far
     kind: Literal["started"] = "started"
 
 
@@ -148,7 +147,7 @@ class WindowRecord(Strict):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRecord(Strict):
-    """The fastest plan by the corrected profile; or why there is none."""
+    """The fastest plan by the corrected profile, or the error of the search."""
 
     step: int
     plan: Plan | None = None
@@ -166,7 +165,7 @@ class Decided(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Done(Strict):
-    """A switch took so many seconds; or failed, for ``error``."""
+    """A switch has ended, after some seconds or with an error."""
 
     step: int
     seconds: float
@@ -176,15 +175,15 @@ class Done(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Exhausted(Strict):
-    """Memory ran out on some ranks."""
+    """Memory was exhausted on some ranks."""
 
     step: int  # steps trained before
     ranks: tuple[int, ...]
-    factor: float  # on the predicted bytes, by which the budget is corrected
+    factor: float  # on the predicted bytes: the new correction of memory
     kind: Literal["exhausted"] = "exhausted"
 
 
 Event = WindowRecord | PlannedRecord | Done | Exhausted
-"""What the state of decisions changes with."""
+"""An event that changes the state of decisions."""
 Record = Started | Event | Decided
 """A line of a log."""

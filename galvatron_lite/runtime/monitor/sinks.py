@@ -1,4 +1,4 @@
-"""Where the records of a run go: files, TensorBoard, the terminal; and the thread that writes them."""
+"""Sinks for the records of a run: files, TensorBoard and the terminal; and the thread that writes to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic, sleep
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from galvatron_lite.files import to_data
 from galvatron_lite.plans.schema import Plan
@@ -33,25 +37,21 @@ from galvatron_lite.runs.schema import (
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 from galvatron_lite.world import Finishing
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
-
 PAUSE = 0.1
 """Seconds of records that are written together."""
-_PATIENCE = 10.0
-FOLDER = "tensorboard"
-_SCALARS_PAUSE = 1.0
-"""Seconds between two steps that go to TensorBoard: it takes time from training."""
+_JOIN_TIMEOUT = 10.0
+"""Seconds to wait for the thread to write the last records."""
+TENSORBOARD_FOLDER = "tensorboard"
+_SCALARS_INTERVAL = 1.0
+"""Seconds between two steps that are written to TensorBoard, whose writer takes time from training."""
 LARGEST = 4 * 2**20
 """Bytes after which a new file is started."""
 KEPT = 16
-"""Files of a kind that are kept: the first and the newest."""
-_REFRESH = 0.25
+"""Files of one name that are kept: the first and the newest."""
+_REFRESH_INTERVAL = 0.25
 """Seconds between two refreshes of a terminal."""
-_FIRST, _LONGEST = 1.0, 10.0
-"""Seconds between two plain lines: at first, and at last; they double."""
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 1.0, 10.0
+"""Seconds between two plain lines; the interval doubles from the first to the longest."""
 _FIGURES: tuple[tuple[str, str, str, str, Callable[[Any], str]], ...] = (
     ("seconds", "seconds", "step time", "{} a step", format_seconds),
     ("samples", "samples_per_second", "samples/s", "{} samples/s", format_count),
@@ -59,23 +59,23 @@ _FIGURES: tuple[tuple[str, str, str, str, Callable[[Any], str]], ...] = (
     ("mfu", "mfu", "MFU", "MFU {}", "{:.1%}".format),
     ("memory", "memory_bytes", "memory", "memory {}", format_bytes),
 )
-"""What is shown of ``StepFigures``: the attribute, the name in TensorBoard, the column, the words, the format."""
+"""The attributes of ``StepFigures`` that are shown: name in TensorBoard, column, words in a line, and format."""
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """A consumer of records."""
 
     def take(self, records: Sequence[Record]) -> None:
-        """More records, in order."""
+        """Consume some records, in order."""
 
     def close(self) -> None:
-        """There are no more."""
+        """End: there are no more records."""
 
 
 class RecordWriter(Finishing):
-    """A thread that hands records to sinks, so that training waits for neither disk nor terminal.
+    """A thread that passes records to sinks, so that training waits for neither disk nor terminal.
 
-    A sink that fails is reported once, and gets no more: training goes on.
+    A sink that fails is reported once and gets no more records; training continues.
 
     Attributes:
         closing: called when the run ends, before the last records are written.
@@ -90,38 +90,38 @@ class RecordWriter(Finishing):
         self.start()
 
     def put(self, record: Record) -> None:
-        """Add a record; returns at once."""
+        """Add a record without waiting."""
         self._queue.put(record)
         self._wake.set()
 
     def run(self) -> None:
-        """The thread's loop."""
+        """Run the thread's loop."""
         while not self._ended.is_set():
             self._wake.wait()
             self._wake.clear()
-            self._hand_on()
+            self._write()
             if not self._ended.is_set():
                 sleep(PAUSE)
-        self._hand_on()
+        self._write()
         for sink in self._sinks:
-            self._tried(sink, sink.close)
+            self._succeeds(sink, sink.close)
 
     def finish(self) -> None:
-        """Write all records, and end."""
+        """Write all records, and end the thread."""
         atexit.unregister(self.finish)
         if not self._ended.is_set():
             self.closing()
         self._ended.set()
         self._wake.set()
         if threading.current_thread() is not self:
-            self.join(_PATIENCE)
+            self.join(_JOIN_TIMEOUT)
 
-    def _hand_on(self) -> None:
-        records = [self._queue.get() for _ in range(self._queue.qsize())]  # this thread alone takes some
+    def _write(self) -> None:
+        records = [self._queue.get() for _ in range(self._queue.qsize())]  # only this thread removes records
         if records:
-            self._sinks = [sink for sink in self._sinks if self._tried(sink, partial(sink.take, records))]
+            self._sinks = [sink for sink in self._sinks if self._succeeds(sink, partial(sink.take, records))]
 
-    def _tried(self, sink: Sink, act: Callable[[], None]) -> bool:
+    def _succeeds(self, sink: Sink, act: Callable[[], None]) -> bool:
         try:
             act()
         except Exception as error:
@@ -131,10 +131,13 @@ class RecordWriter(Finishing):
 
 
 class LineFiles:
-    """Files ``NAME-00001.jsonl`` of a folder, numbered on from earlier ones; a sink.
+    """A sink that writes files ``NAME-00001.jsonl`` into a folder. Numbers continue after the files that exist.
 
     Args:
-        head: the first record of each file, until a later one replaces or follows it.
+        folder: of the files; created if it does not exist.
+        name: of the files.
+        head: the first record of each file; a later header replaces it, a later plan follows it.
+        kinds: the records that are written.
         largest, kept: see ``LARGEST`` and ``KEPT``.
     """
 
@@ -154,7 +157,7 @@ class LineFiles:
         self._open()
 
     def take(self, records: Sequence[Record]) -> None:
-        """Add lines, and hand them to the system."""
+        """Write a line for each record, and flush them to the system."""
         records = [record for record in records if isinstance(record, self._kinds)]
         if records and self._size > self._largest:
             self._stream.close()
@@ -168,11 +171,11 @@ class LineFiles:
                 self._head = [self._head[0], record]
 
     def close(self) -> None:
-        """There are no more lines."""
+        """Close the file."""
         self._stream.close()
 
     def _put(self, records: Sequence[Record]) -> None:
-        text = "".join(_line_of(record) for record in records)
+        text = "".join(_json_line(record) for record in records)
         self._stream.write(text)
         self._stream.flush()
         self._size += len(text)
@@ -188,17 +191,17 @@ class LineFiles:
         self._put(self._head)
 
 
-def _line_of(record: Record) -> str:
+def _json_line(record: Record) -> str:
     if isinstance(record, (RunHeader, PlanRecord)):
         data = to_data(record)
-    else:  # flat records; this takes a few microseconds, while training goes on
+    else:  # flat records: this takes a few microseconds, while training continues
         items = ((item, getattr(record, item.name)) for item in fields(record))
         data = {item.name: value for item, value in items if value != item.default}
     return json.dumps({"kind": record.kind, **data}, allow_nan=False) + "\n"
 
 
 def scalar_writer(folder: Path) -> Any:
-    """A ``SummaryWriter``; None where TensorBoard is not installed."""
+    """Return a ``SummaryWriter``, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -207,22 +210,22 @@ def scalar_writer(folder: Path) -> Any:
 
 
 class Scalars:
-    """Writes steps as scalars, measured and predicted; a sink."""
+    """A sink that writes the measured and predicted figures of steps to TensorBoard."""
 
     def __init__(self, writer: Any, plan: Plan) -> None:
-        self._writer, self._plan, self._written = writer, plan, -_SCALARS_PAUSE
+        self._writer, self._plan, self._written = writer, plan, -_SCALARS_INTERVAL
 
     def take(self, records: Sequence[Record]) -> None:
-        """Steps, or another plan."""
+        """Write steps, at most one a second."""
         for record in records:
             if isinstance(record, PlanRecord):
                 self._plan = record.plan
-            elif isinstance(record, StepRecord) and monotonic() - self._written >= _SCALARS_PAUSE:
+            elif isinstance(record, StepRecord) and monotonic() - self._written >= _SCALARS_INTERVAL:
                 self._written = monotonic()
                 self._write(record)
 
     def close(self) -> None:
-        """There are no more."""
+        """Close the writer."""
         self._writer.close()
 
     def _write(self, step: StepRecord) -> None:
@@ -235,85 +238,78 @@ class Scalars:
 
 
 class Display:
-    """Shows the present step on standard error: a table on a terminal, else plain lines; a sink."""
+    """A sink that shows the current step on standard error: a live table on a terminal, else plain lines."""
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
-        from rich.console import Console as Terminal
-
-        self._console = Terminal(stderr=True, soft_wrap=True) if console is None else console
+        self._console = Console(stderr=True, soft_wrap=True) if console is None else console
         self._plan, self._recent = plan, deque[StepRecord](maxlen=RECENT)
         self._terminal = self._console.is_terminal and not self._console.is_jupyter
         self._live: Live | None = None
-        self._shown, self._patience = 0.0, _REFRESH if self._terminal else _FIRST
-        self._newest: StepRecord | None = None
+        self._shown_at, self._interval = 0.0, _REFRESH_INTERVAL if self._terminal else _FIRST_INTERVAL
+        self._shown: StepRecord | None = None
 
     def take(self, records: Sequence[Record]) -> None:
-        """Steps, or another plan."""
+        """Show the last step, if the last refresh is long enough ago."""
         for record in records:
             if isinstance(record, PlanRecord):
                 self._plan = record.plan
                 self._recent.clear()
             elif isinstance(record, StepRecord):
                 self._recent.append(record)
-        if self._recent and monotonic() - self._shown >= self._patience:
+        if self._recent and monotonic() - self._shown_at >= self._interval:
             self._show()
 
     def close(self) -> None:
-        """Show the last step, and leave it there."""
-        if self._recent and self._recent[-1] is not self._newest:
+        """Show the last step and leave it on the screen."""
+        if self._recent and self._recent[-1] is not self._shown:
             self._show()
         if self._live is not None:
             self._live.stop()
 
     def _show(self) -> None:
-        self._shown = monotonic()
+        self._shown_at = monotonic()
         steps = list(self._recent)
-        self._newest = steps[-1]
+        self._shown = steps[-1]
         if not self._terminal:
-            self._patience = min(2 * self._patience, _LONGEST)
-            self._console.print(_line(steps, self._plan), highlight=False, markup=False)
+            self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
+            self._console.print(_step_line(steps, self._plan), highlight=False, markup=False)
             return
         if self._live is None:
-            from rich.live import Live as Table
-
-            # prints go above the table where they go to the same terminal, and else where they were going
-            self._live = Table(
-                console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), redirect_stderr=True
-            )
+            # redirect prints above the table if they go to the same terminal
+            redirect = sys.stdout.isatty()
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=redirect, redirect_stderr=True)
             self._live.start()
-        self._live.update(_table(steps, self._plan), refresh=True)
+        self._live.update(_step_table(steps, self._plan), refresh=True)
 
 
-def _line(steps: Sequence[StepRecord], plan: Plan) -> str:
-    """The last steps in a line, each figure beside its prediction."""
-    now, wanted = _cells(measured(steps, plan)), _cells(predicted(plan))
-    texts = [f"step {steps[-1].step}", f"loss {_loss(steps[-1])}"]
-    for (*_, words, _), value, other in zip(_FIGURES, now, wanted, strict=True):
+def _step_line(steps: Sequence[StepRecord], plan: Plan) -> str:
+    """The figures of the last steps, each with its prediction, in one line."""
+    texts = [f"step {steps[-1].step}", f"loss {_loss_text(steps[-1])}"]
+    cells, predictions = _cells(measured(steps, plan)), _cells(predicted(plan))
+    for (*_, words, _), value, prediction in zip(_FIGURES, cells, predictions, strict=True):
         if value:
-            texts.append(words.format(value) + (f" (predicted {other})" if other else ""))
+            texts.append(words.format(value) + (f" (predicted {prediction})" if prediction else ""))
     return ", ".join(texts)
 
 
-def _table(steps: Sequence[StepRecord], plan: Plan) -> Table:
-    """The last steps, and the prediction below them."""
-    from rich.table import Table as Grid
-
-    now, wanted = measured(steps, plan), predicted(plan)
+def _step_table(steps: Sequence[StepRecord], plan: Plan) -> Table:
+    """The figures of the last steps in a row, their predictions and the deviation in the rows below."""
+    now, prediction = measured(steps, plan), predicted(plan)
     columns = (column for _, _, column, *_ in _FIGURES)
-    shown = Grid("", "step", "loss", *columns, box=None, pad_edge=False, header_style="bold")
-    shown.add_row("now", str(steps[-1].step), _loss(steps[-1]), *_cells(now))
-    if wanted.seconds:
-        pairs = ((getattr(now, figure), getattr(wanted, figure)) for figure, *_ in _FIGURES)
-        shown.add_row("predicted", "", "", *_cells(wanted), style="dim")
-        shown.add_row("", "", "", *(f"{a / b - 1:+.0%}" if a and b else "" for a, b in pairs), style="dim")
-    return shown
+    table = Table("", "step", "loss", *columns, box=None, pad_edge=False, header_style="bold")
+    table.add_row("now", str(steps[-1].step), _loss_text(steps[-1]), *_cells(now))
+    if prediction.seconds:
+        pairs = ((getattr(now, figure), getattr(prediction, figure)) for figure, *_ in _FIGURES)
+        table.add_row("predicted", "", "", *_cells(prediction), style="dim")
+        table.add_row("", "", "", *(f"{a / b - 1:+.0%}" if a and b else "" for a, b in pairs), style="dim")
+    return table
 
 
 def _cells(figures: StepFigures) -> list[str]:
-    """Figures for people; empty where one is not known."""
-    values = ((getattr(figures, figure), form) for figure, *_, form in _FIGURES)
-    return [form(value) if value else "" for value, form in values]
+    """The figures as text; empty where a figure is not known."""
+    values = ((getattr(figures, figure), text_of) for figure, *_, text_of in _FIGURES)
+    return [text_of(value) if value else "" for value, text_of in values]
 
 
-def _loss(step: StepRecord) -> str:
+def _loss_text(step: StepRecord) -> str:
     return "?" if step.loss is None else f"{step.loss:.4g}"

@@ -1,8 +1,9 @@
-"""An optimizer's parameters and states under another plan; the optimizer and its groups stay the same objects.
+"""Changing the parameters and states of an optimizer to those of another plan, in place.
 
-A group that the user made (numbered in the order of their list) may be cut into several, of plain tensors and of each
-mesh (``runtime.optimizer``). Another plan cuts it otherwise: groups are filled anew, those that are not needed stay
-empty, and missing ones are added at the end. Schedulers hold a value for each group by its number.
+Each group of the user is divided into groups of plain tensors and of the tensors of each mesh (``runtime.optimizer``),
+and another plan divides it differently. The groups of the optimizer stay the same objects and get other parameters;
+groups that are not needed stay empty, and missing groups are added at the end. Schedulers store a value for each group
+by its index.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from galvatron_lite.runtime.optimizer import PART_OF, split_groups
 
 Options = dict[str, Any]
 States = dict[Tensor, dict[str, Any]]
-"""By parameter, as an optimizer has them."""
+"""The state of an optimizer: entries by parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """An entry of a parameter's state, as the other ranks need to know it."""
+    """An entry of the state of a parameter, without the items of sharded tensors."""
 
-    dtype: torch.dtype | None = None  # of a tensor of the parameter's shape; None of any other entry
-    value: Any = None  # of an entry that is the same everywhere: a number, a tensor of one item
-    on_device: bool = False  # whether such a tensor is on the parameter's device
+    dtype: torch.dtype | None = None  # of a tensor with the shape of the parameter; None: any other value
+    value: Any = None  # of other entries, which are equal on all ranks: a number, or a tensor of one item
+    on_device: bool = False  # whether the tensor of one item is on the device of the parameter
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
-    """What a rank tells the others of its optimizer."""
+    """The optimizer of a rank, as reported to the other ranks."""
 
-    options: dict[int, Options] = field(default_factory=dict)  # of the user's groups, by number
+    options: dict[int, Options] = field(default_factory=dict)  # of each group of the user, by number
     groups: dict[str, int] = field(default_factory=dict)  # number of the user's group, by parameter
     states: dict[str, dict[str, StateEntry]] = field(default_factory=dict)  # by parameter
-    trained: dict[str, bool] = field(default_factory=dict)  # whether it requires gradients, by parameter
+    trained: dict[str, bool] = field(default_factory=dict)  # whether a parameter requires gradients
 
 
 def report_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerReport:
-    """What the others must know of this rank's optimizer; ``names`` are those of the rank's parameters."""
+    """Return the report of this rank's optimizer; raise ``InputError`` for a state that cannot be sharded anew."""
     report = OptimizerReport(trained={name: parameter.requires_grad for parameter, name in names.items()})
-    for place, group in enumerate(optimizer.param_groups):
-        number = group.get(PART_OF, place)
+    for index, group in enumerate(optimizer.param_groups):
+        number = group.get(PART_OF, index)
         report.options.setdefault(number, {key: value for key, value in group.items() if key != "params"})
         for parameter in group["params"]:
             if parameter not in names:
@@ -75,10 +76,10 @@ def _entry(key: str, value: Any, parameter: Tensor) -> StateEntry:
     raise InputError(f"optimizer state {key}", tuple(value.shape), remedy)
 
 
-def merged(everyone: Sequence[OptimizerReport]) -> OptimizerReport:
-    """The reports of all ranks as one; the first rank that has an entry counts."""
+def merged(reports: Sequence[OptimizerReport]) -> OptimizerReport:
+    """Merge the reports of all ranks; the first rank that has an entry counts."""
     all_ranks = OptimizerReport()
-    for report in reversed(everyone):
+    for report in reversed(reports):
         all_ranks.options.update(report.options)
         all_ranks.groups.update(report.groups)
         all_ranks.states.update(report.states)
@@ -87,7 +88,7 @@ def merged(everyone: Sequence[OptimizerReport]) -> OptimizerReport:
 
 
 def blank_states(report: OptimizerReport, names: Mapping[nn.Parameter, str]) -> States:
-    """The states of this rank's parameters under the other plan; tensors of a parameter's shape without values."""
+    """Return the states of this rank's parameters under the new plan; sharded tensors are not initialized."""
     return {
         parameter: {key: _blank(entry, parameter) for key, entry in report.states[name].items()}
         for parameter, name in names.items()
@@ -112,39 +113,39 @@ def _blank(entry: StateEntry, parameter: nn.Parameter) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """How an optimizer's groups are filled."""
+    """The new groups of an optimizer."""
 
-    filled: list[list[nn.Parameter]]  # parameters of each present group
-    # options and parameters of further groups, and the number of a present group of the same user's group (None where
+    parameters: list[list[nn.Parameter]]  # of each existing group
+    # options with parameters of each additional group, and the index of an existing group with the same options (None:
     # this rank has none)
     added: list[tuple[Options, int | None]]
-    mixed: list[int] = field(default_factory=list)  # groups that get unlike tensors, which are updated one by one
+    mixed: list[int] = field(default_factory=list)  # groups with tensors of several meshes, updated one by one
 
 
 def regroup(
     optimizer: torch.optim.Optimizer, report: OptimizerReport, names: Mapping[nn.Parameter, str], scheduler: Any
 ) -> Regrouping:
-    """Which group each parameter of the other plan goes to.
+    """Assign the parameters of the new plan to groups.
 
-    Where a scheduler exists that was not given, no groups are added: unlike tensors go into one group, which torch's
-    optimizers then update one by one.
+    If the optimizer has a scheduler that was not passed, no groups are added: tensors of several meshes share a group,
+    and torch's optimizers update them one by one.
     """
     fixed = scheduler is None and any("initial_lr" in options for options in report.options.values())
-    numbers = [group.get(PART_OF, place) for place, group in enumerate(optimizer.param_groups)]
+    numbers = [group.get(PART_OF, index) for index, group in enumerate(optimizer.param_groups)]
     regrouping = Regrouping([[] for _ in numbers], [])
     for number in sorted(report.options):
         members = [parameter for parameter, name in names.items() if report.groups.get(name) == number]
-        parts = [group["params"] for group in split_groups(members)] if members else []
-        free = [place for place, other in enumerate(numbers) if other == number]
-        if fixed and free and len(parts) > len(free):
-            regrouping.mixed.append(free[-1])
-            rest = [parameter for part in parts[len(free) - 1 :] for parameter in part]
-            parts = [*parts[: len(free) - 1], rest]
-        for place, parameters in zip(free, parts, strict=False):
-            regrouping.filled[place] = parameters
+        groups = [group["params"] for group in split_groups(members)] if members else []
+        existing = [index for index, other in enumerate(numbers) if other == number]
+        if fixed and existing and len(groups) > len(existing):
+            regrouping.mixed.append(existing[-1])
+            rest = [parameter for group in groups[len(existing) - 1 :] for parameter in group]
+            groups = [*groups[: len(existing) - 1], rest]
+        for index, parameters in zip(existing, groups, strict=False):
+            regrouping.parameters[index] = parameters
         options = {**report.options[number], PART_OF: number}
-        for parameters in parts[len(free) :]:
-            regrouping.added.append(({**options, "params": parameters}, free[0] if free else None))
+        for parameters in groups[len(existing) :]:
+            regrouping.added.append(({**options, "params": parameters}, existing[0] if existing else None))
     if regrouping.added and fixed:
         remedy = "The optimizer gets more groups under the plan, which it must know: switch(..., scheduler=scheduler)."
         raise InputError("scheduler", None, remedy)
@@ -152,25 +153,26 @@ def regroup(
 
 
 def apply(optimizer: torch.optim.Optimizer, regrouping: Regrouping, states: States, scheduler: Any) -> None:
-    """Make the optimizer update other parameters; its groups, their lists and its state stay the same objects."""
+    """Set the groups and states of an optimizer; its groups, their lists and its state stay the same objects."""
     count = len(optimizer.param_groups)
-    for group, parameters in zip(optimizer.param_groups, regrouping.filled, strict=True):
+    for group, parameters in zip(optimizer.param_groups, regrouping.parameters, strict=True):
         group["params"][:] = parameters
-    for place in regrouping.mixed:
-        flags = {"foreach", "fused"} & optimizer.param_groups[place].keys()
-        optimizer.param_groups[place].update(dict.fromkeys(flags, False))
+    for index in regrouping.mixed:
+        flags = {"foreach", "fused"} & optimizer.param_groups[index].keys()
+        optimizer.param_groups[index].update(dict.fromkeys(flags, False))
     optimizer.param_groups.extend(options for options, _ in regrouping.added)
     optimizer.state.clear()
     optimizer.state.update(states)
-    leaders = [place or 0 for _, place in regrouping.added]
-    for one in _schedulers(scheduler):
+    sources = [index or 0 for _, index in regrouping.added]
+    for each in _schedulers(scheduler):
         for name in PER_GROUP:
-            values = vars(one).get(name)
+            values = vars(each).get(name)
             if isinstance(values, list) and len(values) == count:
-                values += [values[leader] for leader in leaders]
+                values += [values[source] for source in sources]
 
 
 def _schedulers(scheduler: Any) -> list[Any]:
+    """A scheduler and all schedulers nested in it."""
     if scheduler is None:
         return []
-    return [scheduler, *(inner for one in vars(scheduler).get(NESTED, []) for inner in _schedulers(one))]
+    return [scheduler, *(inner for nested in vars(scheduler).get(NESTED, []) for inner in _schedulers(nested))]

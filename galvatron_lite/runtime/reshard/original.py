@@ -1,8 +1,8 @@
-"""The model before it was split, and its modules at one moment, so that a split can be undone in place.
+"""Snapshots of the modules of a model, with which a split can be undone in place.
 
-Splitting changes classes (FSDP), attributes (local sizes), parameters, hooks and forwards of the user's own modules.
-Undoing it in place, rather than splitting a copy, keeps every reference of the user's valid: their model, their hooks'
-handles, functions that close over a module.
+Splitting changes the classes (FSDP), attributes (local sizes), parameters, hooks and forwards of the user's modules.
+A split is undone in place, rather than made on a copy, so that all references of the user stay valid: to the model, to
+modules, and handles of hooks.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.runtime.preparation import Prepared, SetupOptions, prepare
 
 CONTAINERS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
-"""Attributes of a module that hold parameters, buffers, modules and hooks. Handles and iterators refer to the
-containers, so their contents are changed, never the containers."""
-HOOKS = frozenset(name for name in CONTAINERS if "hooks" in name)
-PLAIN = (bool, int, float, str, type(None), Enum)
-OURS = ("torch.", "galvatron_lite.")
-PREPARED = 8
-"""Plans of which the preparation is kept."""
+"""Attributes of a module that contain parameters, buffers, modules and hooks. Handles and iterators refer to these
+containers, so their contents are replaced, never the containers."""
+_HOOKS = frozenset(name for name in CONTAINERS if "hooks" in name)
+_PLAIN = (bool, int, float, str, type(None), Enum)
+_NOT_OF_USERS = ("torch.", "galvatron_lite.")
+_CACHED = 8
+"""Number of plans whose preparation is cached."""
 
 
 @dataclass(slots=True)
 class OriginalModel:
-    """A model before it was split; make it before that."""
+    """A model before it is split. Create it before the split."""
 
     model: nn.Module  # the user's, which is split in place
     layers: Sequence[Layer]
     batch: Any  # an example
     options: SetupOptions
-    precision: str | None  # of compute, whatever plans say; None: as each plan says
-    unsplit: Structure = field(init=False)  # its modules before, without values
-    split: Structure | None = None  # its modules right after the last split
-    tensor_plans: dict[str, TensorPlan] = field(default_factory=dict)  # how layers can be split, as far as inferred
-    prepared: dict[object, Prepared] = field(default_factory=dict)  # of the last plans, by their stages
+    precision: str | None  # of compute under all plans; None: the precision of each plan
+    unsplit: Structure = field(init=False)  # the modules before the split, without values
+    split: Structure | None = None  # the modules right after the last split
+    tensor_plans: dict[str, TensorPlan] = field(default_factory=dict)  # of the layers examined so far
+    prepared: dict[object, Prepared] = field(default_factory=dict)  # cached preparations, least recently used first
 
     def __post_init__(self) -> None:
         self.unsplit = Structure(self.model.modules(), meta=True)
 
     def settle(self) -> None:
-        """The model was split: later differences are the user's changes."""
+        """Note that the model was split: later differences are changes of the user."""
         self.split = Structure(self.model.modules())
 
     def everything(self) -> Structure:
-        """All present modules, including those that only the complete model has."""
+        """Return a snapshot of all current modules, including those that only the unsplit model has."""
         modules = {id(module): module for module in (*self.unsplit.modules, *self.model.modules())}
         return Structure(modules.values())
 
     def options_of(self, plan: Plan, groups: ProcessGroups) -> SetupOptions:
-        """How the model is set up under another plan."""
+        """Return the options for splitting the model by another plan."""
         compute = compute_dtype(self.precision or plan.precision)
         return replace(self.options, compute=compute, groups=groups, examined=None)
 
     def prepare(self, plan: Plan, options: SetupOptions, batch: Any, rank: int) -> Prepared:
-        """Prepare the complete model for a plan; cached for the last few splits."""
+        """Prepare the unsplit model for a plan. The last few preparations are cached."""
         if batch is not self.batch:
             self.prepared.clear()
         key = plan.schedule, plan.virtual_stages, tuple(stage.runs for stage in plan.stages)
@@ -76,38 +76,39 @@ class OriginalModel:
             tensor = options.tensor_plans
             if tensor is None:
                 placed = [layer for stage in place_layers(plan, self.layers) for layer in stage]
-                wanted = {layer.layer.name for layer in placed if lines_of(layer.strategy).matmuls.size > 1}
-                tensor = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
-            group = rank // plan.stage_devices
-            prepared = prepare(self.model, plan, self.layers, batch, group, replace(options, tensor_plans=tensor))
+                needed = {layer.layer.name for layer in placed if lines_of(layer.strategy).matmuls.size > 1}
+                tensor = self.tensor_plans if needed <= self.tensor_plans.keys() else None
+            stage_group = rank // plan.stage_devices
+            options = replace(options, tensor_plans=tensor)
+            prepared = prepare(self.model, plan, self.layers, batch, stage_group, options)
             self.tensor_plans.update(prepared.examined.tensor)
         self.prepared[key] = prepared
-        while len(self.prepared) > PREPARED:
+        while len(self.prepared) > _CACHED:
             del self.prepared[next(iter(self.prepared))]
         return replace(prepared, plan=plan)
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """A module at a moment."""
+    """A snapshot of a module."""
 
     module: nn.Module
     kind: type[nn.Module]
     attributes: dict[str, Any]  # without containers
-    contents: dict[str, Any]  # of its containers
-    composable: Any  # torch's state of composable functions (FSDP); None where there is none
+    contents: dict[str, Any]  # of the containers
+    composable: Any  # torch's state of composable functions (FSDP); None: there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the user changed."""
+    """Changes that the user made to modules."""
 
     attributes: list[tuple[nn.Module, dict[str, Any]]]  # new values, by module
-    # of a module: the name of the container, and what was added to it or removed (None), by key
+    # module, name of the container, and the hooks added or removed (None) by key
     hooks: list[tuple[nn.Module, str, dict[Any, Any]]]
 
     def apply(self) -> None:
-        """Change the modules again."""
+        """Make the changes again."""
         for module, new in self.attributes:
             vars(module).update(new)
         for module, name, changed in self.hooks:
@@ -115,11 +116,11 @@ class Changes:
 
 
 class Structure:
-    """Every module of a model as it is now.
+    """A snapshot of the modules of a model.
 
     Args:
         modules: each once.
-        meta: keep parameters as meta tensors, shared where they are shared, so that no memory is held.
+        meta: store parameters as meta tensors, which hold no memory. Shared parameters stay shared.
     """
 
     def __init__(self, modules: Iterable[nn.Module], meta: bool = False) -> None:
@@ -129,11 +130,11 @@ class Structure:
             attributes = {name: value for name, value in vars(module).items() if name not in CONTAINERS}
             contents = {name: value.copy() for name, value in vars(module).items() if name in CONTAINERS}
             if meta:
-                parameters = contents["_parameters"].items()
                 contents["_parameters"] = {
-                    name: None if one is None else _shell(one, shells) for name, one in parameters
+                    name: None if parameter is None else _shell(parameter, shells)
+                    for name, parameter in contents["_parameters"].items()
                 }
-            # private: torch keeps FSDP's states by module, has no public way to remove one, and refuses a second one
+            # private: torch stores FSDP's states by module, has no public function to remove one, and refuses a second
             reference = _composable_state._module_state_mapping.get(module)
             composable = None if reference is None else reference()
             self._states.append(ModuleState(module, type(module), attributes, contents, composable))
@@ -144,7 +145,7 @@ class Structure:
         return [state.module for state in self._states]
 
     def restore(self) -> None:
-        """Make every module what it was."""
+        """Restore the modules to this snapshot."""
         for state in self._states:
             containers = {name: value for name, value in vars(state.module).items() if name in CONTAINERS}
             state.module.__class__ = state.kind
@@ -158,23 +159,23 @@ class Structure:
                 _composable_state._insert_module_state(state.module, state.composable)
 
     def changes(self) -> Changes:
-        """What the user changed since: hooks, and plain attributes (``training``, a rate of dropout).
+        """Return the changes of the user since: hooks, and plain attributes (``training``, a dropout rate).
 
-        Of modules that now hold tensors they did not hold before (caches made in forward) only ``training`` is kept:
-        plain attributes there may count what is in the cache.
+        If a module has new attributes that are not plain, such as a cache of tensors, only ``training`` is returned, as
+        its plain attributes may describe the content of the cache.
         """
         attributes, hooks = [], []
         for state in self._states:
             now = {name: value for name, value in vars(state.module).items() if name not in CONTAINERS}
             new = {name: value for name, value in now.items() if _is_new(name, value, state.attributes)}
-            if any(not isinstance(value, PLAIN) for value in new.values()):
+            if any(not isinstance(value, _PLAIN) for value in new.values()):
                 new = {name: value for name, value in new.items() if name == "training"}
             attributes.append((state.module, new))
             hooks += _changed_hooks(state)
         return Changes(attributes, hooks)
 
     def take_in(self, changes: Changes) -> None:
-        """Be as if the user had made their changes before."""
+        """Add changes of the user to the snapshot."""
         states = {id(state.module): state for state in self._states}
         for module, new in changes.attributes:
             states[id(module)].attributes.update(new)
@@ -191,7 +192,7 @@ def _change(hooks: dict[Any, Any], changed: Mapping[Any, Any]) -> None:
 
 
 def _shell(parameter: nn.Parameter, shells: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> nn.Parameter:
-    """A parameter without values; ``shells`` keeps the originals alive, as it knows them by identity."""
+    """The parameter on the meta device. ``shells`` is keyed by identity, so it keeps the parameters alive."""
     if id(parameter) not in shells:
         empty = torch.empty_like(parameter, device="meta", requires_grad=False)
         shell = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -204,24 +205,26 @@ def _is_new(name: str, value: object, before: Mapping[str, Any]) -> bool:
     if name not in before:
         return True
     old = before[name]
-    return old is not value and not (isinstance(value, PLAIN) and type(old) is type(value) and old == value)
+    return old is not value and not (isinstance(value, _PLAIN) and type(old) is type(value) and old == value)
 
 
 def _changed_hooks(state: ModuleState) -> list[tuple[nn.Module, str, dict[Any, Any]]]:
-    both = [hooks for name in HOOKS for hooks in (state.contents.get(name, {}), vars(state.module).get(name, {}))]
-    # some containers hold flags by the same keys
-    keys = {key for hooks in both for key, hook in hooks.items() if callable(hook) and _is_users(hook)}
-    found = []
-    for name in HOOKS & vars(state.module).keys():
+    containers = [
+        hooks for name in _HOOKS for hooks in (state.contents.get(name, {}), vars(state.module).get(name, {}))
+    ]
+    # some containers store flags of a hook under the key of the hook
+    keys = {key for hooks in containers for key, hook in hooks.items() if callable(hook) and _is_of_user(hook)}
+    changes = []
+    for name in _HOOKS & vars(state.module).keys():
         now, before = vars(state.module)[name], state.contents.get(name, {})
         changed = {key: hook for key, hook in now.items() if key not in before and key in keys}
         changed |= {key: None for key in before if key not in now and key in keys}
         if changed:
-            found.append((state.module, name, changed))
-    return found
+            changes.append((state.module, name, changed))
+    return changes
 
 
-def _is_users(hook: object) -> bool:
-    """Whether a hook is the user's: torch and this package add none to a split model, but for compiling."""
+def _is_of_user(hook: object) -> bool:
+    """Whether the user added a hook; those of torch and of this package do not outlive a split."""
     origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return not f"{origin}.".startswith(OURS)
+    return not f"{origin}.".startswith(_NOT_OF_USERS)

@@ -1,7 +1,7 @@
-"""Moving tensors from one plan's boxes to the other's in the memory that there is; verified, and undone on failure.
+"""Moving tensors from the shards of one plan to those of another, within the free memory.
 
-Each rank reports the boxes of every tensor that it holds before, and those that it is to hold after; all ranks compute
-the same messages from the reports (``layout.route_boxes``).
+Each rank reports the boxes of every tensor that it holds before and after. From the reports, all ranks compute the same
+messages (``layout.route_boxes``). Checksums verify the result; a failed transfer is undone.
 """
 
 from __future__ import annotations
@@ -33,54 +33,55 @@ from galvatron_lite.runtime.reshard.checksums import MODULUS, checksum, sum_over
 from galvatron_lite.units import format_bytes
 
 MESSAGE_BYTES = 64 * 2**20
-"""Bytes of tensors that are sent together: few messages, and little memory for them."""
+"""Bytes of tensors that are sent together: large enough for few messages, small enough for little extra memory."""
 MEMORY, ALLOCATE, VERIFY = "carry: memory", "carry: allocate", "carry: verify"
-SHARE = 4
-"""The tensors of a load take this part of the free memory: they are in messages, too, sent and received."""
+_LOADS_IN_MEMORY = 4
+"""Loads that the free memory must hold, as the tensors of a load are also in the messages sent and received."""
 Result = TypeVar("Result")
 Released = list[tuple[torch.UntypedStorage, int]]
-"""Storages without memory, and how many bytes each had."""
+"""Storages whose memory was freed, and the bytes that each had."""
 
 
-def covers(everyone: Everyone, shape: tuple[int, ...]) -> bool:
-    """Whether the ranks together hold all items of a tensor."""
-    return sum(box.items for box in holders_of(everyone)) == all_of(shape).items
+def covers(boxes: Everyone, shape: tuple[int, ...]) -> bool:
+    """Whether the boxes of all ranks contain all items of a tensor."""
+    return sum(box.items for box in holders_of(boxes)) == all_of(shape).items
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """What a rank tells the others of a tensor."""
+    """A tensor of a rank, as reported to the other ranks."""
 
-    shape: tuple[int, ...]  # of the complete tensor
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
-    boxes: tuple[Box, ...]  # that the rank has
+    boxes: tuple[Box, ...]  # that the rank holds
 
 
 class LocalTensors:
-    """The tensors of this rank in one of the two plans; several of one name where stages of the rank share it."""
+    """The tensors of this rank under a plan; several have the same name if stages of this rank share it."""
 
-    def __init__(self, held: Iterable[LocalShard] = (), buffers: Sequence[LocalShard] = ()) -> None:
-        self.lasting = {buffer.name for buffer in buffers}  # tensors whose memory is not released
-        self.blank: dict[str, Released] = {}  # memory that is to be allocated, by name
-        self.parts: dict[str, list[LocalShard]] = {}
+    def __init__(self, shards: Iterable[LocalShard] = (), buffers: Sequence[LocalShard] = ()) -> None:
+        self.lasting = {buffer.name for buffer in buffers}  # tensors whose memory is never freed
+        self.blank: dict[str, Released] = {}  # memory to allocate before the tensors arrive, by name
+        self.shards: dict[str, list[LocalShard]] = {}
         self.reports: dict[str, TensorReport] = {}
-        for shard in (*held, *buffers):
-            self.parts.setdefault(shard.name, []).extend([shard] if shard.box.items else [])
-            boxes = tuple(part.box for part in self.parts[shard.name])
+        for shard in (*shards, *buffers):
+            self.shards.setdefault(shard.name, []).extend([shard] if shard.box.items else [])
+            boxes = tuple(other.box for other in self.shards[shard.name])
             self.reports[shard.name] = TensorReport(shard.shape, shard.tensor.dtype, boxes)
 
     def views(self, name: str, box: Box) -> list[Tensor]:
-        """The items of a box, in every part that has it."""
-        return [cut_box(part.items, box.within(part.box)) for part in self.parts[name] if part.box.meet(box) == box]
+        """Return the items of a box in each shard that contains it."""
+        shards = (shard for shard in self.shards[name] if shard.box.meet(box) == box)
+        return [cut_box(shard.items, box.within(shard.box)) for shard in shards]
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        """The tensors of some names."""
-        return [part.tensor for name in names for part in self.parts.get(name, ())]
+        """Return the tensors with some names."""
+        return [shard.tensor for name in names for shard in self.shards.get(name, ())]
 
 
 @dataclass(frozen=True, slots=True)
 class MovedTensor:
-    """A tensor that is cut anew."""
+    """A tensor and the boxes that each rank holds before and after."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,44 +91,44 @@ class MovedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the complete tensor."""
+        """Bytes of the full tensor."""
         return all_of(self.shape).items * self.dtype.itemsize
 
-    def repeated(self, total: int, everyone: Everyone) -> int:
-        """The checksum of all copies that ranks hold, from that of one."""
-        copies = sum(box.items for boxes in everyone for box in boxes) // max(1, all_of(self.shape).items)
-        return copies * total % MODULUS
+    def sum_of_copies(self, checksum: int, boxes: Everyone) -> int:
+        """Return the sum of the checksums of all copies in the boxes of all ranks, from that of one copy."""
+        copies = sum(box.items for rank_boxes in boxes for box in rank_boxes) // max(1, all_of(self.shape).items)
+        return copies * checksum % MODULUS
 
 
 def moved_tensors(
     before: Sequence[Mapping[str, TensorReport]], after: Sequence[Mapping[str, TensorReport]]
 ) -> list[MovedTensor]:
-    """Every tensor that a rank wants after, from the reports of all ranks; equal on every rank."""
+    """Return every tensor that a rank holds after the change, from the reports of all ranks; equal on every rank."""
     first: dict[str, TensorReport] = {}
     for reports in (*before, *after):
         for name, report in reports.items():
             first.setdefault(name, report)
+
+    def boxes(name: str, rank_reports: Sequence[Mapping[str, TensorReport]]) -> Everyone:
+        return tuple(reports[name].boxes if name in reports else () for reports in rank_reports)
+
     return [
-        MovedTensor(name, report.shape, report.dtype, _boxes(name, before), _boxes(name, after))
+        MovedTensor(name, report.shape, report.dtype, boxes(name, before), boxes(name, after))
         for name, report in first.items()
         if any(name in reports for reports in after)
     ]
 
 
-def _boxes(name: str, everyone: Sequence[Mapping[str, TensorReport]]) -> Everyone:
-    return tuple(reports[name].boxes if name in reports else () for reports in everyone)
-
-
-def loads_of(items: Sequence[MovedTensor], largest: int = MESSAGE_BYTES) -> Iterator[list[MovedTensor]]:
-    """Items of one dtype that are sent together: at most ``largest`` bytes, or a single item."""
+def _loads_of(items: Sequence[MovedTensor], largest: int = MESSAGE_BYTES) -> Iterator[list[MovedTensor]]:
+    """Divide tensors into loads that are sent together: of one dtype, and at most ``largest`` bytes or one tensor."""
     for dtype in dict.fromkeys(item.dtype for item in items):
         yield from batched((item for item in items if item.dtype == dtype), lambda item: item.nbytes, largest)
 
 
-def message_bytes(items: Sequence[MovedTensor]) -> int:
-    """Bytes that this rank sends to others and receives from them for one load."""
+def _message_bytes(load: Sequence[MovedTensor]) -> int:
+    """The bytes that this rank sends to and receives from others for a load."""
     rank, total = dist.get_rank(), 0
-    for item in items:
+    for item in load:
         route = route_boxes(item.before, item.after, rank)
         for peer in range(len(item.before)):
             boxes = (*route.sends[peer], *route.receives[peer]) if peer != rank else ()
@@ -135,30 +136,29 @@ def message_bytes(items: Sequence[MovedTensor]) -> int:
     return total
 
 
-def move(items: Sequence[MovedTensor], source: LocalTensors, target: LocalTensors, device: torch.device) -> int:
-    """Copy a load from one plan's tensors to the other's; all ranks call it.
+def _move(load: Sequence[MovedTensor], source: LocalTensors, target: LocalTensors, device: torch.device) -> int:
+    """Copy a load from the tensors of one plan to those of the other, and return the bytes that this rank sent.
 
-    Returns:
-        Bytes that this rank sent to others.
+    All ranks call it.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing: list[list[Tensor]] = [[] for _ in range(world)]
     incoming: list[list[list[Tensor]]] = [[] for _ in range(world)]
-    for item in items:
+    for item in load:
         route = route_boxes(item.before, item.after, rank)
         for peer in range(world):
             outgoing[peer] += [source.views(item.name, box)[0] for box in route.sends[peer]]
             incoming[peer] += [target.views(item.name, box) for box in route.receives[peer]]
-    for here, everywhere in zip(outgoing[rank], incoming[rank], strict=True):
-        for there in everywhere:
-            there.copy_(here)
+    for values, views in zip(outgoing[rank], incoming[rank], strict=True):
+        for view in views:
+            view.copy_(values)
     outgoing[rank], incoming[rank] = [], []
-    if world == 1 or all(item.before == item.after for item in items):
+    if world == 1 or all(item.before == item.after for item in load):
         return 0
-    counts = [sum(views[0].numel() for views in arriving) for arriving in incoming]
-    received = torch.empty(sum(counts), dtype=items[0].dtype, device=device)
+    counts = [sum(views[0].numel() for views in from_peer) for from_peer in incoming]
+    received = torch.empty(sum(counts), dtype=load[0].dtype, device=device)
     sent_bytes = all_to_all(outgoing, received, counts)
-    targets = [views for arriving in incoming for views in arriving]
+    targets = [views for from_peer in incoming for views in from_peer]
     for views, values in zip(targets, torch.split(received, [views[0].numel() for views in targets]), strict=True):
         for view in views:
             view.copy_(values.view(view.shape))
@@ -166,14 +166,14 @@ def move(items: Sequence[MovedTensor], source: LocalTensors, target: LocalTensor
 
 
 def together(phase: str, work: Callable[[], Result]) -> Result:
-    """Do this rank's work of a phase; all ranks call it, and none continues unless all succeed.
+    """Run this rank's work of a phase. All ranks call it, and none continues unless all succeed.
 
     Args:
-        phase: for messages.
-        work: without communication, or such that either all ranks fail in it or none.
+        phase: name for error messages.
+        work: does not communicate, or fails on all ranks or none.
 
     Raises:
-        InputError: this rank's work raised it.
+        InputError: the work of this rank raised it.
         SwitchError: a rank failed.
     """
     result, error = list[Result](), None
@@ -192,29 +192,33 @@ def together(phase: str, work: Callable[[], Result]) -> Result:
 
 @dataclass(slots=True)
 class TensorTransfer:
-    """Tensors that are cut anew."""
+    """The transfer of all tensors from one plan to another."""
 
     items: Sequence[MovedTensor]  # equal on every rank
     before: LocalTensors
     after: LocalTensors
     device: torch.device
-    observe: Callable[[str], None]  # called with every phase
-    moved: int = 0  # bytes this rank sent to others
-    worst: int = 0  # bytes of tensors and messages at the worst moment (computed from their sizes)
+    observe: Callable[[str], None]  # called with the name of each phase
+    moved: int = 0  # bytes that this rank sent to others
+    worst: int = 0  # peak bytes of tensors and messages, computed from their sizes
     by_turns: bool = False  # whether old tensors are released as new ones arrive, because both do not fit
-    released: list[tuple[list[MovedTensor], Released]] = field(default_factory=list)  # load by load
+    released: list[tuple[list[MovedTensor], Released]] = field(default_factory=list)  # memory by load
 
     def run(self, free: int | None) -> None:
-        """Move everything; all ranks call it.
+        """Move all tensors. All ranks call it.
 
         Args:
-            free: bytes that this rank may still take; None: any.
+            free: bytes that this rank may use; None: any.
+
+        Raises:
+            InputError: the memory does not suffice.
+            SwitchError: a rank failed, or tensors arrived with other values.
         """
         for item in self.items:
             if not covers(item.before, item.shape):
                 raise SwitchError("carry", 0, f"the ranks do not hold all of {item.name}")
         sums, agreeing = self._sums_before()
-        # copies that differ (running statistics, kernels that are not deterministic) become the first rank's
+        # copies that differ (running statistics, non-deterministic kernels) are replaced by that of the first rank
         items = [
             item if item.name in agreeing else replace(item, before=first_only(item.before)) for item in self.items
         ]
@@ -224,9 +228,9 @@ class TensorTransfer:
         for load in loads:
             if self.by_turns:
                 self._allocate(load)
-            held = [*self.before.tensors(self.before.parts), *self.after.tensors(self.after.parts)]
-            self.worst = max(self.worst, nbytes(held) + message_bytes(load))
-            self.moved += move(load, self.before, self.after, self.device)
+            tensors = [*self.before.tensors(self.before.shards), *self.after.tensors(self.after.shards)]
+            self.worst = max(self.worst, nbytes(tensors) + _message_bytes(load))
+            self.moved += _move(load, self.before, self.after, self.device)
             if self.by_turns:
                 self._verify(load, sums)
                 self.released.append((load, self._release(load)))
@@ -234,12 +238,13 @@ class TensorTransfer:
             self._verify(items, sums)
 
     def undo(self) -> None:
-        """Bring back what was released; all ranks call it."""
+        """Restore the old tensors that were released. All ranks call it."""
         for load, storages in reversed(self.released):
             allocate(storages)
             names = {item.name for item in load}
-            back = [replace(one, before=one.after, after=one.before) for one in self.items if one.name in names]
-            move(back, self.after, self.before, self.device)
+            items = (item for item in self.items if item.name in names)
+            reverse = [replace(item, before=item.after, after=item.before) for item in items]
+            _move(reverse, self.after, self.before, self.device)
         self.released = []
 
     def commit(self) -> None:
@@ -247,24 +252,25 @@ class TensorTransfer:
         self._release(self.items)
 
     def _loads(self, items: Sequence[MovedTensor], free: int | None) -> list[list[MovedTensor]]:
-        """What is sent together: all at once if every rank has the memory, else smaller loads by turns."""
-        loads = list(loads_of(items))
-        most = self._blank_bytes(self.after.blank) + max((message_bytes(load) for load in loads), default=0)
-        spare = [one for one in everyone(None if free is None else (free, free - most)) if one is not None]
-        self.by_turns = any(left < 0 for _, left in spare)
+        """Divide the tensors into loads, smaller ones if a rank must release old tensors to make room for new ones."""
+        loads = list(_loads_of(items))
+        peak = self._blank_bytes(self.after.blank) + max((_message_bytes(load) for load in loads), default=0)
+        limits = [limit for limit in everyone(None if free is None else (free, free - peak)) if limit is not None]
+        self.by_turns = any(left < 0 for _, left in limits)
         if self.by_turns:
-            loads = list(loads_of(items, min(MESSAGE_BYTES, *(available // SHARE for available, _ in spare))))
+            largest = min(MESSAGE_BYTES, *(available // _LOADS_IN_MEMORY for available, _ in limits))
+            loads = list(_loads_of(items, largest))
             together(MEMORY, lambda: check_fits(free, self._peak_by_turns(loads)))
         return loads
 
     def _peak_by_turns(self, loads: Sequence[Sequence[MovedTensor]]) -> int:
-        """Bytes needed at once where each load's old tensors are released after it."""
-        now = peak = 0
+        """The additional bytes at the peak, if the old tensors of each load are released after it."""
+        current = peak = 0
         for load in loads:
             names = [item.name for item in load]
-            now += self._blank_bytes(names)
-            peak = max(peak, now + message_bytes(load))
-            now -= nbytes(self.before.tensors(name for name in names if name not in self.after.lasting))
+            current += self._blank_bytes(names)
+            peak = max(peak, current + _message_bytes(load))
+            current -= nbytes(self.before.tensors(name for name in names if name not in self.after.lasting))
         return peak
 
     def _blank_bytes(self, names: Iterable[str]) -> int:
@@ -282,30 +288,34 @@ class TensorTransfer:
         return release(self.before.tensors(item.name for item in items if item.name not in self.after.lasting))
 
     def _sums_before(self) -> tuple[dict[str, int], set[str]]:
-        """The checksum of each tensor as its first holders have it, and the names of those whose copies are equal."""
+        """The checksum of the first copy of each tensor, and the names of the tensors whose copies are equal."""
         firsts, copies = [], []
         for item in self.items:
-            sums = [(part.box, checksum([part])) for part in self.before.parts.get(item.name, ())]
+            sums = [(shard.box, checksum([shard])) for shard in self.before.shards.get(item.name, ())]
             firsts.append(sum(dict(sums)[box] for box in first_only(item.before)[dist.get_rank()]))
-            copies.append(sum(one for _, one in sums))
+            copies.append(sum(shard_sum for _, shard_sum in sums))
         totals = sum_over_ranks([*firsts, *copies], self.device)
-        pairs = zip(self.items, totals[: len(firsts)], totals[len(firsts) :], strict=True)
-        agreeing = {item.name for item, first, total in pairs if item.repeated(first, item.before) == total}
-        return dict(zip((item.name for item in self.items), totals, strict=False)), agreeing
+        totals, totals_of_copies = totals[: len(firsts)], totals[len(firsts) :]
+        agreeing = {
+            item.name
+            for item, total, total_of_copies in zip(self.items, totals, totals_of_copies, strict=True)
+            if item.sum_of_copies(total, item.before) == total_of_copies
+        }
+        return {item.name: total for item, total in zip(self.items, totals, strict=True)}, agreeing
 
     def _verify(self, items: Sequence[MovedTensor], sums: Mapping[str, int]) -> None:
         def work() -> list[int]:
             self.observe(VERIFY)
-            return [checksum(self.after.parts.get(item.name, ())) for item in items]
+            return [checksum(self.after.shards.get(item.name, ())) for item in items]
 
         pairs = zip(items, sum_over_ranks(together(VERIFY, work), self.device), strict=True)
-        wrong = [item.name for item, total in pairs if total != item.repeated(sums[item.name], item.after)]
+        wrong = [item.name for item, total in pairs if total != item.sum_of_copies(sums[item.name], item.after)]
         if wrong:
             raise SwitchError(VERIFY, 0, f"{', '.join(wrong[:5])} arrived other than sent ({len(wrong)} tensors)")
 
 
 def release(tensors: Iterable[Tensor]) -> Released:
-    """Free the memory of tensors that others may still hold (hooks, a roll-back); that of mapped files stays."""
+    """Free the memory of tensors to which references may remain; memory of mapped files is not freed."""
     released: Released = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -316,7 +326,7 @@ def release(tensors: Iterable[Tensor]) -> Released:
 
 
 def allocate(released: Released) -> None:
-    """Allocate the memory again, filled with zeros."""
+    """Allocate released memory again, filled with zeros."""
     for storage, size in released:
         if storage.nbytes() == 0:
             storage.resize_(size)
@@ -324,13 +334,13 @@ def allocate(released: Released) -> None:
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
+    """Return the bytes of the storages of tensors, counting each storage once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may still take, as far as the system says; of the host, its share of the free memory."""
+    """Return the free bytes of a device, of the host divided by the processes of this node; None: not known."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -341,7 +351,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(free: int | None, needed: int) -> None:
-    """Raise ``InputError`` if more bytes are needed for a moment than may be taken; None: any."""
+    """Raise ``InputError`` if ``needed`` bytes exceed the ``free`` ones; None: any number is free."""
     if free is not None and needed > free:
         remedy = (
             f"Changing the plan takes {format_bytes(needed)} more for a moment. Save, start anew under the plan and "

@@ -1,4 +1,4 @@
-"""Tiny models with branches, plans for them by hand, and what the tests of branches run on every rank."""
+"""Tiny models with branches, their plans, and the functions that the tests of branches run on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime.training import ADAMW, Trained, train_plainly
 SIDE, CHANNELS = 8, 3
 ONE = Strategy()
 WHOLE = ("text",)
-"""Modules that are one layer."""
+"""Modules with submodules that are one layer."""
 
 
 def coder(inside: int, outputs: int, levels: int = 1) -> nn.Sequential:
@@ -36,7 +36,7 @@ def coder(inside: int, outputs: int, levels: int = 1) -> nn.Sequential:
 
 
 class Coders(nn.Module):
-    """Encoder-decoders on one input, joined by a loss; ``order`` is that of the joins."""
+    """Encoder-decoders on one input with a common loss, which adds their outputs in some ``order``."""
 
     def __init__(self, count: int = 2, order: Sequence[int] = (0, 1), use: str = "") -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Coders(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers on inputs of their own and a loss that joins them: contrastive, or pair by pair."""
+    """Two towers on separate inputs, with a contrastive loss or a loss of pairs."""
 
     def __init__(self, contrastive: bool = True) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Towers(nn.Module):
 
 
 class Captions(nn.Module):
-    """A tower that begins by flattening pictures, and one that begins by looking words up; a loss pair by pair."""
+    """A tower that begins with flattened pictures, and one that begins with an embedding; a loss of pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Captions(nn.Module):
 
 
 class Heads(nn.Module):
-    """A trunk, and heads that end in losses of their own one after the other; one returns its loss itself."""
+    """A trunk and heads with separate losses; one head returns its loss itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Heads(nn.Module):
 
 
 class Judge(nn.Module):
-    """Returns something a sample, and a loss."""
+    """Returns a tensor with samples, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Judge(nn.Module):
 
 
 class Chains(nn.Module):
-    """A trunk, and two chains of modules with code between them, which reads the input and sizes too."""
+    """A trunk and two chains of modules, with code between the modules that also reads the input and its shape."""
 
     def __init__(self, detached: bool = False) -> None:
         super().__init__()
@@ -151,24 +151,15 @@ class Chains(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its roots by branch, where they are, and strategies inside.
+    """A model with branches and its plan."""
 
-    Attributes:
-        model: its class.
-        branches: name: (roots, first device, devices, strategy).
-        trunk: strategy of the trunk.
-        world: processes.
-        samples: of the global batch.
-        arguments: of the model's class.
-    """
-
-    model: str
-    branches: Mapping[str, tuple[Sequence[str], int, int, Strategy]]
+    model: str  # name of the class
+    branches: Mapping[str, tuple[Sequence[str], int, int, Strategy]]  # roots, first device, devices, strategy
     trunk: Strategy
-    world: int
-    samples: int = 4
+    world: int  # number of processes
+    samples: int = 4  # of the global batch
     microbatches: int = 1
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the class
     max_grad_norm: float | None = None
     precision: str = "fp32"
 
@@ -194,7 +185,7 @@ def make_batch(case: Case) -> dict[str, Tensor]:
 
 
 def layers_of(case: Case, model: nn.Module) -> tuple[Layer, ...]:
-    """Every leaf module with parameters is a block, between an empty layer before and one after."""
+    """A block for every leaf module with parameters, between an empty layer before and one after."""
     leaves = [
         name
         for name, module in model.named_modules()
@@ -233,7 +224,7 @@ def perception() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def perception_plan(trunk: Strategy = ONE, mode: Mode = Mode.TRAINING, samples: int = 2) -> Plan:
-    """Each network on a device of its own."""
+    """A plan with each network on a separate device."""
     case = Case("", {name: ((name,), number, 1, ONE) for number, name in enumerate(BRANCHES)}, trunk, 2, samples)
     return replace(make_plan(case, discover_layers(*perception())), mode=mode)
 
@@ -254,9 +245,7 @@ def infer_perception(trunk: Strategy) -> Any:
 
 
 def used(case: Case) -> tuple[float, ...]:
-    """A loss and the norm of its gradient, as in a usual loop; the loss of the model's call in evaluation mode without
-    gradients, and from ``outputs``.
-    """
+    """The loss and gradient norm of a step, and the loss in evaluation mode from a call and from ``outputs``."""
     parallel, batch = make_branched(case), make_batch(case)
     loss = parallel(**batch)
     loss.backward()
@@ -267,7 +256,7 @@ def used(case: Case) -> tuple[float, ...]:
 
 
 def one_rank_is_late(case: Case, patience: float) -> str:
-    """What the first rank says when the other, whose branch it waits for, does nothing."""
+    """The error of the first rank when the other rank, whose branch it waits for, does nothing."""
     parallel = make_branched(case, timeout=patience)
     if dist.get_rank() == 1:
         time.sleep(4 * patience)
@@ -290,7 +279,7 @@ def wrong_model(case: Case) -> str:
 
 
 class Dropping(nn.Module):
-    """Branches of which one draws random numbers, and a trunk that draws some behind them."""
+    """Two branches, one with dropout, and a trunk with dropout after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +293,7 @@ class Dropping(nn.Module):
 
 
 def train_dropping(steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the trunk's parameters on this rank."""
+    """The losses, and the parameters of the trunk on this rank."""
     torch.manual_seed(dist.get_rank())
     case = Case("Dropping", {"a": (("first",), 0, 1, ONE), "b": (("second",), 1, 1, ONE)}, ONE, 2)
     model, batch = Dropping(), torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -316,7 +305,7 @@ def train_dropping(steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def initial_state(case: Case) -> dict[str, Tensor]:
-    """Of a model that was built on the meta device."""
+    """The initial state of a model that was built on the meta device."""
     with torch.device("meta"):
         model = make_model(case)
     layers = layers_of(case, model)
@@ -326,7 +315,7 @@ def initial_state(case: Case) -> dict[str, Tensor]:
 
 
 def fill(module: nn.Module) -> None:
-    """Initial values of what has no rule of its own."""
+    """Initialize parameters of modules without ``reset_parameters``."""
     for name, tensor in module.named_parameters(recurse=False):
         if name in ("weight", "scale") and tensor.dim() < 2 and not hasattr(module, "reset_parameters"):
             torch.nn.init.uniform_(tensor)
@@ -346,7 +335,7 @@ def make_branched(case: Case, **options: Any) -> BranchedModel:
 
 
 def train(case: Case, steps: int = 2) -> Trained:
-    """Gradients of the first step, losses of all, the state after the last."""
+    """The gradients of the first step, the losses of all steps, and the state after the last."""
     parallel = make_branched(case, max_grad_norm=case.max_grad_norm)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     batch = make_batch(case)
@@ -360,10 +349,10 @@ def train(case: Case, steps: int = 2) -> Trained:
 
 
 def train_each(cases: Mapping[str, Case]) -> dict[str, Trained]:
-    """The same of several cases, one after another in the same processes."""
+    """Train several cases one after another in the same processes."""
     return {name: train(case) for name, case in cases.items()}
 
 
 def train_alone(case: Case, steps: int = 2) -> Trained:
-    """One process, plain torch."""
+    """Train in one process with plain torch."""
     return train_plainly(make_model(case), make_batch(case), case.max_grad_norm, steps)

@@ -1,4 +1,4 @@
-"""Branches on devices of their own train like one process; measured, and used."""
+"""Models with branches on separate devices train like one process."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.branches import jobs
 from tests.runtime.branches.jobs import ONE, Case, layers_of, make_batch, make_model, train_alone, train_each
+from tests.runtime.plans import losses_alone
 from tests.runtime.plans import make_plan as plain_plan
 from tests.runtime.training import Trained, assert_same
 
@@ -132,14 +133,7 @@ def test_a_small_pair_is_not_split_and_a_large_one_is(pool: WorkerPool) -> None:
 
 def test_perception_network_trains_like_one_process(pool: WorkerPool) -> None:
     model, batch = jobs.perception()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = losses_alone(model, torch.optim.SGD(model.parameters(), lr=0.05), [batch] * 2)
     for found, state in pool.run(2, jobs.train_perception):
         assert found == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-4, atol=1e-5)

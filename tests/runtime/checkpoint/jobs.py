@@ -1,4 +1,4 @@
-"""Runs that are saved, stopped and resumed, under plans of all kinds."""
+"""Small training runs that are saved and resumed under various plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAMW = {"lr": 0.05, "weight_decay": 0.1}
 
 
 class Block(nn.Module):
-    """Running statistics, something to drop, and a vector that is shared out unevenly."""
+    """A block with running statistics, dropout, and a vector that ZeRO shards unevenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A table that enters and leaves, three blocks."""
+    """Three blocks between an embedding and a tied output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """The strategies of before, three blocks, after; ``cuts`` are where stages end."""
+    """Strategies of the layer before, three blocks and the layer after; ``cuts``: layers at which stages begin."""
 
     strategies: Sequence[Strategy]
     cuts: Sequence[int] = ()
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass
 class Position:
-    """How far a data loader has come."""
+    """The position of a data loader."""
 
     at: int = 0
     order: list[int] = field(default_factory=lambda: [3, 1, 4, 0, 2])
@@ -91,7 +91,7 @@ def make_net(seed: int = 0) -> nn.Module:
 
 
 def make_run(case: Case, seed: int = 0) -> tuple[ParallelModel, torch.optim.Optimizer, Any, Position]:
-    """A model, its optimizer with two groups, a scheduler with a warm-up, and the data."""
+    """A model, an optimizer with two groups, a scheduler with warm-up, and the data."""
     model, data = make_net(seed), Position()
     batch = Position().next()
     layers = discover_layers(model, batch, blocks=[f"blocks.{number}" for number in range(3)])
@@ -108,7 +108,7 @@ def make_run(case: Case, seed: int = 0) -> tuple[ParallelModel, torch.optim.Opti
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Vectors are not decayed."""
+    """Parameter groups without weight decay for vectors."""
     flat = [one for one in model.parameters() if one.dim() < 2]
     deep = [one for one in model.parameters() if one.dim() > 1]
     groups = [{"params": flat, "weight_decay": 0.0}, {"params": deep, "lr": 0.02}]
@@ -122,7 +122,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
 
 
 def go_on(run: tuple[ParallelModel, torch.optim.Optimizer, Any, Position], steps: int) -> list[float]:
-    """Train so many steps; the losses, and what numpy drew meanwhile."""
+    """Train some steps; return each loss and a random number of numpy."""
     parallel, optimizer, scheduler, data = run
     losses = []
     for _ in range(steps):
@@ -143,7 +143,7 @@ def load(run: tuple[ParallelModel, torch.optim.Optimizer, Any, Position], folder
 
 
 def moments(optimizer: torch.optim.Optimizer, parallel: ParallelModel) -> dict[str, Tensor]:
-    """The optimizer's states as one process has them."""
+    """The full states of the optimizer."""
     from galvatron_lite.runtime.parameters.full_state import gather
     from galvatron_lite.runtime.parameters.pieces import held_states
 

@@ -1,4 +1,4 @@
-"""What goes wrong while checkpoints are written; exported to other libraries."""
+"""Faults while checkpoints are written, damaged checkpoints, and the files of other libraries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = 4096
 
 
 def killed_while_saving(folder: str, asynchronous: bool) -> None:
-    """Rank 1 is killed when it has written half of what it has to write of the second checkpoint."""
+    """Rank 1 is killed after it has written half of its first file of the second checkpoint."""
     run = make_run(PAIR)
     go_on(run, 1)
     save(run, Path(folder, "step-1"))
@@ -59,10 +59,14 @@ def killed_while_saving(folder: str, asynchronous: bool) -> None:
 
 
 def full_disk(folder: str, asynchronous: bool) -> tuple[str, list[float], list[float]]:
-    """Rank 1's files may not grow; what it is told, and how training goes on, beside a run that saved nothing."""
-    run, other = make_run(PAIR), make_run(PAIR)
-    random = rewound(run, folder)
-    told = ""
+    """Save while the files of rank 1 may not grow.
+
+    Returns:
+        The error, the losses of two steps after it, and those of a run that resumes from the first checkpoint.
+    """
+    run, other, told = make_run(PAIR), make_run(PAIR), ""
+    go_on(run, 2)
+    save(run, Path(folder, "step-1"), step=1)
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -76,24 +80,16 @@ def full_disk(folder: str, asynchronous: bool) -> tuple[str, list[float], list[f
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     losses = go_on(run, 2)
-    load(other, Path(random))
+    load(other, Path(folder, "step-1"))
     return told, losses, go_on(other, 2)
 
 
-def rewound(run: Any, folder: str) -> str:
-    """Two steps, and a checkpoint of them."""
-    go_on(run, 2)
-    place = Path(folder, "step-1")
-    save(run, place, step=1)
-    return str(place)
-
-
 def from_the_last(folder: str) -> tuple[str, list[float]]:
-    """Which checkpoint is found, and the losses after it."""
+    """The name of the newest checkpoint, and the losses after it."""
     run = make_run(PAIR, seed=4)
     parallel, optimizer, scheduler, data = run
-    found = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
-    return found.folder.name, go_on(run, 2)
+    resumed = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
+    return resumed.folder.name, go_on(run, 2)
 
 
 def without_a_break() -> list[float]:
@@ -101,7 +97,7 @@ def without_a_break() -> list[float]:
 
 
 def on_a_tiny_disk(folder: str) -> tuple[str, list[str], list[str]]:
-    """Checkpoints until the disk is full: the error, the whole checkpoints then, and what else was left."""
+    """Save until the disk is full: the error, the names of intact checkpoints, and of temporary folders left over."""
     run = make_run(PAIR)
     go_on(run, 1)
     try:
@@ -128,7 +124,11 @@ def test_a_process_killed_while_saving(pool: WorkerPool, tmp_path: Path) -> None
 
 
 def interrupted(folder: str) -> tuple[str, list[str], bool]:
-    """Rank 1 is interrupted while it saves; then a checkpoint is loaded in place of a step that has begun."""
+    """Interrupt rank 1 while it saves; then save, and load after a backward pass.
+
+    Returns:
+        The error, the folders left over, and whether loading restored the step and dropped the gradients.
+    """
     run = make_run(PAIR)
     go_on(run, 1)
     write = checkpointer.write_files
@@ -158,7 +158,7 @@ def test_an_interrupt_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
-    """Its files may not grow (RLIMIT_FSIZE); written while training goes on."""
+    """The files of rank 1 may not grow (RLIMIT_FSIZE); the checkpoint is written while training continues."""
     for told, losses, wanted in pool.run(2, full_disk, folder=str(tmp_path), asynchronous=True):
         assert re.match(r"InputError: checkpoint: .*step-2.* Rank 1: File too large\. Free some space", told), told
         assert losses == wanted, "training goes on as if nothing had been saved"
@@ -186,7 +186,7 @@ def test_a_disk_that_is_really_full(pool: WorkerPool, tiny_disk: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints of two steps."""
+    """A folder with checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("checkpoints")
     run = make_run(ALONE)
     for step in (1, 2):
@@ -343,7 +343,7 @@ def test_transformers_loads_what_was_exported_and_the_other_way_round(pool: Work
     pool.run(2, there_and_back, folder=str(tmp_path))
 
 
-def test_files_of_tensors_are_what_the_library_reads(tmp_path: Path) -> None:
+def test_safetensors_reads_our_files_and_we_read_its_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = {

@@ -1,4 +1,4 @@
-"""Every way to split a layer is saved, resumed exactly, and loaded under other ways."""
+"""Checkpoints of all strategies: resumed exactly under the same plan, and loaded under other plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Make = Callable[[], ParallelModel]
 
 @examined_once()
 def there(makes: list[Make], batch: Any, folder: str) -> None:
-    """Train under the first plan, save; load under all, the first among them; the next steps are alike."""
+    """Train and save under the first plan; load under all plans, and compare the state and the next step."""
     first = makes[0]()
     optimizer = first.optimizer(torch.optim.Adam, lr=0.01, amsgrad=True, eps=1e-4)
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_layers_split_in_every_way(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def experts(folder: str) -> None:
-    """Spread, beside shared tokens and sliced, and in a zero-bubble pipeline."""
+    """Expert parallelism with ZeRO, context and tensor parallelism, and in a zero-bubble pipeline."""
     case = make_case("mixtral")
     ways = [
         Strategy(zero=4, zero_stage=3, expert=2),

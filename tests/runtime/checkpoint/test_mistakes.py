@@ -1,4 +1,4 @@
-"""Forged contents and users' mistakes are refused on all ranks, and nothing changes."""
+"""Forged checkpoints and mistakes of users are refused on all ranks, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Data = dict[str, Any]
 
 
 def reshape(data: Data, name: str, shape: list[int]) -> None:
-    """Another shape, in one piece."""
+    """Set the shape of a tensor, in one piece."""
     tensor = data["tensors"][name]
     tensor["shape"] = shape
     tensor["pieces"] = [{**tensor["pieces"][0], "at": [0] * len(shape), "size": shape}]
@@ -67,7 +67,7 @@ MANIFESTS: dict[str, Callable[[Data], object]] = {
     "another file": lambda data: data["tensors"][STATE]["pieces"][0].update(file="rank-0.pt"),
 }
 STATES = ("other shape of a state", "another file")
-"""What an export of the weights does not read."""
+"""Changes that exporting the weights does not notice."""
 CONTENTS: dict[str, tuple[str, Callable[[Data], object]]] = {
     "no members": ("training.pt", lambda data: data["optimizer"].pop("members")),
     "no group": ("training.pt", lambda data: data["optimizer"].update(groups=[])),
@@ -84,7 +84,7 @@ CONTENTS: dict[str, tuple[str, Callable[[Data], object]]] = {
 
 
 def forge(folder: Path, change: str) -> None:
-    """Change a checkpoint and seal it again."""
+    """Change a checkpoint and write matching checksums."""
     data = json.loads((folder / META).read_text())
     if change in MANIFESTS:
         MANIFESTS[change](data)
@@ -96,7 +96,7 @@ def forge(folder: Path, change: str) -> None:
         data["files"][name] = to_data(content_of(folder / name))
     try:
         write_sealed(folder, replace(from_data(Manifest, data, "forged"), digest=""))
-    except FileFormatError:  # without the checks of what reads it
+    except FileFormatError:  # the change does not fit the schema
         write_data(folder / META, data)
 
 
@@ -107,7 +107,7 @@ def written(folder: str) -> None:
 
 
 def refused(folder: str, changes: list[str]) -> dict[str, str]:
-    """What each forged checkpoint is answered with; the run behind them is that of one that never tried."""
+    """The error of loading each forged checkpoint; the run then continues like one that loaded none of them."""
     run, other = make_run(PAIR, seed=3), make_run(PAIR, seed=3)
     start = torch.get_rng_state()
     go_on(run, 1)
@@ -142,7 +142,7 @@ def test_forged_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
     for told in pool.run(2, refused, folder=str(tmp_path), changes=changes):
         for change, said in told.items():
             assert said.startswith(("InputError: ", "FileFormatError: ")), (change, said)
-    for change in changes:  # without other processes: what they do not read, they may take
+    for change in changes:  # one process and an export may accept changes of what they do not read
         model = make_net()
         try:
             load_into(model, tmp_path / change, torch.optim.AdamW(groups_of(model)))
@@ -157,7 +157,7 @@ def test_forged_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 class Broken:
-    """A position in the data that one rank cannot take."""
+    """A position in the data that rank 1 cannot load."""
 
     at = 0
 
@@ -171,7 +171,7 @@ class Broken:
 
 
 def one_cannot(folder: str) -> tuple[str, str]:
-    """Rank 1's data take no state, then give none."""
+    """The errors on loading and saving when the data of rank 1 fail."""
     parallel, optimizer, *_ = make_run(PAIR)
     data, told = Broken(), []
     parallel.save(folder, optimizer, data={"at": 7})
@@ -212,13 +212,13 @@ def names(folder: Path) -> list[str]:
 
 
 def without_record(folder: Path) -> None:
-    """As versions wrote it that kept no lineage."""
+    """Make the checkpoint one of an early version without lineage."""
     write_sealed(folder, replace(read_manifest(folder), run="", sequence=0, ancestors={}))
     assert not {"run", "sequence", "ancestors"} & json.loads((folder / META).read_text()).keys()
 
 
 @pytest.mark.parametrize("again", ["same process", "new process"])
-def test_what_was_abandoned_neither_outranks_nor_is_deleted(tmp_path: Path, again: str) -> None:
+def test_abandoned_checkpoints_are_neither_newest_nor_deleted(tmp_path: Path, again: str) -> None:
     run = make_run(ALONE)
     for step in (10, 20, 30, 40):
         save(run, tmp_path / f"step-{step}", step=step)
@@ -227,7 +227,7 @@ def test_what_was_abandoned_neither_outranks_nor_is_deleted(tmp_path: Path, agai
     for step in (21, 22, 23):
         save(run, tmp_path / f"step-{step}", step=step, keep=3)
     assert names(tmp_path) == ["step-21", "step-22", "step-23", "step-30", "step-40"]
-    for _ in range(2):  # restarts go on with the same lineage
+    for _ in range(2):  # restarts continue the lineage
         run = make_run(ALONE)
         found = run[0].load_latest(tmp_path, run[1])
         assert found.step == max(int(name[5:]) for name in names(tmp_path) if name not in ("step-30", "step-40"))
@@ -236,7 +236,7 @@ def test_what_was_abandoned_neither_outranks_nor_is_deleted(tmp_path: Path, agai
 
 
 def test_another_run_beside_it_and_folders_of_its_own(tmp_path: Path) -> None:
-    """A run deletes its own checkpoints in every folder that it saves to, and nobody else's."""
+    """A run deletes only its own checkpoints, separately in each folder that it saves to."""
     other = make_run(ALONE)
     save(other, tmp_path / "all" / "other", step=1)
     run = make_run(ALONE)
@@ -248,7 +248,7 @@ def test_another_run_beside_it_and_folders_of_its_own(tmp_path: Path) -> None:
 
 
 def test_checkpoints_without_a_record(tmp_path: Path) -> None:
-    """They load, the one of most steps first; what continues them outranks them, and does not delete them."""
+    """The one with most steps is the newest; checkpoints that continue them are newer, and do not delete them."""
     run = make_run(ALONE)
     for step in (5, 10, 20):
         save(run, tmp_path / f"step-{step}", step=step)
@@ -281,7 +281,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_folders_that_hold_no_checkpoints(tmp_path: Path) -> None:
-    """Nothing, or something else: training begins; a single checkpoint in the place of their folder is an error."""
+    """Without checkpoints training starts anew; a single checkpoint instead of a folder of them is an error."""
     parallel = make_run(ALONE)[0]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "meta.txt").write_text("mine")
@@ -353,7 +353,7 @@ def averaged_run(seed: int) -> tuple[Any, torch.optim.swa_utils.AveragedModel]:
 
 
 def extras(folder: str) -> list[str]:
-    """What is said of values by name that are parts, or unlike; averages come back complete."""
+    """The errors and warnings for extra state that is a shard or differs between ranks; averages are restored."""
     run, averaged = averaged_run(seed=0)
     for _ in range(2):
         go_on(run, 1)

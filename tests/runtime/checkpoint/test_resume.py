@@ -1,4 +1,4 @@
-"""A resumed run equals one that was not stopped, bit for bit; with other plans and processes it has the same state."""
+"""A resumed run continues bit for bit under the same plan, and from the same state under others."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def first_leg(case: Case, folder: str) -> Any:
 
 
 def next_leg(case: Case, folder: str, name: str) -> Any:
-    """Go on with another number of processes; what was loaded, and what the next checkpoint holds."""
+    """Resume with another number of processes: the state after loading, and that of the next checkpoint."""
     run = make_run(case, seed=5)
     parallel, optimizer, scheduler, data = run
     resumed = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
@@ -109,7 +109,7 @@ def assert_alike(found: Any, wanted: Any) -> None:
 
 
 def test_a_run_goes_on_with_another_number_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
-    """Stages on four processes, then two, then four that share all; then plain torch in one."""
+    """Stages on four processes, then two processes, then ZeRO-3 on four; then plain torch in one."""
     wanted = pool.run(4, first_leg, case=STAGES, folder=str(tmp_path))[0]
     for world, case, name in ((2, TWO, "two"), (4, ALL, "all")):
         legs = pool.run(world, next_leg, case=case, folder=str(tmp_path), name=name)
@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_another_number_of_processes(pool: WorkerPool, tmp_pa
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number, and a tensor of another dtype than its parameter's."""
+    """An optimizer with a number, and a tensor of another dtype than its parameter, among its states."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -161,7 +161,7 @@ def test_numbers_and_other_dtypes_among_states_come_back(tmp_path: Path) -> None
 
 
 def test_frozen_parameters_need_no_states(tmp_path: Path) -> None:
-    """As where the optimizer that is saved is over those that train, as DeepSpeed's is."""
+    """The saved optimizer has only trained parameters, as DeepSpeed's; the loading one has all."""
     parallel, model = make_run(Case([Strategy()] * 5))[0], make_net(seed=1)
     for one in (parallel.module, model):
         one.enter.weight.requires_grad_(False)
@@ -174,7 +174,7 @@ def test_frozen_parameters_need_no_states(tmp_path: Path) -> None:
 
 
 class Counted(nn.Linear):
-    """Counts its calls, which is state but no tensor; a hook adds a tensor to its ``state_dict()`` alone."""
+    """Has a count as extra state, and a tensor in ``state_dict()`` that is neither parameter nor buffer."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -213,7 +213,7 @@ class Counts(nn.Module):
 
 
 def counting(folder: str) -> list[float]:
-    """Two steps, a checkpoint, and two more by what resumes from it: under two stages, data parallelism, and alone."""
+    """The losses of two steps with two stages, and of two steps with data parallelism after a checkpoint."""
     batch, losses = torch.ones(4, 4), []
     for strategy, cuts in ((Strategy(), [1]), (PAIR, [])):
         torch.manual_seed(0)
@@ -254,7 +254,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 
 def estimate(folder: str) -> None:
-    """A profile of each number of processes, as measuring would leave them."""
+    """Write an estimated profile for each number of processes."""
     from galvatron_lite.capture.trace import trace
 
     graph = trace(make_model(), batch_of(0))
@@ -264,7 +264,7 @@ def estimate(folder: str) -> None:
 
 
 def script(folder: str, steps: int) -> tuple[int, list[float], dict[str, Tensor], str]:
-    """What a user launches: the first step, the losses, the weights, the plan."""
+    """The script of a user: returns the first step, the losses, the weights, and the devices of the plan."""
     parallel: Any = auto_parallelize(make_model(), batch_of(0), profile=Path(folder, f"{dist.get_world_size()}.yaml"))
     optimizer = parallel.optimizer(torch.optim.AdamW, **ROUNDED)
     parallel.load_latest(Path(folder, "checkpoints"), optimizer)

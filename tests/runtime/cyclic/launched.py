@@ -1,4 +1,4 @@
-"""Processes that a test starts itself, because it ends some of them by force."""
+"""Launching processes of a test's own, some of which it kills."""
 
 from __future__ import annotations
 
@@ -21,28 +21,18 @@ from tests.pool import HOST, PRELOADED
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        code: of its exit; below 0 the signal that killed it. None: it still ran, and was killed in the end.
-        seconds: from the common start of all ranks until it ended by itself.
-        told: the error of this package that it raised; "" if none.
-        result: what its function returned; None if it raised.
-    """
-
-    code: int | None
-    seconds: float
-    told: str
-    result: Any
+    code: int | None  # exit code; below 0 the signal that killed it; None: it was still running and was killed
+    seconds: float  # from the common start of all ranks until it ended by itself
+    told: str  # the error of this package that it raised; "" if none
+    result: Any  # returned by its function; None if it raised
 
 
 def launch(
     world: int, function: Callable[..., Any], timeout: float, hangs: int | None = None, **kwargs: Any
 ) -> list[Ended]:
-    """Call ``function(**kwargs)`` on every rank of a world of gloo processes, and wait for their end; by rank.
-
-    ``hangs``: a rank that is not waited for.
-    """
+    """Call ``function(**kwargs)`` on every rank of a world of gloo processes; wait for all but the rank ``hangs``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="galvatron-launched-") as folder:

@@ -1,4 +1,4 @@
-"""Runs of all a plan's processes, as threads, that write checkpoints and go on from them."""
+"""Training runs with a thread for each process of a plan, which write checkpoints and resume from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 @dataclass
 class ThreadPeers:
-    """Processes that are threads."""
+    """The peers of a process that is a thread."""
 
     rank: int
     meeting: Meeting
@@ -36,26 +36,18 @@ class ThreadPeers:
 
 @dataclass
 class Run:
-    """What a process ended with.
+    """The result of a process."""
 
-    Attributes:
-        losses: by number of the micro-batch.
-        parameters: the newest, by name.
-        buffers: of its stages, by name.
-        optimizers: states, by stage.
-        refusals: errors of checkpoints that could not be written, or read.
-    """
-
-    losses: dict[int, float]
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    optimizers: dict[int, Any]
-    refusals: list[InputError] = field(default_factory=list)
+    losses: dict[int, float]  # by number of the micro-batch
+    parameters: dict[str, Tensor]  # the newest, by name
+    buffers: dict[str, Tensor]  # of its stages, by name
+    optimizers: dict[int, Any]  # states, by stage
+    refusals: list[InputError] = field(default_factory=list)  # errors of checkpoints that could not be written
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model, its plan, and what it is trained on."""
+    """A model, its plan and its batches."""
 
     case: Case
     plan: Plan
@@ -67,9 +59,10 @@ class Training:
     def run(
         self, start: Path | None = None, saves: Mapping[int, Path] | None = None, end: int | None = None
     ) -> list[Run]:
-        """Train, from the beginning or a checkpoint, up to a training step; by process.
+        """Train from the beginning, or from a checkpoint, to step ``end``, and write the checkpoints ``saves`` by step.
 
-        ``saves``: checkpoints to be written, by the training step before which.
+        Returns:
+            The results by process.
         """
         meeting = Meeting(programme_of(self.plan).processes)
 
@@ -82,15 +75,15 @@ class Training:
         self, runtime: CyclicRuntime, meeting: Meeting, start: Path | None, saves: Mapping[int, Path], end: int | None
     ) -> Run:
         executor, refusals = runtime.executor, list[InputError]()
-        keeper = CyclicCheckpointer(runtime, ThreadPeers(runtime.process, meeting))
+        checkpointer = CyclicCheckpointer(runtime, ThreadPeers(runtime.process, meeting))
         for states in executor.states.values():
             states.make_optimizer(self.factory, self.scheduler)
-        begin = 0 if start is None else keeper.read(start)
+        begin = 0 if start is None else checkpointer.read(start)
         for step in range(begin, len(self.batches) if end is None else end):
             if step in saves:
                 executor.drain(step)
                 try:
-                    keeper.write(saves[step], step)
+                    checkpointer.write(saves[step], step)
                 except InputError as error:
                     refusals.append(error)
             executor.feed(step, split(self.batches[step], len(self.plan.stages)))
@@ -106,7 +99,7 @@ class Training:
 
 
 def check_same(resumed: Sequence[Run], whole: Sequence[Run]) -> None:
-    """Every bit of what processes ended with is that of another run; losses, as far as both have them."""
+    """Check that the results of two runs are equal bit for bit; the resumed run may have fewer losses."""
     for one, other in zip(resumed, whole, strict=True):
         assert one.losses
         assert one.losses.items() <= other.losses.items()

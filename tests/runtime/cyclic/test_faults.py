@@ -1,4 +1,4 @@
-"""Processes that are lost: the others stop and say why, and the last checkpoint gives the run that was not stopped."""
+"""Lost processes: the others stop with an error that names the rank, and the last checkpoint continues the same run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite import folders
-from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting, device_count
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from tests.parallelism.cyclic.models import WIDTH, blocks_case, make_batches, make_plan
@@ -27,11 +26,11 @@ from tests.runtime.cyclic.saving import ADAM
 
 STEPS, EVERY, LOST_AT = 6, 2, 5
 Kept = tuple[list[float], dict[str, Tensor]]
-"""Losses of training steps, and the whole state."""
+"""Losses of training steps, and the full state."""
 
 
 def make(count: int, setting: str, seed: int = 7, timeout: float = 60.0) -> CyclicModel:
-    """A stage of a block each, with something to drop and running statistics."""
+    """A model with one block a stage, with dropout and running statistics."""
     torch.manual_seed(seed)
     model, layers, stages = blocks_case(count)
     for place, block in enumerate(model.blocks):
@@ -40,7 +39,7 @@ def make(count: int, setting: str, seed: int = 7, timeout: float = 60.0) -> Cycl
 
 
 def go_on(model: CyclicModel, end: int, before: Callable[[int], Any] = lambda _: None) -> list[float]:
-    """Train up to a step on batches that the process's own generator chooses; losses. ``before``: a step."""
+    """Train up to a step on batches chosen by the generator of the process; ``before`` is called with each step."""
     known, losses = batches_of(len(model.plan.stages)), []
     optimizer = model._optimizer
     assert optimizer is not None
@@ -58,20 +57,20 @@ def batches_of(count: int) -> list[dict[str, Tensor]]:
 
 
 def ended(model: CyclicModel, losses: list[float]) -> Kept:
-    """With the mean of what became known when all passes had ended."""
+    """Flush the model; the losses include the mean of the micro-batches that ended in the flush."""
     last = model.flush()
     return [*losses, *([] if last is None else [float(last)])], model.full_state_dict()
 
 
 def whole(count: int, setting: str) -> Kept:
-    """Without a break."""
+    """An uninterrupted run."""
     model = make(count, setting)
     model.optimizer(ADAM)
     return ended(model, go_on(model, STEPS))
 
 
 def saved_and_resumed(count: int, setting: str, folder: str) -> dict[str, Kept]:
-    """Without a break; writing checkpoints on the way; going back to one; from the last, on a model of another seed."""
+    """Runs that write checkpoints, go back to one, and resume from the last; and an uninterrupted run."""
     saving = make(count, setting)
     saving.optimizer(ADAM)
 
@@ -93,7 +92,7 @@ def saved_and_resumed(count: int, setting: str, folder: str) -> dict[str, Kept]:
 def lost_in_a_pass(
     count: int, setting: str, folder: str, lost: int, how: int, patience: float, at: int = LOST_AT
 ) -> None:
-    """Train and write checkpoints; in the middle of a training step's passes a rank gets a signal."""
+    """Train and write checkpoints; a rank gets the signal ``how`` during the passes of a training step."""
     model = make(count, setting, timeout=patience)
     model.optimizer(ADAM)
 
@@ -108,7 +107,7 @@ def lost_in_a_pass(
 
 
 def lost_while_saving(count: int, setting: str, folder: str, lost: int) -> None:
-    """A rank is killed when it has written half of what it has to write."""
+    """A rank is killed after it has written half of its first file."""
     model = make(count, setting)
     model.optimizer(ADAM)
     go_on(model, 1)
@@ -126,29 +125,8 @@ def lost_while_saving(count: int, setting: str, folder: str, lost: int) -> None:
         model.save(Path(folder, "step-2"))
 
 
-def full_on_one(count: int, setting: str, folder: str, full: int) -> dict[str, Any]:
-    """One rank's disk is full when the second checkpoint is written; training goes on, and so does the first one."""
-    model = make(count, setting)
-    model.optimizer(ADAM)
-    losses, told = go_on(model, 2), ""
-    model.save(Path(folder, "last"))
-    losses += go_on(model, 4)
-    opener = Path.open
-
-    def no_room(path: Path, *args: Any, **kwargs: Any) -> Any:
-        """What is written goes to a device that is always full."""
-        return opener(Path("/dev/full") if path.suffix == ".pt" else path, "wb", **kwargs)
-
-    with patch.object(Path, "open", no_room if dist.get_rank() == full else opener):
-        try:
-            model.save(Path(folder, "last"))
-        except InputError as error:
-            told = str(error)
-    return {"told": told, "kept": ended(model, losses + go_on(model, STEPS))}
-
-
 def from_the_last(count: int, setting: str, folder: str) -> dict[str, Any]:
-    """Go on from the last whole checkpoint, and beside it train without a break."""
+    """The last intact checkpoint, the run that resumes from it, and an uninterrupted run."""
     model = make(count, setting, seed=99)
     model.optimizer(ADAM)
     found = model.load_latest(folder)
@@ -164,20 +142,20 @@ TOLD = re.compile(
 
 
 def same(resumed: Kept, whole: Kept) -> bool:
-    """Every bit of losses and state, as far as the resumed run goes."""
+    """Whether a resumed run has the same losses and state, bit for bit."""
     (losses, state), (all_losses, all_state) = resumed, whole
     equal = all(torch.equal(value, all_state[name]) for name, value in state.items())
     return equal and losses == all_losses[-len(losses) :] and state.keys() == all_state.keys()
 
 
 def is_told(ended: list[Ended], lost: int) -> bool:
-    """Whether all others said whom they had waited for, and someone had waited for the lost one."""
+    """Whether the errors of all others name the rank that they waited for, and one names the lost rank."""
     matches = [TOLD.match(one.told) for rank, one in enumerate(ended) if rank != lost]
     return all(matches) and str(lost) in {match[1] for match in matches if match is not None}
 
 
 def check_told(ended: list[Ended], lost: int, seconds: float) -> None:
-    """All others stopped in time, and said so."""
+    """All others stopped in time with an error that names a rank."""
     others = [one for rank, one in enumerate(ended) if rank != lost]
     assert is_told(ended, lost), [one.told for one in others]
     assert all(one.code == 0 and one.seconds < seconds for one in others)
@@ -195,7 +173,7 @@ def test_a_killed_process_and_the_run_from_the_last_checkpoint(pool: WorkerPool,
 
 
 def test_a_process_lost_in_its_first_pass(tmp_path: Path) -> None:
-    """Before anybody knows what messages look like."""
+    """Before the shapes of messages are exchanged."""
     job = {"count": 2, "setting": "stages", "folder": str(tmp_path), "lost": 0, "patience": 120.0, "at": 0}
     ended = launch(3, lost_in_a_pass, 240, how=signal.SIGKILL, **job)
     assert ended[0].code == -signal.SIGKILL
@@ -216,7 +194,7 @@ def test_a_process_that_hangs_is_named_after_the_time_that_was_set(tmp_path: Pat
 
 
 def test_a_process_lost_while_a_checkpoint_is_written(pool: WorkerPool, tmp_path: Path) -> None:
-    """The one before stays, and is what is found."""
+    """The checkpoint before stays intact, and is the latest."""
     job = {"count": 2, "setting": "data", "folder": str(tmp_path)}
     lost, other = launch(2, lost_while_saving, 240, lost=0, **job)
     assert lost.code == -signal.SIGKILL
@@ -227,27 +205,16 @@ def test_a_process_lost_while_a_checkpoint_is_written(pool: WorkerPool, tmp_path
         assert same(one["resumed"], one["whole"])
 
 
-def test_a_full_disk_of_one_process_is_told_to_all(pool: WorkerPool, tmp_path: Path) -> None:
-    job = {"count": 2, "setting": "data", "folder": str(tmp_path)}
-    results = pool.run(2, full_on_one, full=1, **job)
-    found = pool.run(2, from_the_last, **job)
-    for one, after in zip(results, found, strict=True):
-        assert re.match(r"checkpoint: .* Rank 1: No space left on device\.", one["told"])
-        assert after["found"] == tmp_path / "last"
-        assert same(after["resumed"], after["whole"])
-        assert same(one["kept"], after["whole"])
-
-
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool) -> Kept:
-    """What one process gives without a break."""
+    """An uninterrupted run on one process."""
     kept: Kept = pool.run(1, whole, count=2, setting="single")[0]
     return kept
 
 
 @pytest.mark.parametrize("setting", ["single", "data", "stages"])
 def test_dropout_goes_on_where_it_was(pool: WorkerPool, tmp_path: Path, alone: Kept, setting: str) -> None:
-    """Bit for bit in the setting itself, in a new model and in one that goes back; and all settings drop the same."""
+    """Resumed runs continue bit for bit, in a new model and in one that goes back; all settings drop the same items."""
     world = device_count(CyclicSetting(setting), 2)
     for one in pool.run(world, saved_and_resumed, count=2, setting=setting, folder=str(tmp_path)):
         assert same(one["resumed"], one["whole"])

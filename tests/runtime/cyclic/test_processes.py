@@ -1,4 +1,4 @@
-"""Cyclic data parallelism on processes: it equals the reference, without a collective."""
+"""Cyclic data parallelism on several processes equals the reference, and uses no collectives."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ GIVEN_UP_AFTER = 3
 
 
 def given_up(count: int, rule: str, setting: str, slow: int | None = None) -> list[float]:
-    """Losses of a model that goes without ``flush``; rank ``slow`` comes late to its last training step."""
+    """Losses of a model that is dropped without ``flush``; rank ``slow`` is late in its last training step."""
     (model, layers, stages), batches = case_of(count), batches_of(count)
     cyclic = CyclicModel(model, make_plan(stages, rule, setting, rows=4), layers, batches[0], timeout=20)
     optimizer, losses = cyclic.optimizer(ADAM), list[float]()
@@ -79,7 +79,7 @@ def given_up(count: int, rule: str, setting: str, slow: int | None = None) -> li
 
 
 def one_after_another(count: int, rule: str, setting: str, slow: int) -> list[list[float]]:
-    """Two models, each given up; a meeting of all processes behind them, as the next thing of any kind may be."""
+    """Train two models, each dropped without ``flush``, and then call a collective."""
     losses = [given_up(count, rule, setting, slow) for _ in range(2)]
     dist.barrier()
     return losses
@@ -105,14 +105,14 @@ STEPS = 5
 
 
 def case_of(count: int) -> Case:
-    """The same on every rank, in double precision: with skips and a norm for three stages."""
+    """A model in double precision, equal on every rank; for three stages it has skips and a norm."""
     torch.manual_seed(1)
     model, layers, stages = mixed_case() if count == 3 else blocks_case(count)
     return model.double(), layers, stages
 
 
 def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
-    """The same on every rank."""
+    """Batches that are equal on every rank."""
     torch.manual_seed(2)
     made = make_batches(STEPS, count, rows=4)
     return [{key: value.double() for key, value in batch.items()} for batch in made]
@@ -120,7 +120,7 @@ def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
 
 @contextmanager
 def counted(names: tuple[str, ...]) -> Iterator[Counter[str]]:
-    """Calls of functions of ``torch.distributed``."""
+    """Count the calls of functions of ``torch.distributed``."""
     calls: Counter[str] = Counter()
     patches = []
     for name in names:
@@ -141,10 +141,7 @@ def counted(names: tuple[str, ...]) -> Iterator[Counter[str]]:
 
 
 def trained(count: int, rule: str, setting: str) -> dict[str, Any]:
-    """Train, with a break in the middle: losses by step, the whole state, and what was called in steady state.
-
-    The processes meet after every step.
-    """
+    """Train, with ``drain`` before step 3: losses by step, the full state, and the calls in steps 1 and 2."""
     (model, layers, stages), batches = case_of(count), batches_of(count)
     plan = make_plan(stages, rule, setting, rows=4)
     cyclic = CyclicModel(model, plan, layers, batches[0], timeout=60)
@@ -157,14 +154,12 @@ def trained(count: int, rule: str, setting: str) -> dict[str, Any]:
             losses.append(float(cyclic.train_step(batch, optimizer)))
         if step in (1, 2):
             calls.update(found)
-        dist.all_reduce(torch.tensor(losses[-1]))  # the user's own, for a log
-    state = cyclic.full_state_dict()
-    own = {name: tensor for name, tensor in cyclic.module.state_dict().items() if not tensor.is_meta}
-    return {"losses": losses, "state": state, "calls": calls, "own": own}
+        dist.all_reduce(torch.tensor(losses[-1]))  # by the user, for a log
+    return {"losses": losses, "state": cyclic.full_state_dict(), "calls": calls}
 
 
 def loaded(count: int, setting: str) -> dict[str, torch.Tensor]:
-    """A state that was set, in the middle of training."""
+    """The change of the state by ``load_full_state_dict`` during training."""
     (model, layers, stages), batches = case_of(count), batches_of(count)
     cyclic = CyclicModel(model, make_plan(stages, "cdp-v2", setting, rows=4), layers, batches[0], timeout=60)
     optimizer = cyclic.optimizer(ADAM)

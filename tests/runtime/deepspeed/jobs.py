@@ -1,4 +1,4 @@
-"""What two processes do with DeepSpeed, several plans in one job: importing it takes seconds."""
+"""Functions that two processes run with DeepSpeed. They run in one job, as importing DeepSpeed takes seconds."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ STRATEGIES = {
 
 @dataclass
 class Run:
-    """What one process has after training, and what DeepSpeed says of itself."""
+    """The result of training on one process."""
 
     losses: list[float]
     state: dict[str, Tensor]
-    stage: int
+    stage: int  # of ZeRO, as reported by DeepSpeed
 
 
 def plan_of(strategy: Strategy, microbatches: int = 2, precision: str = "fp32") -> Plan:
@@ -78,7 +78,7 @@ def in_bf16() -> list[float]:
 
 
 def plainly(steps: int = 3) -> Run:
-    """The plain loop: the loss' own backward, the optimizer's own step, a scheduler of the learning rate."""
+    """Train by a loop that calls ``backward`` and ``step`` itself, with a scheduler of the learning rate."""
     parallel = make(plan_of(STRATEGIES["zero1"]), max_grad_norm=CLIP)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -94,7 +94,7 @@ def plainly(steps: int = 3) -> Run:
 
 
 def reloaded() -> tuple[bool, float, float, Tensor]:
-    """The state of a trained model in a new one under ZeRO-3: equal, it goes on from there, its outputs are whole."""
+    """Load the state of a trained model under ZeRO-3: whether it is equal, the next two losses, and the outputs."""
     state = train(STRATEGIES["zero2"], 1).state
     parallel = make(plan_of(STRATEGIES["zero3"]), max_grad_norm=CLIP)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -108,7 +108,7 @@ def reloaded() -> tuple[bool, float, float, Tensor]:
 
 
 def refused() -> list[str]:
-    """What is said of a batch whose loss is not finite, of a second optimizer, and of training without one."""
+    """The errors of training without an optimizer, of a second optimizer, and of a loss that is not finite."""
     parallel = make(plan_of(STRATEGIES["zero2"]), loss_fn=partial(_unsound, [True, True]))
     said = []
     for call in (lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel)):
@@ -140,7 +140,7 @@ def _unsound(pending: list[bool], output: Tensor, _batch: Any) -> Tensor:
 
 
 def from_meta() -> tuple[int, float]:
-    """A model too big for one device: initial values, one layer at a time, then shards."""
+    """A model on the meta device is initialized in shards: the size of the shards, and the first loss."""
     parallel = make(plan_of(STRATEGIES["zero3"]), meta=True, seed=3)
     shards = sum(parameter.ds_tensor.numel() for parameter in parallel.parameters())
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
@@ -149,8 +149,10 @@ def from_meta() -> tuple[int, float]:
 
 
 def resumed(folder: str) -> dict[str, tuple[bool, bool, int]]:
-    """By stage: whether a run that was saved and loaded anew goes on like the one that was not stopped, in losses and
-    state, bit for bit; and the step that it goes on from. What ZeRO-3 wrote goes into ZeRO-2 too."""
+    """By ZeRO stage, whether a resumed run has the same losses and the same state bit for bit, and its first step.
+
+    The checkpoint of ZeRO-3 is also loaded under ZeRO-2.
+    """
     found = {}
     for source, others in (("zero3", ("zero3", "zero2")), ("data", ("data",))):
         one = make(plan_of(STRATEGIES[source]), max_grad_norm=CLIP)
@@ -177,7 +179,7 @@ def _again(name: str, written: str, losses: list[float], state: dict[str, Tensor
 
 
 def from_galvatron(folder: str) -> bool:
-    """Whether DeepSpeed goes on from a checkpoint of a plan of this package's own runtime, as that one does."""
+    """Whether DeepSpeed continues from a checkpoint of ``ParallelModel`` with the same losses."""
     model = make_model(MODEL)
     plan = replace(plan_of(STRATEGIES["zero3"]), backend=TrainedBy.GALVATRON)
     ours = ParallelModel(model, plan, discover_layers(model), make_batch(), device="cpu", max_grad_norm=CLIP)
@@ -193,7 +195,7 @@ def from_galvatron(folder: str) -> bool:
 
 
 def page(code: str) -> list[float]:
-    """Losses of the page's script, which plans by itself: from data sheets, that nothing need be measured."""
+    """The losses of the script in the documentation, which plans from an estimated profile."""
     model, batch = make_model(MODEL), make_batch()
     known = estimate_profile(
         trace(make_model(MODEL), batch), load_cluster("a100-80gb", 2), precision="fp32", name=MODEL
@@ -217,14 +219,14 @@ def _falling(step: int) -> float:
 
 
 def everything(folder: str, code: str) -> dict[str, Any]:
-    """What each of these returns, all in one world; the code is the page's."""
+    """The results of all functions by name; ``code`` is the script in the documentation."""
     jobs = (trained, in_bf16, plainly, reloaded, refused, from_meta, resumed, from_galvatron, page)
     given = {"resumed": folder, "from_galvatron": folder, "page": code}
     return {job.__name__: job(*([given[job.__name__]] if job.__name__ in given else [])) for job in jobs}
 
 
 def lost() -> None:
-    """A step; rank 1 is killed in the next."""
+    """Train a step; rank 1 is killed in the next."""
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     parallel = make(plan_of(STRATEGIES["zero2"]))

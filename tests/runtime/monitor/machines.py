@@ -1,8 +1,7 @@
-"""Machines of known speed: models whose blocks take known times, profiles and windows of them, and a slow link.
+"""Simulated machines: models whose blocks take known times, their profiles and windows, and a slow link.
 
-The link is a backend that is gloo, but takes as long as the link would. It is busy with one transfer at a time; whoever
-waits for a transfer waits until the link is done with it. A transfer begins when the last of its ranks is there: they
-say when by their own clocks (``KnownClock``).
+The link is a process group that communicates by gloo and waits as long as the link would take, on a simulated clock
+(``KnownClock``). The link carries one transfer at a time. A transfer begins when the last of its ranks has started it.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from tests.known_time import KnownClock
 
 NAME = "slowgloo"
 _STAMP = 2**20
-"""Added to the tag of a message: that of what the sender's clock showed."""
+"""Offset of the tag of the message with the sender's time, from the tag of the message itself."""
 
 
 class Link:
-    """Seconds of a message: ``latency + bytes * per_byte``; change them while it is in use."""
+    """The link. A message takes ``latency + bytes * per_byte`` seconds; both may be changed at any time."""
 
     latency = 0.0
     per_byte = 0.0
@@ -55,13 +54,13 @@ class Link:
 
     @classmethod
     def take(cls, size: float, since: float = 0.0) -> float:
-        """When the link is done with so many bytes more, which were all there at a moment."""
+        """Return the time at which the link has carried another ``size`` bytes, which were sent at ``since``."""
         cls.busy_until = max(cls.busy_until, cls.clock.now(), since) + cls.latency + size * cls.per_byte
         return cls.busy_until
 
 
 class _Slow(dist.Work):
-    """What ends when the link is done."""
+    """Work that ends when the link has carried the message."""
 
     def __init__(self, inner: Any, until: float, held: Any) -> None:
         super().__init__()
@@ -77,13 +76,13 @@ class _Slow(dist.Work):
 
 
 class _Arriving(dist.Work):
-    """What another rank sends: the link takes it up when it was sent, and it is waited for.
+    """Work that receives a message, which the link carries from the time at which it was sent.
 
     Args:
-        inner: brings it.
-        size: its bytes.
-        sent: brings what the sender's clock showed.
-        stamp: into this.
+        inner: receives the message.
+        size: bytes of the message.
+        sent: receives the time of the sender into ``stamp``.
+        stamp: tensor of one item.
     """
 
     def __init__(self, inner: Any, size: int, sent: Any, stamp: Tensor) -> None:
@@ -104,7 +103,7 @@ class _Arriving(dist.Work):
 
 
 class SlowGroup(dist.ProcessGroup):
-    """Gloo over the link; a ring's share of every collective goes over it."""
+    """Gloo over the link. Of each collective, the link carries the share of a ring algorithm."""
 
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -128,7 +127,7 @@ class SlowGroup(dist.ProcessGroup):
         return _Slow(work, Link.take(share * sum(tensor.nbytes for tensor in _flat(tensors)), since), tensors)
 
     def _latest(self) -> tuple[Any, float]:
-        """What brought what the last rank's clock shows, and that."""
+        """The work that found the time of the last rank, and that time."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         now = torch.tensor([Link.clock.now()], dtype=torch.float64)
@@ -156,7 +155,7 @@ class SlowGroup(dist.ProcessGroup):
         return self._ring(work, tensor)
 
     all_gather_single = _allgather_base
-    """The names that torch 2.13 has for these."""
+    """Names in torch 2.13."""
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
 
@@ -190,7 +189,7 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> SlowGroup:
 
 
 def join(folder: Path, bandwidth: float, clock: KnownClock) -> None:
-    """Leave the world and join one of the same ranks over a link of so many bytes a second of a clock."""
+    """Leave the world, and join a world of the same ranks over a link of ``bandwidth`` bytes a second of a clock."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -202,7 +201,7 @@ def join(folder: Path, bandwidth: float, clock: KnownClock) -> None:
 
 WIDTH, BLOCKS = 256, 4
 Pace = Callable[[int, int], tuple[float, float]]
-"""Seconds of the forward and the backward pass of a block, by its number and the samples."""
+"""Returns the forward and backward seconds of a block for its number and the number of samples."""
 
 
 class _Work(torch.autograd.Function):
@@ -230,7 +229,7 @@ class _Block(nn.Module):
 
 
 class Workers(nn.Module):
-    """Blocks of many parameters and little to hand on."""
+    """Blocks with many parameters and small activations."""
 
     def __init__(self, pace: Pace) -> None:
         torch.manual_seed(0)
@@ -256,7 +255,7 @@ def pair(bandwidth: float, latency: float) -> Cluster:
 
 
 def profile_of(pace: Pace, samples: int, cluster: Cluster) -> Profile:
-    """Blocks take the time that their work does."""
+    """The profile of ``Workers`` with the times of ``pace``."""
     captured = trace(Workers(pace), worked_batch(samples, 0))
     profile = estimate_profile(captured, cluster, precision="fp32", name="workers")
     kinds = {layer.kind for layer in profile.graph.layers if layer.role is Role.BLOCK}
@@ -272,7 +271,7 @@ PARAMETERS = 200_000
 
 
 def wide_profile(devices: int = 2) -> Profile:
-    """Blocks whose parameters are many for their work: replicas pay as long as the link is quick."""
+    """Blocks with many parameters for their work, so that replicas are fast as long as the link is fast."""
     seconds = {"before": 1e-4, "block": 2e-3, "after": 1e-4}
     kinds = [make_kind(name, PARAMETERS if name == "block" else 1000, boundary=4000) for name in seconds]
     points = [
@@ -289,20 +288,20 @@ def wide_profile(devices: int = 2) -> Profile:
 
 
 def fastest(profile: Profile) -> Plan:
-    """The plan of a profile."""
+    """The fastest plan by a profile."""
     return find_plan(profile, devices=profile.cluster.devices, global_batch=BATCH, budget=2**29)
 
 
 def started(settings: Adapt, profile: Profile | None = None) -> Started:
-    """What a log begins with."""
-    known = profile or wide_profile()
-    return Started(LOG_VERSION, settings, known, fastest(known))
+    """The first record of a log."""
+    profile = profile or wide_profile()
+    return Started(LOG_VERSION, settings, profile, fastest(profile))
 
 
 def window_on(
     profile: Profile, truth: Corrections, plan: Plan, step: int, noise: float = 0.0, links: bool = True
 ) -> StepWindow:
-    """What a machine that differs from the profile by ``truth`` shows under a plan."""
+    """The measurements under a plan on a machine that differs from the profile by ``truth``."""
     real = corrected(profile, truth)
     prediction = evaluate(real, plain(plan)).prediction
     seconds = prediction.step_seconds * truth.residual * (1.0 + noise)
@@ -316,12 +315,12 @@ def window_on(
 
 
 def _groups(real: Profile, truth: Corrections, profile: Profile, plan: Plan) -> tuple[LayerGroup, ...]:
-    """Forward passes as each rank's factor makes them."""
-    found = []
+    """The forward times of layers, with the factor of each rank."""
+    groups = []
     stages = {run.first: number for number, stage in enumerate(plan.stages) for run in stage.runs}
     for name, seconds in predicted_groups(corrected(profile, Corrections(truth.links)), plan).items():
         first = stages[name] * plan.stage_devices
         ranks = tuple(range(first, first + plan.stage_devices))
         factors = truth.devices or (1.0,) * real.cluster.devices
-        found.append(LayerGroup(name, ranks, tuple(seconds * factors[rank] for rank in ranks)))
-    return tuple(found)
+        groups.append(LayerGroup(name, ranks, tuple(seconds * factors[rank] for rank in ranks)))
+    return tuple(groups)

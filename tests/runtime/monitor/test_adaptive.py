@@ -1,14 +1,11 @@
-"""Plans that change by themselves: a link that becomes slower by a known factor, and memory that runs out."""
+"""Adaptation of plans while training: a link that becomes slower by a known factor, and exhausted memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -34,6 +31,7 @@ from tests.known_time import KnownClock
 from tests.pool import WorkerPool
 from tests.runtime.monitor import machines
 from tests.runtime.monitor.machines import Link, Workers, pair, profile_of, worked_batch
+from tests.runtime.plans import losses_alone
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
 BATCH = 16
@@ -48,17 +46,11 @@ SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW,
 
 @dataclass(frozen=True)
 class SlowLinkRun:
-    """What happened.
+    """A run over a link that becomes slow."""
 
-    Attributes:
-        seconds: of steps over the slow link, under the first plan and under the last one.
-        decisions: of the monitor.
-        losses: of every step.
-    """
-
-    seconds: tuple[float, float]
-    decisions: list[Decision]
-    losses: list[float]
+    seconds: tuple[float, float]  # of a step over the slow link, under the first plan and under the last one
+    decisions: list[Decision]  # of the monitor
+    losses: list[float]  # of every step
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
@@ -73,7 +65,7 @@ def make_model() -> GPT:
 
 
 def slow_profile() -> Profile:
-    """An estimate for two processes over the link, of a processor that is not this one's."""
+    """An estimate for two processes over the link, on a processor unlike this machine's."""
     return estimate_profile(trace(make_model(), make_batch(0)), pair(BANDWIDTH, 1e-5), precision="fp32", name="gpt")
 
 
@@ -86,7 +78,7 @@ def known_profile() -> Profile:
 
 
 def train_over_slow_link(folder: str, quick: int, slow: int) -> SlowLinkRun:
-    """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both."""
+    """Train ``quick`` steps over a fast link, then ``slow`` steps over a slower one, on a simulated clock."""
     machines.join(Path(folder), BANDWIDTH, clock := KnownClock())
     seconds, losses = list[float](), list[float]()
     with clock.told():
@@ -107,41 +99,17 @@ def train_over_slow_link(folder: str, quick: int, slow: int) -> SlowLinkRun:
     return SlowLinkRun(steady, list(monitor.decisions), losses)
 
 
-def train_alone(steps: int) -> list[float]:
-    """The losses of plain PyTorch."""
-    return _losses(make_model(), make_batch, steps)
-
-
-def work_alone(steps: int) -> list[float]:
-    """The same of the other model."""
-    return _losses(Workers(pace), partial(worked_batch, BATCH), steps)
-
-
-def _losses(model: Any, batches: Callable[[int], dict[str, Tensor]], steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        loss = model(**batches(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[int], str]:
-    """Five steps, in the third of which a block fails to get memory under the first plan; on rank 1 alone, or on both.
+    """Train five steps, with memory exhausted in the third under the first plan, on both ranks or on rank 1 only.
 
     Returns:
-        The losses, the predicted bytes of the plan of each step, and what the error says.
+        The losses, the predicted bytes of the plan of each step, and the message of the error.
     """
     profile, model = slow_profile(), make_model()
-    # stages of a pipeline would wait for one another before they fail
-    single = Fixed(pipeline=1)
-    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31, fixed=single)
+    # one stage, as the stages of a pipeline would wait for each other before they fail
+    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31, fixed=Fixed(pipeline=1))
     parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
     settings = Adapt(planner=Planner.INLINE, log=str(Path(folder) / "log.jsonl"))
-    # how long ranks wait for one another: a constant of the package, which no user sets
     with patch.object(adaptive, "PATIENCE", timedelta(seconds=10 if everywhere else 2)):
         parallel.steering = monitor = Monitor(parallel, profile, settings)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -179,14 +147,18 @@ def test_a_slow_link_is_found_and_the_new_plan_is_faster(pool: WorkerPool, tmp_p
     assert link.per_byte == pytest.approx(FACTOR, rel=0.2)
     slow, after = course.seconds
     assert after < 0.8 * slow
-    assert course.losses == pytest.approx(work_alone(len(course.losses)), rel=1e-4)
+    model, batches = Workers(pace), (worked_batch(BATCH, step) for step in range(len(course.losses)))
+    losses = losses_alone(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    assert course.losses == pytest.approx(losses, rel=1e-4)
     assert all(one.same for one in replay(read_log(tmp_path / "log.jsonl")))
 
 
 def test_where_all_ranks_run_out_alike_training_goes_on_from_memory(pool: WorkerPool, tmp_path: Path) -> None:
     losses, taken, said = pool.run(2, run_out_of_memory, folder=str(tmp_path), everywhere=True)[0]
     assert said == ""
-    assert losses == pytest.approx(train_alone(5), rel=1e-5)
+    model = make_model()
+    wanted = losses_alone(model, torch.optim.SGD(model.parameters(), lr=0.1), map(make_batch, range(5)))
+    assert losses == pytest.approx(wanted, rel=1e-5)
     assert taken[0] == taken[1] > taken[2] == taken[4]
     records = read_log(tmp_path / "log.jsonl")
     assert [record.ranks for record in records if isinstance(record, Exhausted)] == [(0, 1)]

@@ -1,4 +1,4 @@
-"""Decisions on what was measured: the same however often they are taken; how models come to adapt."""
+"""Decisions of adaptation on simulated measurements, their log, and the settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ SLOW = Corrections((LinkFactor("node", 60.0),))
 def train(
     first: Started, truths: list[Corrections], noise: float = 0.0, slower: frozenset[str] = frozenset()
 ) -> tuple[State, list[Record]]:
-    """Windows of a machine that changes, with everything that decisions lead to; plans in ``slower`` disappoint."""
+    """Simulate a window for each of ``truths``, with the plans and switches that decisions lead to.
+
+    Steps take three times as long under the plans in ``slower`` as predicted.
+    """
     state, step, draw = begin(first), first.step, random.Random(1)
     records: list[Record] = [first]
 
@@ -73,8 +76,8 @@ def test_nothing_is_done_where_all_is_as_predicted() -> None:
     assert actions(records) == []
 
 
-def test_a_slow_link_is_found_and_gone_round_once() -> None:
-    """Sixty times slower from the fourth window on: two windows are waited for, one switch is made, and no other."""
+def test_a_slow_link_is_found_and_avoided_by_one_switch() -> None:
+    """From the fourth window the link is sixty times slower. After two such windows there is one switch."""
     first = started(SETTINGS)
     state, records = train(first, [Corrections()] * 3 + [SLOW] * 10, noise=0.05)
     assert actions(records) == [AdaptAction.PLAN, AdaptAction.SWITCH]
@@ -87,14 +90,14 @@ def test_a_slow_link_is_found_and_gone_round_once() -> None:
     assert step_seconds(truth, Corrections(), state.plan) < 0.95 * step_seconds(truth, Corrections(), first.plan)
 
 
-def test_once_the_link_is_well_again_it_is_gone_back_and_stays() -> None:
-    well = [Corrections()] * 12
+def test_after_the_link_recovers_a_fast_plan_is_chosen_and_stays() -> None:
     gain = 0.02
-    state, records = train(started(replace(SETTINGS, least_gain=gain)), [SLOW] * 10 + well, noise=0.01)
+    recovered = [Corrections()] * 12
+    state, records = train(started(replace(SETTINGS, least_gain=gain)), [SLOW] * 10 + recovered, noise=0.01)
     assert actions(records)[:2] == [AdaptAction.PLAN, AdaptAction.SWITCH]
     assert actions(records).count(AdaptAction.SWITCH) <= 2
-    best, own = (step_seconds(wide_profile(), Corrections(), plan) for plan in (fastest(wide_profile()), state.plan))
-    assert own <= best / (1.0 - gain)
+    best, last = (step_seconds(wide_profile(), Corrections(), plan) for plan in (fastest(wide_profile()), state.plan))
+    assert last <= best / (1.0 - gain)
 
 
 def test_a_link_that_comes_and_goes_does_not_make_plans_flap() -> None:
@@ -159,7 +162,7 @@ def test_memory_that_ran_out_makes_a_plan_that_takes_less() -> None:
 
 @pytest.mark.parametrize(("factor", "latency"), [(1.0, 0.0), (3.0, 0.0), (0.5, 0.0), (1.0, 2e-3), (8.0, 1e-3)])
 def test_link_factors_are_those_that_points_were_made_with(factor: float, latency: float) -> None:
-    """With nodes of two: each level by itself, and the profile's own prediction of it is corrected to what is."""
+    """On nodes of two devices, where only the rack is slow."""
     profile = _on_nodes(wide_profile(4))
     truth = Corrections((LinkFactor("rack", factor, latency),))
     window = window_on(profile, truth, fastest(profile), 10)
@@ -229,7 +232,7 @@ def test_the_budget_is_that_of_the_first_plan_where_none_is_said() -> None:
 
 
 def test_a_run_started_again_plans_with_what_it_learnt(tmp_path: Path) -> None:
-    """Also with other devices, as after a lost process: links and memory are what they were."""
+    """If the number of devices has changed, as after a lost process, corrections of links and memory still apply."""
     path = tmp_path / "log.jsonl"
     settings = Adapt(log=str(path))
     assert earlier_corrections(settings, wide_profile()) == Corrections()

@@ -1,4 +1,4 @@
-"""Training that is logged and shown: what is written is what was trained, and seeing changes nothing."""
+"""Logs and the live display of training: records are correct, and observing changes neither results nor speed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.runtime.training import Case, make_batch, make_parallel, plan_of
 REPLICAS = Case([Strategy(data=2)] * 5, microbatches=2)
 STAGES = Case([Strategy()] * 5, cuts=[2], microbatches=4)
 LITTLE = 0.01 * 0.020
-"""Processor seconds that seeing a step may take: of a short one, a hundredth."""
-NUMB = Case([Strategy(data=2)] * 5)
+"""Processor seconds that observing a step may take: a hundredth of a short step."""
+SINGLE = Case([Strategy(data=2)] * 5)
 
 
 def _loop(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> float:
@@ -56,11 +56,11 @@ def _stepped(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> float
 
 
 def train_logged(folder: str) -> dict[str, list[float]]:
-    """Steps of every kind, each in a folder of its own; the losses."""
-    found = {}
+    """Train by ``train_step`` and by loops, with a log in a separate folder for each; return the losses."""
+    losses_by_name = {}
     for name, case, step in (
         ("steps", REPLICAS, _stepped), ("stages", STAGES, _stepped),
-        ("loop", NUMB, _loop), ("staged loop", STAGES, _loop),
+        ("loop", SINGLE, _loop), ("staged loop", STAGES, _loop),
     ):  # fmt: skip
         parallel = make_parallel(case)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -70,31 +70,31 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         parallel.outputs(make_batch())
         parallel.train()
         recorder.finish()
-        found[name] = losses
+        losses_by_name[name] = losses
         parallel.step = 3  # as a checkpoint sets it
-        recorder = observe(parallel, ObserverOptions(Path(folder) / name))  # it goes on in the same folder
+        recorder = observe(parallel, ObserverOptions(Path(folder) / name))  # continues in the same folder
         losses += [step(parallel, optimizer)]
         recorder.finish()
-    return found
+    return losses_by_name
 
 
-def alike(folder: str) -> bool:
-    """Whether steps give the same bits, seen or not."""
+def observing_changes_no_bit(folder: str) -> bool:
+    """Whether the state after two steps is equal with and without an observer."""
     states = []
-    for seen in (None, ObserverOptions(Path(folder), profile_steps=range(1, 2))):
+    for options in (None, ObserverOptions(Path(folder), profile_steps=range(1, 2))):
         parallel = make_parallel(REPLICAS)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-        recorder = observe(parallel, seen)
+        recorder = observe(parallel, options)
         for _ in range(2):
             _stepped(parallel, optimizer)
         if recorder is not None:
             recorder.finish()
         states.append(parallel.full_state_dict())
-    return all(torch.equal(one, states[1][name]) for name, one in states[0].items())
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def cost_of_seeing(folder: str) -> float:
-    """Processor seconds that seeing a step of eight micro-batches costs the thread that trains."""
+def observing_seconds(folder: str) -> float:
+    """Processor seconds that observing a step of eight micro-batches costs the training thread."""
     parallel: Any = make_parallel(Case([Strategy()] * 5))
     recorder = observe(parallel, ObserverOptions(Path(folder), live=True))
     phases = [StepPhase.FORWARD, StepPhase.BACKWARD] * 8 + [StepPhase.GRADIENTS, StepPhase.CHECK, StepPhase.OPTIMIZER]
@@ -112,17 +112,17 @@ def cost_of_seeing(folder: str) -> float:
         return (time.thread_time() - before) / steps
 
     seconds(50)
-    found = least(lambda: seconds(200), LITTLE)
+    shortest = least(lambda: seconds(200), LITTLE)
     recorder.finish()
-    return found
+    return shortest
 
 
 def refuse(folder: str) -> str:
-    """What is said where the folder is a file on rank 0."""
+    """The error if the folder is a file on rank 0."""
     if dist.get_rank() == 0:
         Path(folder, "taken").write_text("")
     dist.barrier()
-    parallel = make_parallel(NUMB)
+    parallel = make_parallel(SINGLE)
     try:
         observe(parallel, ObserverOptions(Path(folder) / "taken"))
     except InputError as error:
@@ -131,38 +131,35 @@ def refuse(folder: str) -> str:
 
 
 def other_models(folder: str) -> dict[str, list[float]]:
-    """Models with branches, of delayed gradients, under DeepSpeed, and one that changes its plan; the losses."""
-    place, found = Path(folder), dict[str, list[float]]()
+    """The losses of a model with branches, a cyclic one, one under DeepSpeed, and one that changes its plan."""
+    place, losses = Path(folder), dict[str, list[float]]()
     model, batch = perception()
     branched: Any = auto_parallelize(model, batch, plan=perception_plan(), device="cpu", log=place / "branches")
-    found["branches"] = _losses(branched, branched.optimizer(torch.optim.SGD, lr=0.05), batch)
+    losses["branches"] = _losses(branched, branched.optimizer(torch.optim.SGD, lr=0.05), batch)
     (model, layers, stages), batches = case_of(2), batches_of(2)
     plan = make_plan(stages, "cdp-v2", "data", rows=4)
     cyclic = CyclicModel(model, plan, layers, batches[0], timeout=60)
     recorder = observe(cyclic, ObserverOptions(place / "cyclic"))
-    found["cyclic"] = _losses(cyclic, cyclic.optimizer(ADAM), batches[0])
+    losses["cyclic"] = _losses(cyclic, cyclic.optimizer(ADAM), batches[0])
     cyclic.flush()
     deep = deepspeed_jobs.make(deepspeed_jobs.plan_of(Strategy(zero=2, zero_stage=1)))
     other = observe(deep, ObserverOptions(place / "deepspeed"))
-    found["deepspeed"] = _losses(deep, deep.optimizer(torch.optim.SGD, lr=0.1), make_batch())
-    parallel = make_parallel(NUMB)
+    losses["deepspeed"] = _losses(deep, deep.optimizer(torch.optim.SGD, lr=0.1), make_batch())
+    parallel = make_parallel(SINGLE)
     last = observe(parallel, ObserverOptions(place / "switch"))
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-    found["switch"] = _losses(parallel, optimizer, make_batch())
+    losses["switch"] = _losses(parallel, optimizer, make_batch())
     parallel.switch(replace(plan_of(STAGES), microbatches=2), optimizer)
-    found["switch"] += _losses(parallel, optimizer, make_batch())
-    for one in (_recorder(), recorder, other, last):
-        one.finish()
-    return found
+    losses["switch"] += _losses(parallel, optimizer, make_batch())
+    # the first that is running is that of ``auto_parallelize``
+    first = next(thread for thread in threading.enumerate() if isinstance(thread, RecordWriter))
+    for writer in (first, recorder, other, last):
+        writer.finish()
+    return losses
 
 
-def _recorder() -> RecordWriter:
-    """The first that is running: that of ``auto_parallelize``."""
-    return next(thread for thread in threading.enumerate() if isinstance(thread, RecordWriter))
-
-
-def _losses(made: Any, optimizer: Any, batch: Any) -> list[float]:
-    return [float(made.train_step(batch, optimizer)) for _ in range(2)]
+def _losses(parallel: Any, optimizer: Any, batch: Any) -> list[float]:
+    return [float(parallel.train_step(batch, optimizer)) for _ in range(2)]
 
 
 def _step(number: int, seconds: float = 0.1, memory: int = 0) -> StepRecord:
@@ -173,19 +170,19 @@ def test_steps_of_every_kind_of_loop_are_logged(pool: WorkerPool, tmp_path: Path
     losses = pool.run(2, train_logged, folder=str(tmp_path))[0]
     for name, wanted in losses.items():
         run = read_run(tmp_path / name)
-        assert [one.loss for one in run.steps] == pytest.approx(wanted), name
-        assert [one.step for one in run.steps] == [0, 1, 2, 3], name
+        assert [step.loss for step in run.steps] == pytest.approx(wanted), name
+        assert [step.step for step in run.steps] == [0, 1, 2, 3], name
         assert len(run.starts) == 2
-        assert {one.samples for one in run.steps} == {8}
+        assert {step.samples for step in run.steps} == {8}
         assert len(run.ranks) == 2
-        for one in (record for records in run.ranks for record in records):
-            assert sum(one.parts.values()) == pytest.approx(one.seconds, rel=1e-3), name
-            assert one.parts[StepPart.FORWARD] > 0.0
-            assert one.parts[StepPart.BACKWARD] > 0.0
-            assert one.resident > 2**20
-            assert (StepPart.WAITING in one.parts) == ("stage" in name)
+        for record in (record for records in run.ranks for record in records):
+            assert sum(record.parts.values()) == pytest.approx(record.seconds, rel=1e-3), name
+            assert record.parts[StepPart.FORWARD] > 0.0
+            assert record.parts[StepPart.BACKWARD] > 0.0
+            assert record.resident > 2**20
+            assert (StepPart.WAITING in record.parts) == ("stage" in name)
         assert not run.torn
-        assert [one.reason for one in run.ends] == ["", ""]
+        assert [end.reason for end in run.ends] == ["", ""]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -193,28 +190,28 @@ def test_other_models_and_changes_of_plan_are_logged(pool: WorkerPool, tmp_path:
     losses = pool.run(2, other_models, folder=str(tmp_path), timeout=300.0)[0]
     for name, wanted in losses.items():
         run = read_run(tmp_path / name)
-        assert [one.loss for one in run.steps] == pytest.approx(wanted), name
+        assert [step.loss for step in run.steps] == pytest.approx(wanted), name
         assert len(run.ranks) == 2, name
     changed = read_run(tmp_path / "switch")
     assert (changed.since, len(changed.plan.stages), len(changed.header.plan.stages)) == (2, 2, 1)
-    assert all(StepPart.WAITING in one.parts for records in changed.ranks for one in records)
+    assert all(StepPart.WAITING in record.parts for records in changed.ranks for record in records)
 
 
-def test_seeing_changes_no_bit(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, alike, folder=str(tmp_path)) == [True, True]
+def test_observing_changes_no_bit(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, observing_changes_no_bit, folder=str(tmp_path)) == [True, True]
     assert len(read_run(tmp_path).traces) == 2
 
 
-def test_seeing_costs_little(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(1, cost_of_seeing, folder=str(tmp_path))[0] < LITTLE
+def test_observing_costs_little(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, observing_seconds, folder=str(tmp_path))[0] < LITTLE
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    for said in pool.run(2, refuse, folder=str(tmp_path)):
-        assert "cannot be written" in said
+    for error in pool.run(2, refuse, folder=str(tmp_path)):
+        assert "cannot be written" in error
 
 
-def test_options_that_cannot_be_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     assert observer_options(None, False, None) is None
     for log, steps in ((None, range(3, 5)), ("runs", range(0, 9, 2)), ("runs", [3])):
         with pytest.raises(InputError, match="profile_steps"):

@@ -51,16 +51,16 @@ CHAIN = [
     ),
     Case([DATA] * 5),
 ]
-"""All ways to split, fewer and more stages, and back."""
+"""Plans with all strategies, with fewer and more stages, and the first plan again."""
 LLAMA = [
     Case([DATA] * 5, "llama-tiny"),
     Case([ZERO3, MIXED, HYBRID, MIXED, ZERO3], "llama-tiny"),
     Case([PAIR, ZERO, HALF, PAIR, HALF], "llama-tiny", cuts=[3], microbatches=2),
 ]
 TIGHT = [None, 60_000, 160_000]
-"""Bytes that may be taken, too few for all at once."""
+"""Free bytes of each change; too few for the tensors of both plans."""
 FAULTY = [Case([PAIR, ZERO, HALF, ZERO, PAIR]), Case([ONE] * 5, cuts=[2], microbatches=2)]
-"""Of two ranks; a switch from one to the other fails."""
+"""Plans for two ranks; the change from the first to the second fails."""
 FAULTS = ["validate", "prepare", "groups", "build", "carry", "carry: allocate", "carry: verify", "commit"]
 
 ROWS, FILTERS, CHANNELS = Strategy(height=2), Strategy(filters=2), Strategy(channels=2)
@@ -74,12 +74,12 @@ PICTURES = [
 
 
 def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Whole parameters and optimizer states; copies must be equal."""
+    """Full parameters and optimizer states; copies must be equal."""
     return assemble(show([*held_parameters(parallel), *held_states(parallel, optimizer.state)]))[0]
 
 
 def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """The same tensors, bit by bit."""
+    """Check that tensors are equal bit for bit."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype, name
@@ -88,7 +88,10 @@ def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @examined_once()
 def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = None) -> list[float]:
-    """Losses of a step under each plan; nothing changes with the plan, and little memory makes for turns."""
+    """The losses of a step under each plan; the training state must not change with the plan.
+
+    With ``memory`` that does not suffice for both plans, old tensors are released as new ones arrive.
+    """
     parallel = make_parallel(cases[0])
     optimizer, free = parallel.optimizer(ADAM), memory or [None] * len(cases)
     losses, batch = [], make_batch()
@@ -104,7 +107,7 @@ def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = No
 
 @examined_once()
 def mixture_run() -> list[float]:
-    """Losses of a step under each plan of a mixture, as ``curve_alone``'s: its experts are spread over other ranks."""
+    """The losses of a step under each plan of a mixture of experts, for comparison with ``curve_alone``."""
     case = make_case("mixtral")
     piped = mixed(case, Strategy(data=2, expert=2), cut=3, microbatches=2)
     plans = [
@@ -124,7 +127,7 @@ def mixture_run() -> list[float]:
 
 
 def _failing(phase: str, times: int) -> Any:
-    """What fails in a phase, when it comes for the so-manieth time, on rank 1 alone."""
+    """An observer that raises an error on rank 1 when a phase begins for the n-th time (``times``)."""
     seen: list[str] = []
 
     def observe(now: str) -> None:
@@ -137,7 +140,7 @@ def _failing(phase: str, times: int) -> Any:
 
 @examined_once()
 def faulty_run() -> tuple[list[tuple[str, str, str]], list[float], list[float]]:
-    """The errors of switches that fail, and losses after each; losses of a run without."""
+    """The errors of changes that fail, the losses after each, and the losses of a run without changes."""
     batch, told, losses = make_batch(), [], []
     untouched = _untouched(len(FAULTS) + 3)
     parallel = make_parallel(FAULTY[0])
@@ -185,7 +188,7 @@ def user_run() -> None:
 
 
 def _same_bits_with_dropout() -> None:
-    """Plans of equal arithmetic, there and back: as if there had been one."""
+    """Changing between plans with equal arithmetic has the same losses as one plan."""
     batch = (torch.randn(8, 6, generator=torch.Generator().manual_seed(2)),)
 
     def run(chain: Sequence[Strategy]) -> tuple[list[float], dict[str, Tensor]]:
@@ -247,7 +250,7 @@ def _objects_stay() -> None:
 
 
 def _schedulers_follow() -> None:
-    """One that is given grows with the groups; one that is not keeps its groups, which then hold unlike tensors."""
+    """A scheduler that is passed gets more groups; otherwise groups are kept and contain tensors of several meshes."""
     for given, flags in ((True, {"foreach": True}), (False, {})):
         _, parallel, plan = _tower([PAIR] * 5)
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=0.1, **flags)
@@ -274,12 +277,12 @@ def _nothing_piles_up() -> None:
             parallel.train_step(batch, optimizer)
         sizes.append((parallel.origin.options.groups.count, _held()))
     assert len({groups for groups, _ in sizes[1:]}) == 1
-    # numbers of steps: a few bytes a parameter
+    # the step counts of the optimizer take a few bytes for each parameter
     assert sizes[-1][1] - sizes[1][1] < 0.05 * sizes[0][1], sizes
 
 
 def _held() -> int:
-    """Bytes of all tensors of this process that are not garbage."""
+    """The bytes of all tensors of this process that are in use."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
     return nbytes(tensors)
@@ -287,7 +290,7 @@ def _held() -> int:
 
 @examined_once()
 def pictures_run() -> tuple[list[float], list[float]]:
-    """Losses under plans that share pixels, filters, channels, and of two stages; and of one process."""
+    """The losses under plans with spatial, filter and channel parallelism and with two stages, and in one process."""
     batch = make_pictures(PICTURES[0])
     parallel = make_parallel_net(PICTURES[0])
     optimizer, losses = parallel.optimizer(partial(torch.optim.SGD, lr=0.1, momentum=0.9)), []
