@@ -310,6 +310,25 @@ def clipping_the_model(model: nn.Module) -> list[float]:
     return losses
 
 
+def reading_gradients(model: nn.Module) -> list[float]:
+    model(**batch_of(0)).backward()
+    read = [0.0, 0.0, 0.0]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        read[0] += float(parameter.grad.norm())
+        read[1] = max(read[1], parameter.grad.clone().abs().max().item())
+        read[2] += bool((parameter.grad * parameter.grad > 1e-7).any())
+    return read
+
+
+def normalising_parameters(model: nn.Module) -> list[float]:
+    losses = [step(model, sgd(model), 0)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(parameter.norm() + 1)
+    return losses
+
+
 def clipping_values_of_the_model(model: nn.Module) -> list[float]:
     optimizer, losses = sgd(model), []
     for seed in range(2):
@@ -424,6 +443,8 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "adversarial": (adversarial, "requires a gradient"),
     "zeroing the model": (zeroing_the_model, ""),
     "clipping the model": (clipping_the_model, "parallel.clip_grad_norm(max_norm)"),
+    "reading gradients": (reading_gradients, "parallel.clip_grad_norm(max_norm)"),
+    "normalising parameters": (normalising_parameters, "parallel.full_state_dict()"),
     "parameters from before": (parameters_from_before, "parallel.parameters()"),
     "clipping values of the model": (clipping_values_of_the_model, "parallel.parameters()"),
     "setting values of the model": (setting_values_of_the_model, ""),
@@ -443,7 +464,7 @@ ALWAYS_REFUSED = {
 }  # fmt: skip
 SHARDED = {"parameters from before", "replacing data", "copying the model", "resilient"}
 REFUSED = {
-    "pipeline": {"steps in backward", "backward twice", "clipping the model", "copying the model"},
+    "pipeline": {"reading gradients", "steps in backward", "backward twice", "clipping the model", "copying the model"},
     "zero2": SHARDED,
     "zero3 in micro-batches": {"steps in backward", "backward twice", *SHARDED},
     "data": {"steps in backward"},
@@ -451,8 +472,14 @@ REFUSED = {
     "micro-batches": {"steps in backward", "backward twice"},
     "zero1": {"steps in backward", "clipping the model", "clipping values of the model", *SHARDED}
     - {"copying the model"},
-    "tensor": {"steps in backward", "clipping the model", "copying the model"},
-}
+    "tensor": {
+        "reading gradients",
+        "normalising parameters",
+        "steps in backward",
+        "clipping the model",
+        "copying the model",
+    },
+}  # fmt: skip
 
 
 def loops_under(case: Case) -> list[str]:

@@ -209,9 +209,9 @@ class LocalCopy(Tensor):
     """What this rank holds of a parameter, copied. Functions take it beside DTensors, whose local part they see."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_tensors((args, kwargs or {}), local_of_rank)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class ParameterCopies(nn.Module):
