@@ -67,3 +67,21 @@ def test_a_weighted_mean_that_is_0_by_0_where_nothing_counts_is_trained_where_so
     assert findings.weight is not None
     few = labels.masked_fill(torch.arange(8) < 4, -100)
     assert found(Uncertain(), torch.randn(8, 4), few).skipped == ""
+
+
+class Ghost(nn.Module):
+    """A batch norm of four samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.SyncBatchNorm(4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return torch.cat([self.norm(part) for part in rows.split(4)]).square().mean()
+
+
+def test_statistics_of_a_part_of_the_samples_keep_the_batch_whole() -> None:
+    assert found(Ghost(), torch.randn(8, 4)).undivided
