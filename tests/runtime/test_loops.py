@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -406,6 +406,21 @@ def hooks_of_blocks(model: nn.Module) -> list[float]:
     return [step(model, sgd(model), seed) for seed in range(2)]
 
 
+def patched_blocks(model: nn.Module) -> list[float]:
+    def halved(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * forward(*args, **kwargs)
+
+    for block in users_model(model).blocks.children():
+        block.forward = partial(halved, block.forward)
+    return [step(model, sgd(model), seed) for seed in range(2)]
+
+
+def added_modules(model: nn.Module) -> list[float]:
+    for block in users_model(model).blocks.children():
+        block.added = nn.Linear(4, 4)
+    return [step(model, sgd(model), 0)]
+
+
 def parameters_from_before(model: nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(users_model(model).before, lr=0.1)  # type: ignore[arg-type]
     return [step(model, optimizer, seed) for seed in range(2)]
@@ -455,16 +470,21 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "copying the model": (copying_the_model, "AveragedModel"),
     "wrapping": (wrapping, "sums gradients over ranks already"),
     "resilient": (resilient, "does not run on shards"),
-    "hooks of blocks": (hooks_of_blocks, ""),
+    "hooks of blocks": (hooks_of_blocks, "A pipeline stage ends at it"),
+    "patched blocks": (patched_blocks, ""),
+    "added modules": (added_modules, "before auto_parallelize"),
 }
 """Loops, and what the error says where a plan cannot follow."""
 ALWAYS_REFUSED = {
     "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
-    "adversarial", "replacing a module", "casting the model", "wrapping",
+    "adversarial", "added modules", "replacing a module", "casting the model", "wrapping",
 }  # fmt: skip
 SHARDED = {"parameters from before", "replacing data", "copying the model", "resilient"}
 REFUSED = {
-    "pipeline": {"reading gradients", "steps in backward", "backward twice", "clipping the model", "copying the model"},
+    "pipeline": {
+        "hooks of blocks", "reading gradients", "steps in backward", "backward twice", "clipping the model",
+        "copying the model",
+    },
     "zero2": SHARDED,
     "zero3 in micro-batches": {"steps in backward", "backward twice", *SHARDED},
     "data": {"steps in backward"},
@@ -484,8 +504,7 @@ REFUSED = {
 
 def loops_under(case: Case) -> list[str]:
     """All; what is refused before ranks meet, under two plans."""
-    names = [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
-    return [name for name in names if name != "hooks of blocks" or case != PLANS["pipeline"]]
+    return [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
 
 
 def model_for(loop: str) -> nn.Module:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
@@ -125,12 +126,10 @@ class ParameterUse:
         self._kinds = [(one.parameter.dtype, one.parameter.device) for one in owned]
         shared = (one for one in owned if one.is_zero or one.share is not None)
         self._storages = [(one, one.parameter.untyped_storage()._cdata) for one in shared]
-        self._modules = [
-            (module, name, child)
-            for runtime in runtimes
-            for module in runtime.model.modules()
-            for name, child in module.named_children()
-            if any(True for _ in child.parameters())
+        modules = {module for runtime in runtimes for module in runtime.model.modules()}
+        self._structure = [
+            (module, isinstance(module, FSDPModule), set(module._parameters), dict(module._modules))
+            for module in modules
         ]
         self._versions = self._current_versions()
 
@@ -142,6 +141,12 @@ class ParameterUse:
     def _current_versions(self) -> tuple[int, ...]:
         return tuple(one.parameter._version for one in self._owned)
 
+    @staticmethod
+    def _trains(module: nn.Module | None, before: nn.Module | None, known: Collection[int]) -> bool:
+        """Whether a module that was put somewhere has parameters that no plan knows, or took the place of some."""
+        new = [] if module is None or id(module) in known else list(module.parameters())
+        return bool(new) or (before is not None and any(True for _ in before.parameters()))
+
     def check(self) -> None:
         """What the loop froze stays frozen; what cannot be followed is refused."""
         for one, kind in zip(self._owned, self._kinds, strict=True):
@@ -151,10 +156,16 @@ class ParameterUse:
             if one.parameter.untyped_storage()._cdata != storage:
                 remedy = "Ranks share it under this plan: change it in place (parameter.data.copy_(values))."
                 raise InputError("parameter.data", f"another tensor for {one.names[0]}", remedy)
-        for module, name, child in self._modules:
-            if getattr(module, name, None) is not child:
+        for module, is_zero, parameters, children in self._structure:
+            other = [name for name, one in module._modules.items() if one is not children.get(name)]
+            if other:
+                known = {id(one) for one, *_ in self._structure}
+                other = [name for name in other if self._trains(module._modules[name], children.get(name), known)]
+            other += parameters ^ module._parameters.keys()
+            if other or isinstance(module, FSDPModule) != is_zero:
+                what = f"{other[0]} in" if other else "class of"
                 remedy = "The plan has split what it was: change the model before auto_parallelize."
-                raise InputError("model", f"another module for {name} of {type(module).__name__}", remedy)
+                raise InputError("model", f"another {what} {type(module).__name__.removeprefix('FSDP')}", remedy)
         for one, trained in zip(self._owned, self._trained, strict=True):
             source = one.updated if one.parameter.requires_grad == trained else one.parameter  # which the loop changed
             for tensor in (one.parameter, one.reduced, one.updated):
