@@ -41,7 +41,7 @@ from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
-from galvatron_lite.verify.trial.reads import ChangedReads, Site, SiteReads, ValueReads
+from galvatron_lite.verify.trial.reads import ChangedReads, ListedValues, Site, SiteReads, ValueReads
 
 SAMPLES = 4
 KEPT = 2  # blocks of each kind
@@ -221,7 +221,7 @@ def run_pass(
         with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
             torch.manual_seed(seed)
             batch = map_tensors(batch, torch.clone)  # the model may write into it
-            with ValueReads(model, batch, answers) as values:
+            with ValueReads(model, batch, answers) as values, ListedValues():
                 loss = loss_of(call_model(model, batch), batch, double.loss_fn)
             loss = loss if scale is None else scale(loss)
         if observer is not None:
