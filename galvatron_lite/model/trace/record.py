@@ -223,7 +223,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter.grad = None
 
 
-class ValuesReadError(TraceError):
+class MetaRunError(TraceError):
+    """The model does not run without data; it may run on some."""
+
+
+class ValuesReadError(MetaRunError):
     """The model reads values of tensors to decide what to run, so it cannot be captured without data."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:

@@ -36,7 +36,7 @@ from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy
-from galvatron_lite.model.trace.record import ValuesReadError
+from galvatron_lite.model.trace.record import MetaRunError
 from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
@@ -104,7 +104,7 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
         try:
             watched = watch_model(double, small)
             layers, written = watched.layers, frozenset(watched.flow.written)
-        except ValuesReadError:
+        except MetaRunError:
             layers, written = discover_layers(double), frozenset()
         if any(one.is_meta for one in (*double.parameters(), *double.buffers())):
             materializer = Materializer(double, layers, torch.device("cpu"), 0, init_fn)
