@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-SIZE = 256
+SIZE = 258
 """Rows and columns of what is stepped on: halves are above the sizes below which optimizers treat tensors otherwise
-(Adafactor's 128 rows, 8-bit states' 4096 items)."""
+(Adafactor's 128 rows, 8-bit states' 4096 items), and no multiples of the blocks in which 8-bit states are scaled."""
 _COPIED = (bool, int, float, str, NoneType, FunctionType)
 _STEPS = (1.0, -0.3, 2.0)
 _RATE = 1e-2

@@ -48,6 +48,15 @@ def check_unsplit(model: nn.Module) -> None:
         raise InputError("model", type(model).__name__, remedy)
 
 
+def refuse_copies(model: nn.Module, remedy: str = _COPY) -> None:
+    """Have ``copy.deepcopy`` of a model of which this rank has a part raise InputError."""
+
+    def copied(_memo: object) -> None:
+        raise InputError("copy.deepcopy", type(model).__name__, remedy)
+
+    object.__setattr__(model, "__deepcopy__", copied)
+
+
 def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
     """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own, and
     warn where its state is not that of the full model.
@@ -83,11 +92,8 @@ def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
                 stacklevel=3,
             )
 
-    def copied(_memo: object) -> None:
-        raise InputError("copy.deepcopy", type(model).__name__, _COPY)
-
     if any(runtime.holds_shares for runtime in parallel.runtimes):
-        object.__setattr__(model, "__deepcopy__", copied)
+        refuse_copies(model)
     else:
         vars(model).pop("__deepcopy__", None)
     model.register_forward_pre_hook(check)
