@@ -36,6 +36,7 @@ from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.parameters.guard import guard_values
 from galvatron_lite.runtime.parameters.managed import multiply_gradients
 from galvatron_lite.runtime.parameters.pieces import entries_of
 from galvatron_lite.runtime.parameters.use import (
@@ -183,6 +184,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         scaled = options.compute is torch.float16
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
         guard_model(self.module, self)  # with another plan, hooks of the one before are gone
+        self._show()
 
     def switch(
         self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
@@ -236,6 +238,8 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls.buffers.begin(self.runtimes if self.training else (), 1)
         loss = self.local_loss(part)
         self.calls.buffers.finish()
+        if not loss.requires_grad:
+            self._show()
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
             if runtime.updates.hosts and loss.requires_grad:  # gradients may be zeroed between forward and backward
@@ -258,10 +262,13 @@ class ParallelModel(Saving, Observable, nn.Module):
         batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         with torch.no_grad():
             self._begin(trains=False)
-            if self.runtime.pipeline is None:
-                ((part,),) = self._parts(batch, 1)
-                return self._outputs(part)
-            return pipelined_outputs(self, self._parts(batch, output_count(batch_size(batch), self.plan)))
+            try:
+                if self.runtime.pipeline is None:
+                    ((part,),) = self._parts(batch, 1)
+                    return self._outputs(part)
+                return pipelined_outputs(self, self._parts(batch, output_count(batch_size(batch), self.plan)))
+            finally:
+                self._show()
 
     def _evaluated(self, batch: Any) -> Tensor:
         self._begin(trains=False)
@@ -269,6 +276,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls.buffers.begin(self.runtimes if self.training else (), count)
         loss = pipelined_loss(self, self._parts(batch, count))
         self.calls.buffers.finish()
+        self._show()
         return reduced(self, [loss], with_norm=False)[0]
 
     def _outputs(self, part: Any) -> Any:
@@ -455,6 +463,10 @@ class ParallelModel(Saving, Observable, nn.Module):
         """
         for runtime in self.runtimes:
             runtime.updates.publish()
+
+    def _show(self) -> None:
+        for runtime in self.runtimes:
+            guard_values(runtime.owned)
 
     def _begin(self, *, trains: bool = True) -> None:
         trains = trains and self.training and torch.is_grad_enabled()

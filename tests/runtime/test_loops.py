@@ -371,6 +371,23 @@ def replacing_data(model: nn.Module) -> list[float]:
     return [*losses, step(model, optimizer, 1)]
 
 
+def setting_values_of_shards(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(3):
+        losses.append(step(model, optimizer, seed))
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+    return losses
+
+
+def replacing_data_of_shards(model: nn.Module) -> list[float]:
+    optimizer = sgd(model)
+    losses = [step(model, optimizer, 0)]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    return [*losses, step(model, optimizer, 1)]
+
+
 def replacing_a_module(model: nn.Module) -> list[float]:
     inner = users_model(model)
     inner.embed, inner.norm = nn.Identity(), nn.Identity()
@@ -465,6 +482,8 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "setting values of the model": (setting_values_of_the_model, ""),
     "freezing the model": (freezing_the_model, ""),
     "replacing data": (replacing_data, "parameter.data.copy_"),
+    "setting values of shards": (setting_values_of_shards, ""),
+    "replacing data of shards": (replacing_data_of_shards, "parameter.data.copy_"),
     "replacing a module": (replacing_a_module, "before auto_parallelize"),
     "casting the model": (casting_the_model, "before auto_parallelize"),
     "copying the model": (copying_the_model, "AveragedModel"),
@@ -479,7 +498,7 @@ ALWAYS_REFUSED = {
     "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
     "adversarial", "added modules", "replacing a module", "casting the model", "wrapping",
 }  # fmt: skip
-SHARDED = {"parameters from before", "replacing data", "copying the model", "resilient"}
+SHARDED = {"parameters from before", "replacing data", "replacing data of shards", "copying the model", "resilient"}
 REFUSED = {
     "pipeline": {
         "hooks of blocks", "reading gradients", "steps in backward", "backward twice", "clipping the model",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwa
         if not outside:
             return func(*args, **options)
         taken = list(tensors_of((args, options)))
-        guarded = [one for one in taken if type(one) in _PLAIN]
+        guarded = [one for one in taken if _is_guarded(one)]
         home = getattr(func, "__module__", None) or ""
         if name in _MIXING or name in _READS or home.startswith(_COMPOSED):
             raise _error(guarded, name)
@@ -71,7 +72,7 @@ def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwa
         result = func(*args, **options)
         items = max((one.numel() for one in guarded), default=0)
         for one in tensors_of(result):
-            if type(one) in _GUARDED and not any(one is other for other in taken):
+            if not any(one is other for other in taken):
                 if one.numel() < items and one._base is None and name not in _SELECTING:
                     raise _error(guarded, name)
                 set_guard(one, guarded=True)
@@ -94,31 +95,46 @@ def _is_called_outside() -> bool:
     return not frame.f_code.co_filename.startswith(_PACKAGE)
 
 
-class GuardedTensor(Tensor):
-    """A part of a gradient or parameter, or a gradient beside others that are not here."""
-
-    __torch_function__: Any = classmethod(_guarded)
-
-
-class GuardedParameter(nn.Parameter):
-    """A part of a parameter."""
-
-    __torch_function__: Any = classmethod(_guarded)
+def _data(tensor: Tensor) -> Tensor:
+    vars(tensor)[_TAKEN] = True
+    return Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
-class GuardedDTensor(DTensor):
-    """The same under ZeRO."""
-
-    __torch_function__: Any = classmethod(_guarded)
+_TAKEN = "_data_was_taken"
 
 
-_GUARDED: dict[type, type] = {Tensor: GuardedTensor, nn.Parameter: GuardedParameter, DTensor: GuardedDTensor}
-_PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
+@cache
+def _shown_as(kind: type, guarded: bool, watched: bool) -> type:
+    """A subclass of a type of tensors: guarded, or one of which is known whether its ``data`` was taken."""
+    if not (guarded or watched):
+        return kind
+    body: dict[str, Any] = {"__torch_function__": classmethod(_guarded)} if guarded else {}
+    if watched:
+        body["data"] = property(_data, Tensor.data.__set__)  # type: ignore[attr-defined]
+    shown: type = type(kind)(f"Shown{kind.__name__}", (kind,), body)
+    _PLAIN[shown] = kind
+    return shown
 
 
-def set_guard(tensor: Tensor, guarded: bool) -> None:
+_PLAIN: dict[type, type] = {}
+"""Types of tensors by those that they are shown as."""
+
+
+def _is_guarded(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and "__torch_function__" in vars(type(tensor))
+
+
+def set_guard(tensor: Tensor, guarded: bool, watched: bool = False) -> None:
     """The very tensor changes its type: who else holds it (a bucket of gradients) goes on with it."""
-    tensor.__class__ = (_GUARDED if guarded else _PLAIN).get(type(tensor), type(tensor))
+    kind = _PLAIN.get(type(tensor), type(tensor))
+    if kind in (Tensor, nn.Parameter, DTensor):
+        tensor.__class__ = _shown_as(kind, guarded, watched)
+
+
+def was_taken(tensors: Iterable[Tensor]) -> bool:
+    """Whether a loop took the ``data`` of any since this was last asked: it may have changed it, unseen by versions."""
+    taken = [vars(one).pop(_TAKEN, False) for one in tensors]
+    return any(taken)
 
 
 def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> None:
@@ -132,13 +148,14 @@ def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> 
 
 
 def guard_values(owned: Iterable[ManagedParameter], guarded: bool = True) -> None:
-    """The same for parameters of which this rank has a part; they are not, while a model or an optimizer runs."""
+    """The same for parameters of which this rank has a part; also, what is updated in their stead is watched. Not while
+    a model or an optimizer runs.
+    """
     for one in owned:
         sliced = (one.shard is not None and one.shard.degree > 1) or one.spread is not None
         for tensor in {one.parameter, one.updated}:
             rows = one.host is not None and tensor is one.host.copy and isinstance(one.reduced, DTensor)
-            if sliced or rows:
-                set_guard(tensor, guarded)
+            set_guard(tensor, guarded and (sliced or rows), guarded and tensor is not one.parameter)
 
 
 def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:

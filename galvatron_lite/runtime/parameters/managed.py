@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import RowShare, share_of
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
-from galvatron_lite.runtime.parameters.guard import guard_gradients, guard_values
+from galvatron_lite.runtime.parameters.guard import guard_gradients, guard_values, was_taken
 from galvatron_lite.world import messages_carry_data
 
 Shards = Mapping[str, ParameterShard]
@@ -198,7 +198,7 @@ class Updates:
     reducer: GradientReducer  # of their gradients
     guarded: bool = False  # whether gradients refuse that other code takes their norm
     due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
-    versions: tuple[int, ...] = ()  # of what it updates, when they were last brought back
+    versions: tuple[tuple[int, int], ...] = ()  # of what it updates, and its storages, when they were last brought back
     # of the device's parameters that are casts of masters, or have a copy in host memory, by name, then
     marks: dict[str, _Mark] = field(default_factory=dict)
     lowering: Lowering = field(init=False)  # brings gradients to host memory
@@ -249,7 +249,8 @@ class Updates:
             InputError: a parameter that is a cast of masters was changed in place, which would be lost.
         """
         self.follow()
-        if not self.due and self.versions == self._versions():
+        taken = was_taken(one.updated for one in self.owned)
+        if not (self.due or taken) and self.versions == self._versions():
             return
         for host in self.hosts:
             host.lift()
@@ -316,6 +317,7 @@ class Updates:
             norms = every.nan_to_num().tolist()
         return {one.names[0]: (one.parameter._version, norm) for one, norm in zip(marked, norms, strict=True)}
 
-    def _versions(self) -> tuple[int, ...]:
+    def _versions(self) -> tuple[tuple[int, int], ...]:
         """A training loop may change parameters in place, too (as to clamp them), on all ranks."""
-        return tuple(one.updated._version for one in self.owned if one.updated is not one.parameter)
+        apart = (one.updated for one in self.owned if one.updated is not one.parameter)
+        return tuple((one._version, one.untyped_storage()._cdata) for one in apart)

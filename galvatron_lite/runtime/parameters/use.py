@@ -131,7 +131,9 @@ class ParameterUse:
         self._trained = [one.parameter.requires_grad for one in owned]
         self._kinds = [(one.parameter.dtype, one.parameter.device) for one in owned]
         shared = (one for one in owned if one.is_zero or one.share is not None)
-        self._storages = [(one, one.parameter.untyped_storage()._cdata) for one in shared]
+        self._storages = [
+            (one, tensor, tensor.untyped_storage()._cdata) for one in shared for tensor in {one.parameter, one.reduced}
+        ]
         modules = {module for runtime in runtimes for module in runtime.model.modules()}
         self._structure = [
             (module, isinstance(module, FSDPModule), set(module._parameters), dict(module._modules))
@@ -158,8 +160,8 @@ class ParameterUse:
         for one, kind in zip(self._owned, self._kinds, strict=True):
             if (now := (one.parameter.dtype, one.parameter.device)) != kind:
                 raise moved_error(*now)
-        for one, storage in self._storages:
-            if one.parameter.untyped_storage()._cdata != storage:
+        for one, tensor, storage in self._storages:
+            if tensor.untyped_storage()._cdata != storage:
                 remedy = "Ranks share it under this plan: change it in place (parameter.data.copy_(values))."
                 raise InputError("parameter.data", f"another tensor for {one.names[0]}", remedy)
         for module, is_zero, parameters, children in self._structure:

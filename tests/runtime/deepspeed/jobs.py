@@ -109,7 +109,7 @@ def reloaded() -> tuple[bool, float, float, Tensor]:
 
 
 def refused() -> list[str]:
-    """What is said of a batch whose loss is not finite, of a second optimizer, of training without one, and of copies."""
+    """What is said of a batch whose loss is not finite, of two optimizers, of training without one, and of copies."""
     parallel = make(plan_of(STRATEGIES["zero2"]), loss_fn=partial(_unsound, [True, True]))
     calls: list[Callable[[], Any]] = [
         lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel),
