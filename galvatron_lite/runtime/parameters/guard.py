@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,16 @@ def _data(tensor: Tensor) -> Tensor:
     return Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
+def _plainly(tensor: Tensor, name: str, argument: Any) -> Any:
+    """What a method of the plain tensor gives, for copies and files, which know no other types."""
+    shown = type(tensor)
+    set_guard(tensor, guarded=False)
+    try:
+        return getattr(tensor, name)(argument)
+    finally:
+        tensor.__class__ = shown
+
+
 _TAKEN = "_data_was_taken"
 
 
@@ -108,7 +118,9 @@ def _shown_as(kind: type, guarded: bool, watched: bool) -> type:
     """A subclass of a type of tensors: guarded, or one of which is known whether its ``data`` was taken."""
     if not (guarded or watched):
         return kind
-    body: dict[str, Any] = {"__torch_function__": classmethod(_guarded)} if guarded else {}
+    body: dict[str, Any] = {name: partialmethod(_plainly, name) for name in ("__reduce_ex__", "__deepcopy__")}
+    if guarded:
+        body["__torch_function__"] = classmethod(_guarded)
     if watched:
         body["data"] = property(_data, Tensor.data.__set__)  # type: ignore[attr-defined]
     shown: type = type(kind)(f"Shown{kind.__name__}", (kind,), body)
