@@ -36,7 +36,6 @@ from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
-from galvatron_lite.runtime.parameters.guard import guard_values
 from galvatron_lite.runtime.parameters.managed import multiply_gradients
 from galvatron_lite.runtime.parameters.pieces import entries_of
 from galvatron_lite.runtime.parameters.use import (
@@ -466,7 +465,7 @@ class ParallelModel(Saving, Observable, nn.Module):
 
     def _show(self) -> None:
         for runtime in self.runtimes:
-            guard_values(runtime.owned)
+            runtime.updates.show()
 
     def _begin(self, *, trains: bool = True) -> None:
         trains = trains and self.training and torch.is_grad_enabled()

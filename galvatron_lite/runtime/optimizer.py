@@ -139,7 +139,7 @@ class OptimizerSteps:
             parallel.publish()
             parallel.note_update()
             for runtime in parallel.runtimes:
-                guard_values(runtime.owned)
+                runtime.updates.show()
 
 
 _MODELS: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()

@@ -597,3 +597,13 @@ def other_loss_first() -> str:
     with pytest.raises(InputError) as raised:
         next(parallel.parameters()).square().sum().backward()
     return str(raised.value)
+
+
+def test_a_count_of_a_part_of_the_parameters_warns(pool: WorkerPool) -> None:
+    assert pool.run(2, counted) == [True, True]
+
+
+def counted() -> bool:
+    parallel = make_parallel(PLANS["pipeline"])
+    with pytest.warns(UserWarning, match="counts those of this one"):
+        return 0 < sum(one.numel() for one in parallel.parameters())

@@ -37,7 +37,6 @@ _READS = frozenset((
     "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "__complex__",
 ))  # fmt: skip
 _SELECTING = frozenset(("__getitem__", "index_select", "gather", "take", "masked_select", "__get__"))
-_COUNTS = frozenset(("numel", "nelement"))
 _TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 _PLAIN_CALLS = frozenset(("_save_to_state_dict", "__deepcopy__", "__reduce_ex__"))  # torch's, whose results are kept
 _REMEDY = (
@@ -48,7 +47,7 @@ _REMEDY = (
 _VALUES = (
     "A rank holds a part of the parameter under this plan. parallel.full_state_dict(), on all ranks, has all of it."
 )
-_COUNTED = "This plan splits the parameter: numel() counts what this rank has of it."
+_COUNTED = "Under this plan a rank has a part of the parameters: numel() counts those of this one."
 _SCALER = (
     "A rank sees overflow in its part of the gradient alone, and would skip a step that others take. Compute with "
     'precision="fp16" and call train_step, which scales the loss.'
@@ -67,8 +66,6 @@ def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwa
         home = getattr(func, "__module__", None) or ""
         if name in _MIXING or name in _READS or home.startswith(_COMPOSED):
             raise _error(guarded, name)
-        if name in _COUNTS and isinstance(args[0], nn.Parameter):
-            warnings.warn(_COUNTED, stacklevel=2)
         result = func(*args, **options)
         items = max((one.numel() for one in guarded), default=0)
         for one in tensors_of(result):
@@ -113,14 +110,22 @@ def _plainly(tensor: Tensor, name: str, argument: Any) -> Any:
 _TAKEN = "_data_was_taken"
 
 
+def _counted(tensor: Tensor) -> int:
+    if _is_called_outside():
+        warnings.warn(_COUNTED, stacklevel=2)
+    return Tensor.numel(tensor)
+
+
 @cache
-def _shown_as(kind: type, guarded: bool, watched: bool) -> type:
-    """A subclass of a type of tensors: guarded, or one of which is known whether its ``data`` was taken."""
-    if not (guarded or watched):
+def _shown_as(kind: type, guarded: bool, watched: bool, counted: bool) -> type:
+    """A subclass of a type of tensors: guarded; known by whether its ``data`` was taken; warning of its ``numel()``."""
+    if not (guarded or watched or counted):
         return kind
     body: dict[str, Any] = {name: partialmethod(_plainly, name) for name in ("__reduce_ex__", "__deepcopy__")}
     if guarded:
         body["__torch_function__"] = classmethod(_guarded)
+    if counted:
+        body |= {"numel": _counted, "nelement": _counted}
     if watched:
         body["data"] = property(_data, Tensor.data.__set__)  # type: ignore[attr-defined]
     shown: type = type(kind)(f"Shown{kind.__name__}", (kind,), body)
@@ -136,11 +141,11 @@ def _is_guarded(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and "__torch_function__" in vars(type(tensor))
 
 
-def set_guard(tensor: Tensor, guarded: bool, watched: bool = False) -> None:
+def set_guard(tensor: Tensor, guarded: bool, watched: bool = False, counted: bool = False) -> None:
     """The very tensor changes its type: who else holds it (a bucket of gradients) goes on with it."""
     kind = _PLAIN.get(type(tensor), type(tensor))
     if kind in (Tensor, nn.Parameter, DTensor):
-        tensor.__class__ = _shown_as(kind, guarded, watched)
+        tensor.__class__ = _shown_as(kind, guarded, watched, counted)
 
 
 def was_taken(tensors: Iterable[Tensor]) -> bool:
@@ -159,15 +164,15 @@ def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> 
             set_guard(gradient, guarded)
 
 
-def guard_values(owned: Iterable[ManagedParameter], guarded: bool = True) -> None:
+def guard_values(owned: Iterable[ManagedParameter], guarded: bool = True, counted: bool = False) -> None:
     """The same for parameters of which this rank has a part; also, what is updated in their stead is watched. Not while
-    a model or an optimizer runs.
+    a model or an optimizer runs. ``counted``: whether the parameters are a part of the model's.
     """
     for one in owned:
         sliced = (one.shard is not None and one.shard.degree > 1) or one.spread is not None
         for tensor in {one.parameter, one.updated}:
             rows = one.host is not None and tensor is one.host.copy and isinstance(one.reduced, DTensor)
-            set_guard(tensor, guarded and (sliced or rows), guarded and tensor is not one.parameter)
+            set_guard(tensor, guarded and (sliced or rows), guarded and tensor is not one.parameter, counted)
 
 
 def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:

@@ -233,9 +233,13 @@ class Updates:
         """Once gradients are reduced: bring down those that the host needs."""
         self.lowering.finish()
         self.due = self.is_needed
-        guard_values(self.owned)
+        self.show()
         if self.guarded:
             guard_gradients(self.owned)
+
+    def show(self) -> None:
+        """Between uses of the model: what a loop sees of parameters is all of them, or an error."""
+        guard_values(self.owned, counted=self.guarded)
 
     def drop_gradients(self) -> None:
         """Wherever they are."""
