@@ -432,6 +432,12 @@ def patched_blocks(model: nn.Module) -> list[float]:
     return [step(model, sgd(model), seed) for seed in range(2)]
 
 
+def replaced_parameters(model: nn.Module) -> list[float]:
+    norm: Any = users_model(model).norm
+    norm.weight = nn.Parameter(torch.ones_like(norm.weight))
+    return [step(model, sgd(model), 0)]
+
+
 def added_modules(model: nn.Module) -> list[float]:
     for block in users_model(model).blocks.children():
         block.added = nn.Linear(4, 4)
@@ -491,12 +497,13 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "resilient": (resilient, "does not run on shards"),
     "hooks of blocks": (hooks_of_blocks, "A pipeline stage ends at it"),
     "patched blocks": (patched_blocks, ""),
+    "replaced parameters": (replaced_parameters, "before auto_parallelize"),
     "added modules": (added_modules, "before auto_parallelize"),
 }
 """Loops, and what the error says where a plan cannot follow."""
 ALWAYS_REFUSED = {
     "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
-    "adversarial", "added modules", "replacing a module", "casting the model", "wrapping",
+    "adversarial", "added modules", "replaced parameters", "replacing a module", "casting the model", "wrapping",
 }  # fmt: skip
 SHARDED = {"parameters from before", "replacing data", "replacing data of shards", "copying the model", "resilient"}
 REFUSED = {

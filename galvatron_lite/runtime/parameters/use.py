@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
@@ -136,7 +137,7 @@ class ParameterUse:
         ]
         modules = {module for runtime in runtimes for module in runtime.model.modules()}
         self._structure = [
-            (module, isinstance(module, FSDPModule), set(module._parameters), dict(module._modules))
+            (module, isinstance(module, FSDPModule), dict(module._parameters), dict(module._modules))
             for module in modules
         ]
         self._versions = self._current_versions()
@@ -150,9 +151,9 @@ class ParameterUse:
         return tuple(one.parameter._version for one in self._owned)
 
     @staticmethod
-    def _trains(module: nn.Module | None, before: nn.Module | None, known: Collection[int]) -> bool:
+    def _trains(module: nn.Module | None, before: nn.Module | None, split: Collection[int]) -> bool:
         """Whether a module that was put somewhere has parameters that no plan knows, or took the place of some."""
-        new = [] if module is None or id(module) in known else list(module.parameters())
+        new = [] if module is None or id(module) in split else list(module.parameters())
         return bool(new) or (before is not None and any(True for _ in before.parameters()))
 
     def check(self) -> None:
@@ -167,9 +168,11 @@ class ParameterUse:
         for module, is_zero, parameters, children in self._structure:
             other = [name for name, one in module._modules.items() if one is not children.get(name)]
             if other:
-                known = {id(one) for one, *_ in self._structure}
-                other = [name for name in other if self._trains(module._modules[name], children.get(name), known)]
-            other += parameters ^ module._parameters.keys()
+                split = {id(one) for one, *_ in self._structure}
+                other = [name for name in other if self._trains(module._modules[name], children.get(name), split)]
+            held = module._parameters
+            other += [name for name, one in parameters.items() if name not in held or _is_replaced(one, held[name])]
+            other += held.keys() - parameters.keys()
             if other or isinstance(module, FSDPModule) != is_zero:
                 what = f"{other[0]} in" if other else "class of"
                 remedy = "The plan has split what it was: change the model before auto_parallelize."
@@ -193,6 +196,12 @@ class ParameterUse:
             kinds = _KINDS[:1] if one.is_zero and self._at_once else _KINDS
             if any(_has_hook(tensor, kind) for tensor in (one.parameter, one.updated) for kind in kinds):
                 raise _hook_error(one.names[0])
+
+
+def _is_replaced(parameter: nn.Parameter | None, other: nn.Parameter | None) -> bool:
+    """Whether another parameter was put in the place of one; FSDP does so while it has gathered a layer."""
+    gathered = isinstance(parameter, DTensor) and other is not None and not isinstance(other, DTensor)
+    return other is not parameter and not gathered
 
 
 def moved_error(dtype: torch.dtype, device: torch.device) -> InputError:
