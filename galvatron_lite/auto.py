@@ -23,7 +23,7 @@ from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import dead_note
 from galvatron_lite.model.trace.meta import LOCAL_BATCH_NORMS, check_model, precision_of
-from galvatron_lite.model.trace.record import ValuesReadError
+from galvatron_lite.model.trace.record import MetaRunError, ValuesReadError
 from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import norm_notes, other_size, plan_line
@@ -177,12 +177,12 @@ def auto_parallelize(
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
         example = GlobalBatches(place, local=True)(batch)
-    uncaptured: TraceError | None = None
+    uncaptured: MetaRunError | None = None
     watched: Watched | None = None
     try:
         watched = watch_model(model, example, blocks)
         layers = watched.layers
-    except ValuesReadError as error:
+    except MetaRunError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
@@ -202,14 +202,19 @@ def auto_parallelize(
     findings = None
     if trains and (check or verify):
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
-    if uncaptured is not None and (not trains or settings is not None):
-        raise uncaptured
-    if uncaptured is not None and findings is not None and findings.keeps_batch and world_size() > 1:
-        raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
         goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
-        profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
+        try:
+            profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
+        except MetaRunError as error:
+            uncaptured = error
+    if uncaptured is not None:
+        runs = isinstance(uncaptured, ValuesReadError) or not (findings is None or findings.skipped)
+        if not (trains and runs and settings is None):
+            raise uncaptured
+        if findings is not None and findings.keeps_batch and world_size() > 1:
+            raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     watched = None  # its copy of the model is not needed any more
     if chosen is None:
         pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
@@ -358,7 +363,7 @@ def _without_graph(
     pins: Mapping[str, Sequence[str]],
     uncaptured: TraceError,
 ) -> Plan:
-    """A plan of a model whose values decide what it runs."""
+    """A plan of a model that does not run without data."""
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.cluster.probe import probe
 
@@ -372,8 +377,8 @@ def _without_graph(
     _say(f"plan: {plan_line(plan)}")
     what = f"{uncaptured.field} ({uncaptured.value})"
     _say(
-        f"note: values of tensors decide what {what} runs: costs are not known, and only plans of data "
-        "parallelism, ZeRO 1 and full recomputation run it"
+        f"note: {what} does not run without data: costs are not known, and only plans of data parallelism, ZeRO 1 and "
+        "full recomputation run it"
     )
     return plan
 

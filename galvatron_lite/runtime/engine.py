@@ -183,6 +183,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         scaled = options.compute is torch.float16
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
         guard_model(self.module, self)  # with another plan, hooks of the one before are gone
+        self._show()
 
     def switch(
         self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
@@ -236,6 +237,8 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls.buffers.begin(self.runtimes if self.training else (), 1)
         loss = self.local_loss(part)
         self.calls.buffers.finish()
+        if not loss.requires_grad:
+            self._show()
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
             if runtime.updates.hosts and loss.requires_grad:  # gradients may be zeroed between forward and backward
@@ -258,10 +261,13 @@ class ParallelModel(Saving, Observable, nn.Module):
         batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         with torch.no_grad():
             self._begin(trains=False)
-            if self.runtime.pipeline is None:
-                ((part,),) = self._parts(batch, 1)
-                return self._outputs(part)
-            return pipelined_outputs(self, self._parts(batch, output_count(batch_size(batch), self.plan)))
+            try:
+                if self.runtime.pipeline is None:
+                    ((part,),) = self._parts(batch, 1)
+                    return self._outputs(part)
+                return pipelined_outputs(self, self._parts(batch, output_count(batch_size(batch), self.plan)))
+            finally:
+                self._show()
 
     def _evaluated(self, batch: Any) -> Tensor:
         self._begin(trains=False)
@@ -269,6 +275,7 @@ class ParallelModel(Saving, Observable, nn.Module):
         self.calls.buffers.begin(self.runtimes if self.training else (), count)
         loss = pipelined_loss(self, self._parts(batch, count))
         self.calls.buffers.finish()
+        self._show()
         return reduced(self, [loss], with_norm=False)[0]
 
     def _outputs(self, part: Any) -> Any:
@@ -455,6 +462,10 @@ class ParallelModel(Saving, Observable, nn.Module):
         """
         for runtime in self.runtimes:
             runtime.updates.publish()
+
+    def _show(self) -> None:
+        for runtime in self.runtimes:
+            runtime.updates.show()
 
     def _begin(self, *, trains: bool = True) -> None:
         trains = trains and self.training and torch.is_grad_enabled()

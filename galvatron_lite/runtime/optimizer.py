@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.parameters.managed import ManagedParameter, guard_gradients
+from galvatron_lite.runtime.parameters.guard import guard_gradients, guard_values
+from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.world import messages_carry_data
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-SIZE = 256
+SIZE = 258
 """Rows and columns of what is stepped on: halves are above the sizes below which optimizers treat tensors otherwise
-(Adafactor's 128 rows, 8-bit states' 4096 items)."""
+(Adafactor's 128 rows, 8-bit states' 4096 items), and no multiples of the blocks in which 8-bit states are scaled."""
 _COPIED = (bool, int, float, str, NoneType, FunctionType)
 _STEPS = (1.0, -0.3, 2.0)
 _RATE = 1e-2
@@ -128,6 +129,7 @@ class OptimizerSteps:
             self.check(optimizer, together=False)
             for runtime in parallel.runtimes:
                 guard_gradients(runtime.owned, guarded=False)
+                guard_values(runtime.owned, guarded=False)
                 runtime.updates.follow_loop()
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
@@ -136,6 +138,8 @@ class OptimizerSteps:
                 runtime.updates.due = runtime.updates.is_needed
             parallel.publish()
             parallel.note_update()
+            for runtime in parallel.runtimes:
+                runtime.updates.show()
 
 
 _MODELS: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()

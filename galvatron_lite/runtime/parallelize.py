@@ -27,7 +27,8 @@ from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.compiled import compile_blocks
 from galvatron_lite.runtime.loss.routers import install_router_losses
 from galvatron_lite.runtime.mesh import Meshes
-from galvatron_lite.runtime.parameters.managed import Updates, hides_norm, managed_parameters, reduced_parameters
+from galvatron_lite.runtime.parameters.guard import hides_norm, read_full_values
+from galvatron_lite.runtime.parameters.managed import Updates, managed_parameters, reduced_parameters
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.peers import broadcast_values, share_random_state, shares_samples
 from galvatron_lite.runtime.preparation import Examined, Prepared, SetupOptions, prepare
@@ -101,6 +102,7 @@ def split_stage(
         tied: parameters that another stage of this rank has and trains, by their names here.
     """
     intercept_custom_functions()
+    read_full_values()
     users, tied = hooks_of(model), tied or {}
     compile_blocks(model, stage, meshes, options.compile)
     if options.compute is not None:

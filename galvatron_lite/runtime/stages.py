@@ -99,7 +99,8 @@ def _cut_stage(model: nn.Module, prepared: Prepared, number: int, device: torch.
     The model's forward then returns None behind the stage's last layer, instead of being left by an exception: FSDP's
     hooks behind it must run, or a later step's gathering would not wait for the optimizer.
     """
-    cut = StageModel(model, prepared.layers, prepared.names[number], device, flow=prepared.examined.flow)
+    names = prepared.names
+    cut = StageModel(model, prepared.layers, names[number], device, prepared.examined.flow, names)
     forward = model.forward
 
     @functools.wraps(forward)

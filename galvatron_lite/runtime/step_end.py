@@ -20,7 +20,8 @@ from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.monitor.notes import StepPhase
-from galvatron_lite.runtime.parameters.managed import guard_gradients, local_tensor, squared_norm_share
+from galvatron_lite.runtime.parameters.guard import guard_gradients
+from galvatron_lite.runtime.parameters.managed import local_tensor, squared_norm_share
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.stages import StageRuntime
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -310,6 +310,25 @@ def clipping_the_model(model: nn.Module) -> list[float]:
     return losses
 
 
+def reading_gradients(model: nn.Module) -> list[float]:
+    model(**batch_of(0)).backward()
+    read = [0.0, 0.0, 0.0]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        read[0] += float(parameter.grad.norm())
+        read[1] = max(read[1], parameter.grad.clone().abs().max().item())
+        read[2] += bool((parameter.grad * parameter.grad > 1e-7).any())
+    return read
+
+
+def normalising_parameters(model: nn.Module) -> list[float]:
+    losses = [step(model, sgd(model), 0)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(parameter.norm() + 1)
+    return losses
+
+
 def clipping_values_of_the_model(model: nn.Module) -> list[float]:
     optimizer, losses = sgd(model), []
     for seed in range(2):
@@ -352,6 +371,23 @@ def replacing_data(model: nn.Module) -> list[float]:
     return [*losses, step(model, optimizer, 1)]
 
 
+def setting_values_of_shards(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(3):
+        losses.append(step(model, optimizer, seed))
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+    return losses
+
+
+def replacing_data_of_shards(model: nn.Module) -> list[float]:
+    optimizer = sgd(model)
+    losses = [step(model, optimizer, 0)]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    return [*losses, step(model, optimizer, 1)]
+
+
 def replacing_a_module(model: nn.Module) -> list[float]:
     inner = users_model(model)
     inner.embed, inner.norm = nn.Identity(), nn.Identity()
@@ -385,6 +421,27 @@ def hooks_of_blocks(model: nn.Module) -> list[float]:
     for block in users_model(model).blocks.children():
         block.register_full_backward_hook(halve)
     return [step(model, sgd(model), seed) for seed in range(2)]
+
+
+def patched_blocks(model: nn.Module) -> list[float]:
+    def halved(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * forward(*args, **kwargs)
+
+    for block in users_model(model).blocks.children():
+        block.forward = partial(halved, block.forward)
+    return [step(model, sgd(model), seed) for seed in range(2)]
+
+
+def replaced_parameters(model: nn.Module) -> list[float]:
+    norm: Any = users_model(model).norm
+    norm.weight = nn.Parameter(torch.ones_like(norm.weight))
+    return [step(model, sgd(model), 0)]
+
+
+def added_modules(model: nn.Module) -> list[float]:
+    for block in users_model(model).blocks.children():
+        block.added = nn.Linear(4, 4)
+    return [step(model, sgd(model), 0)]
 
 
 def parameters_from_before(model: nn.Module) -> list[float]:
@@ -424,26 +481,36 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "adversarial": (adversarial, "requires a gradient"),
     "zeroing the model": (zeroing_the_model, ""),
     "clipping the model": (clipping_the_model, "parallel.clip_grad_norm(max_norm)"),
+    "reading gradients": (reading_gradients, "parallel.clip_grad_norm(max_norm)"),
+    "normalising parameters": (normalising_parameters, "parallel.full_state_dict()"),
     "parameters from before": (parameters_from_before, "parallel.parameters()"),
     "clipping values of the model": (clipping_values_of_the_model, "parallel.parameters()"),
     "setting values of the model": (setting_values_of_the_model, ""),
     "freezing the model": (freezing_the_model, ""),
     "replacing data": (replacing_data, "parameter.data.copy_"),
+    "setting values of shards": (setting_values_of_shards, ""),
+    "replacing data of shards": (replacing_data_of_shards, "parameter.data.copy_"),
     "replacing a module": (replacing_a_module, "before auto_parallelize"),
     "casting the model": (casting_the_model, "before auto_parallelize"),
     "copying the model": (copying_the_model, "AveragedModel"),
     "wrapping": (wrapping, "sums gradients over ranks already"),
     "resilient": (resilient, "does not run on shards"),
-    "hooks of blocks": (hooks_of_blocks, ""),
+    "hooks of blocks": (hooks_of_blocks, "A pipeline stage ends at it"),
+    "patched blocks": (patched_blocks, ""),
+    "replaced parameters": (replaced_parameters, "before auto_parallelize"),
+    "added modules": (added_modules, "before auto_parallelize"),
 }
 """Loops, and what the error says where a plan cannot follow."""
 ALWAYS_REFUSED = {
     "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
-    "adversarial", "replacing a module", "casting the model", "wrapping",
+    "adversarial", "added modules", "replaced parameters", "replacing a module", "casting the model", "wrapping",
 }  # fmt: skip
-SHARDED = {"parameters from before", "replacing data", "copying the model", "resilient"}
+SHARDED = {"parameters from before", "replacing data", "replacing data of shards", "copying the model", "resilient"}
 REFUSED = {
-    "pipeline": {"steps in backward", "backward twice", "clipping the model", "copying the model"},
+    "pipeline": {
+        "hooks of blocks", "reading gradients", "steps in backward", "backward twice", "clipping the model",
+        "copying the model",
+    },
     "zero2": SHARDED,
     "zero3 in micro-batches": {"steps in backward", "backward twice", *SHARDED},
     "data": {"steps in backward"},
@@ -451,14 +518,19 @@ REFUSED = {
     "micro-batches": {"steps in backward", "backward twice"},
     "zero1": {"steps in backward", "clipping the model", "clipping values of the model", *SHARDED}
     - {"copying the model"},
-    "tensor": {"steps in backward", "clipping the model", "copying the model"},
-}
+    "tensor": {
+        "reading gradients",
+        "normalising parameters",
+        "steps in backward",
+        "clipping the model",
+        "copying the model",
+    },
+}  # fmt: skip
 
 
 def loops_under(case: Case) -> list[str]:
     """All; what is refused before ranks meet, under two plans."""
-    names = [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
-    return [name for name in names if name != "hooks of blocks" or case != PLANS["pipeline"]]
+    return [name for name in LOOPS if name not in ALWAYS_REFUSED or case in (PLANS["tensor"], PLANS["pipeline"])]
 
 
 def model_for(loop: str) -> nn.Module:
@@ -532,3 +604,13 @@ def other_loss_first() -> str:
     with pytest.raises(InputError) as raised:
         next(parallel.parameters()).square().sum().backward()
     return str(raised.value)
+
+
+def test_a_count_of_a_part_of_the_parameters_warns(pool: WorkerPool) -> None:
+    assert pool.run(2, counted) == [True, True]
+
+
+def counted() -> bool:
+    parallel = make_parallel(PLANS["pipeline"])
+    with pytest.warns(UserWarning, match="counts those of this one"):
+        return sum(one.numel() for one in parallel.parameters()) > 0

@@ -61,6 +61,22 @@ class Lion(torch.optim.Optimizer):
                     mean.lerp_(p.grad, 0.01)
 
 
+class Rounded(torch.optim.Optimizer):
+    """Rounds blocks of 16 items by their largest, as 8-bit states are."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for p in self.param_groups[0]["params"]:
+            blocks = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % 16)).view(-1, 16)
+            scale = blocks.abs().amax(1, keepdim=True) / 127
+            rounded = (blocks / scale).round() * scale
+            p.sub_(rounded.flatten()[: p.numel()].view_as(p) * self.param_groups[0]["lr"])
+
+
 def lamb(params: Any, **options: Any) -> torch.optim.Optimizer:
     return Normed(params, **options)
 
@@ -80,6 +96,7 @@ REACH: list[tuple[OptimizerFactory, dict[str, Any], str | None]] = [
     (by_total, {}, "model"),
     (torch.optim.Adafactor, {}, "tensor"),
     (torch.optim.Muon, {}, "tensor"),
+    (Rounded, {}, "tensor"),
     (torch.optim.LBFGS, {}, "TypeError"),
 ]
 

@@ -16,6 +16,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.parameters.guard import guard_values
 from galvatron_lite.runtime.scaling import SMALLEST, LossScaler
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
@@ -123,6 +124,7 @@ def run_loops(loops: Mapping[str, Loop]) -> dict[tuple[str, str, bool], dict[str
 
 
 def _check_held(parallel: ParallelModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    guard_values(parallel.runtime.owned, guarded=False)  # this reads parts
     items, storages = 0, {id(one.parameter): one for one in parallel.runtime.owned}
     for one in storages.values():
         assert isinstance(one.reduced, DTensor) == (strategy.zero_stage > 0)

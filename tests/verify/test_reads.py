@@ -55,6 +55,9 @@ def halved(hidden: Tensor) -> Tensor:
 def checked(hidden: Tensor) -> Tensor:
     if torch.isnan(hidden).any() or not torch.isfinite(hidden).all():
         raise ValueError("not finite")
+    if hidden.abs().max() > 1e5:
+        raise ValueError("large")
+    assert not (hidden > 1e5).any()
     return hidden
 
 
@@ -78,6 +81,8 @@ REFUSED: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "number": lambda model, hidden, _: hidden * 2 if hidden.mean().item() > 0.01 else hidden,
     "buffer": lambda model, hidden, _: counted(model, hidden),
     "loop": lambda model, hidden, _: halved(hidden),
+    "list": lambda model, hidden, _: hidden * 2 if max(hidden.mean(0).tolist()) > -9 else hidden,
+    "array": lambda model, hidden, _: hidden * 2 if hidden.detach().mean(0).numpy().max() > -9 else hidden,
 }
 TOLD: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "sizes": lambda model, hidden, _: hidden * 2 if hidden.abs().flatten().sum() > 0 else hidden,
@@ -90,6 +95,7 @@ FREE: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "parameter": lambda model, hidden, _: hidden * 2 if model.first.weight.norm() > 0 else hidden,
     "shape": lambda model, hidden, _: hidden * 2 if len(hidden) > 0 else hidden,
     "log": lambda model, hidden, _: logged(model, hidden),
+    "lengths": lambda model, hidden, classes: hidden * torch.tensor(classes.tolist()).unsqueeze(1),
     "experts": lambda model, hidden, classes: chosen(hidden, classes),
     "amount": lambda model, hidden, classes: hidden * 2 / ((classes >= 0).float().mean().item() + 1),
 }

@@ -101,3 +101,21 @@ def test_means_over_what_is_no_padding_are_seen_where_the_example_has_none(way: 
     findings = found(Padded(way), torch.arange(1, 9).expand(8, 8).clone(), torch.full((8,), 8))
     assert (findings.unsaid is not None) == refused
     assert not findings.undivided
+
+
+class Ghost(nn.Module):
+    """A batch norm of four samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.SyncBatchNorm(4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return torch.cat([self.norm(part) for part in rows.split(4)]).square().mean()
+
+
+def test_statistics_of_a_part_of_the_samples_keep_the_batch_whole() -> None:
+    assert found(Ghost(), torch.randn(8, 4)).undivided

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.trace.operators import flops, name_of
+from galvatron_lite.model.trace.record import leads_to_error
 
 READ = torch.ops.aten._local_scalar_dense.default
 """The operator that reads the value of a tensor."""
@@ -151,7 +152,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is READ:
             self._decided |= bits
             self.asked.append((path, bits))
-            if bits & self.batch and self.compares(taken[0]):
+            if bits & self.batch and self.compares(taken[0]) and not leads_to_error():
                 self.compared = path
         output = func(*args, **kwargs)
         self._note_order(func, args, taken, output)

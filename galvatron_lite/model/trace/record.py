@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +38,33 @@ from galvatron_lite.model.trace.operators import (
 _KNOWN = OpCache()
 _FAULTS, _JOINED = {"isnan", "isinf"}, {"any", "logical_or", "bitwise_or"}
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+
+
+_HIDDEN = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
+
+
+def leads_to_error() -> bool:
+    """Whether the code that reads a truth raises an error if it holds."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_HIDDEN) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_lineno in _lines_before_errors(frame.f_code.co_filename)
+
+
+@cache
+def _lines_before_errors(file: str) -> frozenset[int]:
+    try:
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except SyntaxError:
+        return frozenset()
+    raising = [one.test for one in nodes if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Raise)]
+    asserted = [one.test for one in nodes if isinstance(one, ast.Assert) and _negates(one.test)]
+    tests = [*(one for one in raising if not _negates(one)), *asserted]
+    return frozenset(line for one in tests for line in range(one.lineno, (one.end_lineno or one.lineno) + 1))
+
+
+def _negates(test: ast.expr) -> bool:
+    return any(isinstance(one, ast.Not) for one in ast.walk(test))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Questions about the values of tensors (``mask.all()``) are answered with yes where they are boolean: checks of that
     kind ask whether the simple case holds (no padding, no packing). That a number is infinite or none is answered with
-    no. Others raise TraceError.
+    no, as is what leads to nothing but an error (``if hidden.max() > 100: raise``). Others raise TraceError.
     """
 
     def __init__(self) -> None:
@@ -91,7 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype is torch.bool:
-                return args[0].untyped_storage() not in self._faults
+                return args[0].untyped_storage() not in self._faults and not leads_to_error()
             raise ValuesReadError("model", "tensor.item()", "The model reads values of tensors to decide what to run.")
         if self.target is None or self._ignored:
             return self._run(func, args, kwargs)
@@ -192,7 +223,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter.grad = None
 
 
-class ValuesReadError(TraceError):
+class MetaRunError(TraceError):
+    """The model does not run without data; it may run on some."""
+
+
+class ValuesReadError(MetaRunError):
     """The model reads values of tensors to decide what to run, so it cannot be captured without data."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:

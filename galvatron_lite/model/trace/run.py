@@ -20,7 +20,7 @@ from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.trace.flow import DataFlow
 from galvatron_lite.model.trace.meta import left_to_the_plan, meta_copy
 from galvatron_lite.model.trace.operators import ShapesOnly
-from galvatron_lite.model.trace.record import Recorder, Recording, ValuesReadError
+from galvatron_lite.model.trace.record import MetaRunError, Recorder, Recording, ValuesReadError
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Ite
         if operator := re.search(r"register_meta function for (\S+)\(\)", reason):
             reason = f"{operator[1]} reads values of tensors."
         remedy = f"It does not run without data (on the meta device): {reason}"
-        kind = ValuesReadError if values else TraceError
+        kind = ValuesReadError if values else TraceError if isinstance(cause, TraceError) else MetaRunError
         raise kind(f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy) from cause
 
 

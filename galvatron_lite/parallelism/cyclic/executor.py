@@ -169,6 +169,7 @@ class Executor:
         taken = self.desk.handed.pop((stage, number), StageOutput(None, []))
         value, slots = arrived(taken.template, taken.tensors)
         with self.draws(stage, number):
+            part.cut.check_ends()
             produced = part.cut.run(lambda: self._call(part, self.desk.batches[number]), value if stage else None)
         if part.cut.last:
             self.desk.losses[number] = produced.detach()

@@ -78,7 +78,7 @@ def stage_of(
 ) -> StagePart:
     """One stage, in place: the model gives up the others' parameters; arguments and errors as of ``cut_stages``."""
     check_untied(model, layers, names)
-    cut = StageModel(model, layers, names[number], device, flow)
+    cut = StageModel(model, layers, names[number], device, flow, names)
     cut.attach()
     by_parameter: dict[int, list[Holder]] = {}
     for module in model.modules():

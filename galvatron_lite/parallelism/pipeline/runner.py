@@ -430,6 +430,8 @@ class PipelineRunner:
         *,
         forward_only: bool = False,
     ) -> tuple[Action, ...]:
+        for chunk in self._chunks:
+            chunk.stage.check_ends()
         schedule = rank_schedule(self.pipeline, len(microbatches[0]), self._index, forward_only=forward_only)
         self._microbatches, self._call, self._begun = microbatches, call, begun or (lambda: None)
         self._loss, self._outputs = torch.zeros((), device=self._device), list[Any]()

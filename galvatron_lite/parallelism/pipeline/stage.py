@@ -57,6 +57,7 @@ class StageModel:
         device: where the stage will run; needed for a model on the meta device.
         flow: which layers read what. Without it the model must be a chain; a layer that reads more is refused when it
             runs.
+        stages: names of the layers of all stages, whose ends are checked; this one's if not given.
 
     Attributes:
         model: the user's model object.
@@ -75,9 +76,12 @@ class StageModel:
         names: Sequence[str],
         device: torch.device | None = None,
         flow: LayerFlow | None = None,
+        stages: Sequence[Sequence[str]] = (),
     ) -> None:
         start = _position(layers, names)
         stop = start + len(names)
+        starts = [_position(layers, each) for each in stages] or [start, stop]
+        self._ends = [list(units(model, layers[:each]))[-1:] for each in starts if each < len(layers)]
         self.model = model
         self.layers = tuple(layers[start:stop])
         self.first, self.last = start == 0, stop == len(layers)
@@ -96,12 +100,14 @@ class StageModel:
         self._received: Any = None
         self._produced: Any = None
         self._entered = False
+        elsewhere = [model.get_submodule(path) for path in units(model, [*layers[:start], *layers[stop:]])]
         self._hollow_earlier(layers[:start], device)
         for path in units(model, layers[stop:]):
             module = model.get_submodule(path)
             drop_parameters(module, self._held)
             module.forward = self._stop
         model.forward = update_wrapper(partial(self._run_to_end, model.forward), model.forward)
+        self._stand_ins = [(module, module.forward) for module in elsewhere]
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:
@@ -136,7 +142,8 @@ class StageModel:
         Raises:
             InputError: a layer reads what the stage was not sent.
         """
-        self._check_ends()
+        for module, forward in self._stand_ins:
+            module.forward = forward  # another one since then is for the stage that has the module
         self._begin(received)
         try:
             output = call()
@@ -151,10 +158,14 @@ class StageModel:
         finally:
             self._begin(None)
 
-    def _check_ends(self) -> None:
-        """Refuse hooks of modules that a stage's end leaves before torch has set them up; on both sides of it."""
-        ends = [self._sender, "" if self.last or not self._units else self._units[-1]]
-        names = [path.rsplit(".", cut)[0] for path in filter(None, ends) for cut in range(path.count(".") + 1)]
+    def check_ends(self) -> None:
+        """Refuse hooks of modules that a stage's end leaves before torch has set them up; all ranks do, before they
+        exchange anything.
+
+        Raises:
+            InputError: names the module.
+        """
+        names = [path.rsplit(".", cut)[0] for (path,) in filter(None, self._ends) for cut in range(path.count(".") + 1)]
         for name in names:
             if self.model.get_submodule(name)._backward_hooks:
                 remedy = (

@@ -60,7 +60,7 @@ class Saving:
         self.step, self._looped, self._called = step, 0, False
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        """Refuse ``pickle`` and ``torch.save``.
+        """Refuse ``pickle``, ``torch.save`` and ``copy.deepcopy``.
 
         Raises:
             InputError: always.
@@ -68,7 +68,7 @@ class Saving:
         remedy = (
             "A rank has a part of it. Call parallel.save(folder, optimizer) on all ranks, or save full_state_dict()."
         )
-        raise InputError("pickle", "a split model", remedy)
+        raise InputError("pickle or copy", "a split model", remedy)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:

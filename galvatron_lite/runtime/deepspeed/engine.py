@@ -41,7 +41,7 @@ from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.materialize import InitFn, Materializer
-from galvatron_lite.runtime.parameters.use import check_hooks
+from galvatron_lite.runtime.parameters.use import check_hooks, refuse_copies
 from galvatron_lite.runtime.peers import broadcast_values
 from galvatron_lite.runtime.sharding import tied_layers
 from galvatron_lite.world import pick_device
@@ -110,6 +110,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self.dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         self._place(model, place_layers(plan, layers)[0], init_fn, seed)
         self.module, self._engines = model, list[Any]()
+        if self.config["zero_optimization.stage"] == 3:
+            refuse_copies(model, "A rank has a part of it: load full_state_dict() into a model that is not split.")
         self._pending: tuple[float | None, Tensor | None] = None, None
         self.watch = Watch(self.device)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, float32, nn, promote_types
@@ -25,6 +24,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import RowShare, share_of
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
+from galvatron_lite.runtime.parameters.guard import guard_gradients, guard_values, was_taken
 from galvatron_lite.world import messages_carry_data
 
 Shards = Mapping[str, ParameterShard]
@@ -175,82 +175,6 @@ def multiply_gradients(owned: Sequence[ManagedParameter], factor: Tensor) -> Non
             host.noted()
 
 
-_REDUCTIONS = frozenset((
-    torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, Tensor.norm,
-    torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.max, Tensor.max, torch.amax, Tensor.amax, torch.dot,
-    Tensor.dot, torch.vdot, Tensor.vdot, torch.var, Tensor.var, torch.std, Tensor.std,
-))  # fmt: skip
-_ELEMENTWISE = frozenset((
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-    Tensor.detach, torch.detach, Tensor.float, Tensor.double, Tensor.to, Tensor.view,
-    Tensor.flatten, torch.flatten, Tensor.reshape, Tensor.ravel, Tensor.pow, torch.pow, Tensor.__pow__, Tensor.square,
-    torch.square, Tensor.abs, torch.abs,
-))  # fmt: skip
-"""What norms written by hand begin with: its result is guarded as well."""
-_REMEDY = (
-    "A rank holds a part of the gradient under this plan, and the norm of a part is not the whole one's. Call "
-    "parallel.clip_grad_norm(max_norm) in its place, which returns the whole model's norm before clipping, or give "
-    "max_grad_norm to train_step. runtime.parameters.full_state.full_gradients(parallel) has whole gradients."
-)
-_SCALER = (
-    "A rank sees overflow in its part of the gradient alone, and would skip a step that others take. Compute with "
-    'precision="fp16" and call train_step, which scales the loss.'
-)
-
-
-def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    if func is torch._amp_foreach_non_finite_check_and_unscale_:
-        raise InputError("gradient", "a GradScaler", _SCALER)
-    if func in _REDUCTIONS:
-        raise InputError("gradient", f"{getattr(func, '__name__', 'norm')} of this rank's part", _REMEDY)
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **(kwargs or {}))
-    if func in _ELEMENTWISE:
-        _set_class(result, guarded=True)
-    return result
-
-
-class GuardedTensor(Tensor):
-    """A part of a gradient, or a gradient beside others that are not here; it refuses to be reduced by other code."""
-
-    __torch_function__: Any = classmethod(_guarded)
-
-
-class GuardedDTensor(DTensor):
-    """The same under ZeRO."""
-
-    __torch_function__: Any = classmethod(_guarded)
-
-
-_GUARDED: dict[type, type] = {Tensor: GuardedTensor, DTensor: GuardedDTensor}
-_PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
-
-
-def _set_class(gradient: Tensor, guarded: bool) -> None:
-    """The very tensor changes its type: who else holds it (a bucket of gradients) goes on with it."""
-    gradient.__class__ = (_GUARDED if guarded else _PLAIN).get(type(gradient), type(gradient))
-
-
-def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> None:
-    """Have what a user sees of reduced gradients refuse norms and other reductions; or no more, for an optimizer.
-
-    ``torch.nn.utils.clip_grad_norm_`` and clipping written by hand would clip each rank by another norm.
-    """
-    for gradient in (tensor.grad for one in owned for tensor in {one.updated, one.reduced}):
-        if gradient is not None:
-            _set_class(gradient, guarded)
-
-
-def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:
-    """Whether the norm of these gradients is not that of all of them: torch reduces norms over ranks only where every
-    one is a DTensor of the same mesh, cut by nothing else.
-    """
-    cut = [one for one in owned if one.copies < stage_devices]
-    meshes = {one.updated.device_mesh if isinstance(one.updated, DTensor) else None for one in owned}
-    sliced = any((one.shard is not None and one.shard.degree > 1) or one.spread is not None for one in cut)
-    return bool(cut) and (sliced or None in meshes or len(meshes) > 1)
-
-
 _CAST_CHANGED = (
     "It was changed in place, but is a cast under this plan, made anew of float32 values that ranks share (ZeRO-1). "
     "Change those, parallel.parameters(), or set all with parallel.load_full_state_dict(state)."
@@ -274,7 +198,7 @@ class Updates:
     reducer: GradientReducer  # of their gradients
     guarded: bool = False  # whether gradients refuse that other code takes their norm
     due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
-    versions: tuple[int, ...] = ()  # of what it updates, when they were last brought back
+    versions: tuple[tuple[int, int], ...] = ()  # of what it updates, and its storages, when they were last brought back
     # of the device's parameters that are casts of masters, or have a copy in host memory, by name, then
     marks: dict[str, _Mark] = field(default_factory=dict)
     lowering: Lowering = field(init=False)  # brings gradients to host memory
@@ -296,6 +220,7 @@ class Updates:
 
     def begin(self) -> None:
         """Before the model is used: its values are up to date, and gradients that were zeroed are gone everywhere."""
+        guard_values(self.owned, guarded=False)
         self.publish()
         self.follow_hosts()
 
@@ -308,8 +233,13 @@ class Updates:
         """Once gradients are reduced: bring down those that the host needs."""
         self.lowering.finish()
         self.due = self.is_needed
+        self.show()
         if self.guarded:
             guard_gradients(self.owned)
+
+    def show(self) -> None:
+        """Between uses of the model: what a loop sees of parameters is all of them, or an error."""
+        guard_values(self.owned, counted=self.guarded)
 
     def drop_gradients(self) -> None:
         """Wherever they are."""
@@ -323,7 +253,8 @@ class Updates:
             InputError: a parameter that is a cast of masters was changed in place, which would be lost.
         """
         self.follow()
-        if not self.due and self.versions == self._versions():
+        taken = was_taken(one.updated for one in self.owned)
+        if not (self.due or taken) and self.versions == self._versions():
             return
         for host in self.hosts:
             host.lift()
@@ -390,6 +321,7 @@ class Updates:
             norms = every.nan_to_num().tolist()
         return {one.names[0]: (one.parameter._version, norm) for one, norm in zip(marked, norms, strict=True)}
 
-    def _versions(self) -> tuple[int, ...]:
+    def _versions(self) -> tuple[tuple[int, int], ...]:
         """A training loop may change parameters in place, too (as to clamp them), on all ranks."""
-        return tuple(one.updated._version for one in self.owned if one.updated is not one.parameter)
+        apart = (one.updated for one in self.owned if one.updated is not one.parameter)
+        return tuple((one._version, one.untyped_storage()._cdata) for one in apart)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
@@ -47,6 +49,15 @@ def check_unsplit(model: nn.Module) -> None:
         raise InputError("model", type(model).__name__, remedy)
 
 
+def refuse_copies(model: nn.Module, remedy: str = _COPY) -> None:
+    """Have ``copy.deepcopy`` of a model of which this rank has a part raise InputError."""
+
+    def copied(_memo: object) -> None:
+        raise InputError("copy.deepcopy", type(model).__name__, remedy)
+
+    object.__setattr__(model, "__deepcopy__", copied)
+
+
 def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
     """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own, and
     warn where its state is not that of the full model.
@@ -82,11 +93,8 @@ def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
                 stacklevel=3,
             )
 
-    def copied(_memo: object) -> None:
-        raise InputError("copy.deepcopy", type(model).__name__, _COPY)
-
     if any(runtime.holds_shares for runtime in parallel.runtimes):
-        object.__setattr__(model, "__deepcopy__", copied)
+        refuse_copies(model)
     else:
         vars(model).pop("__deepcopy__", None)
     model.register_forward_pre_hook(check)
@@ -124,13 +132,13 @@ class ParameterUse:
         self._trained = [one.parameter.requires_grad for one in owned]
         self._kinds = [(one.parameter.dtype, one.parameter.device) for one in owned]
         shared = (one for one in owned if one.is_zero or one.share is not None)
-        self._storages = [(one, one.parameter.untyped_storage()._cdata) for one in shared]
-        self._modules = [
-            (module, name, child)
-            for runtime in runtimes
-            for module in runtime.model.modules()
-            for name, child in module.named_children()
-            if any(True for _ in child.parameters())
+        self._storages = [
+            (one, tensor, tensor.untyped_storage()._cdata) for one in shared for tensor in {one.parameter, one.reduced}
+        ]
+        modules = {module for runtime in runtimes for module in runtime.model.modules()}
+        self._structure = [
+            (module, isinstance(module, FSDPModule), dict(module._parameters), dict(module._modules))
+            for module in modules
         ]
         self._versions = self._current_versions()
 
@@ -142,19 +150,33 @@ class ParameterUse:
     def _current_versions(self) -> tuple[int, ...]:
         return tuple(one.parameter._version for one in self._owned)
 
+    @staticmethod
+    def _trains(module: nn.Module | None, before: nn.Module | None, split: Collection[int]) -> bool:
+        """Whether a module that was put somewhere has parameters that no plan knows, or took the place of some."""
+        new = [] if module is None or id(module) in split else list(module.parameters())
+        return bool(new) or (before is not None and any(True for _ in before.parameters()))
+
     def check(self) -> None:
         """What the loop froze stays frozen; what cannot be followed is refused."""
         for one, kind in zip(self._owned, self._kinds, strict=True):
             if (now := (one.parameter.dtype, one.parameter.device)) != kind:
                 raise moved_error(*now)
-        for one, storage in self._storages:
-            if one.parameter.untyped_storage()._cdata != storage:
+        for one, tensor, storage in self._storages:
+            if tensor.untyped_storage()._cdata != storage:
                 remedy = "Ranks share it under this plan: change it in place (parameter.data.copy_(values))."
                 raise InputError("parameter.data", f"another tensor for {one.names[0]}", remedy)
-        for module, name, child in self._modules:
-            if getattr(module, name, None) is not child:
+        for module, is_zero, parameters, children in self._structure:
+            other = [name for name, one in module._modules.items() if one is not children.get(name)]
+            if other:
+                split = {id(one) for one, *_ in self._structure}
+                other = [name for name in other if self._trains(module._modules[name], children.get(name), split)]
+            held = module._parameters
+            other += [name for name, one in parameters.items() if name not in held or _is_replaced(one, held[name])]
+            other += held.keys() - parameters.keys()
+            if other or isinstance(module, FSDPModule) != is_zero:
+                what = f"{other[0]} in" if other else "class of"
                 remedy = "The plan has split what it was: change the model before auto_parallelize."
-                raise InputError("model", f"another module for {name} of {type(module).__name__}", remedy)
+                raise InputError("model", f"another {what} {type(module).__name__.removeprefix('FSDP')}", remedy)
         for one, trained in zip(self._owned, self._trained, strict=True):
             source = one.updated if one.parameter.requires_grad == trained else one.parameter  # which the loop changed
             for tensor in (one.parameter, one.reduced, one.updated):
@@ -174,6 +196,12 @@ class ParameterUse:
             kinds = _KINDS[:1] if one.is_zero and self._at_once else _KINDS
             if any(_has_hook(tensor, kind) for tensor in (one.parameter, one.updated) for kind in kinds):
                 raise _hook_error(one.names[0])
+
+
+def _is_replaced(parameter: nn.Parameter | None, other: nn.Parameter | None) -> bool:
+    """Whether another parameter was put in the place of one; FSDP does so while it has gathered a layer."""
+    gathered = isinstance(parameter, DTensor) and other is not None and not isinstance(other, DTensor)
+    return other is not parameter and not gathered
 
 
 def moved_error(dtype: torch.dtype, device: torch.device) -> InputError:
@@ -209,9 +237,9 @@ class LocalCopy(Tensor):
     """What this rank holds of a parameter, copied. Functions take it beside DTensors, whose local part they see."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_tensors((args, kwargs or {}), local_of_rank)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, (cls,), args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class ParameterCopies(nn.Module):

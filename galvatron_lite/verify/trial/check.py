@@ -40,6 +40,7 @@ from galvatron_lite.verify.trial.double import (
     SkippedError,
     make_double,
     masks_of,
+    norms_of_parts,
     run_pass,
     runs_on,
     terms_of,
@@ -112,7 +113,8 @@ def try_model(
         differentiates=observer.seen.differentiates,
     )
     written = full_pass.written.items()
-    if any(not _close(one, share.written.get(name, 0.0)) for share in trials[0].shares for name, one in written):
+    unlike = any(not _close(one, share.written.get(name, 0.0)) for share in trials[0].shares for name, one in written)
+    if unlike or norms_of_parts(model, batch):
         return replace(findings, undivided=True)  # each rank would change them by its own samples
     findings = _with_weight(findings, double, trials, weight, reduction, counts, terms)
     return findings if findings.undivided else _with_reads(findings, double, trials)

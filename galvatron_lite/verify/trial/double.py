@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -20,17 +21,27 @@ from torch.utils.flop_counter import FlopCounterMode
 from galvatron_lite.capture.limits import everything_in, nodes_behind
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.balancing import LOGITS
-from galvatron_lite.model.batch import ITEMS, LossFn, call_model, loss_of, map_tensors, places, resize_batch, tensors_of
+from galvatron_lite.model.batch import (
+    ITEMS,
+    LossFn,
+    batch_size,
+    call_model,
+    loss_of,
+    map_tensors,
+    places,
+    resize_batch,
+    tensors_of,
+)
 from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy
-from galvatron_lite.model.trace.record import ValuesReadError
+from galvatron_lite.model.trace.record import MetaRunError
 from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
-from galvatron_lite.verify.trial.reads import ChangedReads, Site, SiteReads, ValueReads
+from galvatron_lite.verify.trial.reads import ChangedReads, ListedValues, Site, SiteReads, ValueReads
 
 SAMPLES = 4
 KEPT = 2  # blocks of each kind
@@ -93,7 +104,7 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
         try:
             watched = watch_model(double, small)
             layers, written = watched.layers, frozenset(watched.flow.written)
-        except ValuesReadError:
+        except MetaRunError:
             layers, written = discover_layers(double), frozenset()
         if any(one.is_meta for one in (*double.parameters(), *double.buffers())):
             materializer = Materializer(double, layers, torch.device("cpu"), 0, init_fn)
@@ -211,7 +222,7 @@ def run_pass(
         with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
             torch.manual_seed(seed)
             batch = map_tensors(batch, torch.clone)  # the model may write into it
-            with ValueReads(model, batch, answers) as values:
+            with ValueReads(model, batch, answers) as values, ListedValues():
                 loss = loss_of(call_model(model, batch), batch, double.loss_fn)
             loss = loss if scale is None else scale(loss)
         if observer is not None:
@@ -239,6 +250,29 @@ def runs_on(double: Double, batch: Any) -> bool:
     except (SkippedError, InputError):
         return False
     return True
+
+
+def norms_of_parts(model: nn.Module, batch: Any) -> bool:
+    """Whether a ``SyncBatchNorm`` takes statistics of some of the samples at a time, in one process: among ranks it
+    would take those of other samples. Without values; False where the model does not run so.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    if not norms:
+        return False
+    # of a prime number of samples, no part has as many items as a multiple of it
+    samples = next(n for n in count(max(batch_size(batch), 12)) if all(n % divisor for divisor in range(2, n)))
+    parts = list[bool]()
+
+    def note(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        parts.append(args[0].numel() // args[0].shape[1] % samples != 0)
+
+    with suppress(Exception):  # whatever a user's model does
+        twin = meta_copy(model)
+        for module in twin.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                module.eval().register_forward_pre_hook(note)
+        call_model(twin, resize_batch(batch, samples))
+    return any(parts)
 
 
 class NotedBatch(dict[str, Any]):

@@ -232,16 +232,14 @@ class Findings:
 
         Args:
             devices: more than one.
-            uncaptured: the part of the model that values of tensors steer; empty where it was captured.
+            uncaptured: the part of the model that does not run without data; empty where it was captured.
             pins: of the user, beside which there is no plan; empty where there are none.
         """
         every = [one for one in self.restrictions() if one.reason]
         reasons = [one.reason for one in every]
         remedies = [f"lift {pins}"] * bool(pins) + [one.change for one in every if one.change]
         if uncaptured:
-            reasons.append(
-                f"values of tensors decide what {uncaptured} runs, so that ranks share nothing but the batch"
-            )
+            reasons.append(f"{uncaptured} does not run without data, so that ranks share nothing but the batch")
             remedies.append(
                 "stack experts in one module that takes hidden states, chosen experts and their weights "
                 "(model.zoo.moe.Experts), of which plans may keep the batch whole"

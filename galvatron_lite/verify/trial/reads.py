@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.trace.flow import READ, DataFlow
@@ -35,6 +36,7 @@ _COMPARISONS: dict[Any, int] = {
 _HIDDEN = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _START = "run_pass"  # of this folder: what calls the model
 _FAR = 1e4
+_LISTED = 1024  # items of a list whose values are seen, at most: nobody decides by more, and all are slow to read
 
 
 @dataclass(slots=True)
@@ -93,6 +95,22 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         if self._answers is None or site != self._answers.site or len(read.values) > self._answers.count:
             return value
         return self._answers.answer(value)
+
+
+class ListedValues(TorchFunctionMode):
+    """Reads tensors that are made lists or arrays of value by value, as ``ValueReads`` sees it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function; torch copies the values of small tensors unseen."""
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "__array__") and args[0].numel() <= _LISTED and not args[0].is_complex():
+            values = _listed(args[0].detach())
+            return values if name == "tolist" else torch.tensor(values, dtype=args[0].dtype).numpy()
+        return func(*args, **(kwargs or {}))
+
+
+def _listed(tensor: Tensor) -> Any:
+    return [_listed(one) for one in tensor.unbind()] if tensor.dim() else tensor.item()
 
 
 def _site() -> Site:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,10 +109,14 @@ def reloaded() -> tuple[bool, float, float, Tensor]:
 
 
 def refused() -> list[str]:
-    """The errors of training without an optimizer, of a second optimizer, and of a loss that is not finite."""
+    """The errors of a second optimizer, of training without one, of a loss that is not finite, and of copies."""
     parallel = make(plan_of(STRATEGIES["zero2"]), loss_fn=partial(_unsound, [True, True]))
+    calls: list[Callable[[], Any]] = [
+        lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel),
+        lambda: copy.deepcopy(make(plan_of(STRATEGIES["zero3"])).module),
+    ]  # fmt: skip
     said = []
-    for call in (lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel)):
+    for call in calls:
         try:
             call()
             said.append("")

@@ -93,12 +93,13 @@ def test_a_state_of_one_stage_goes_into_another(answers: dict[str, Any]) -> None
 
 
 def test_what_cannot_be_trained_is_told_and_changes_nothing(answers: dict[str, Any]) -> None:
-    without, second, unsound = answers["refused"]
+    without, second, unsound, copied = answers["refused"]
     assert without == (
         "InputError: optimizer is missing. Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."
     )
     assert "has one already" in second
     assert unsound.startswith("NonFiniteLossError")
+    assert "load full_state_dict()" in copied
 
 
 def test_a_model_on_meta_is_made_in_shards(answers: dict[str, Any]) -> None:
