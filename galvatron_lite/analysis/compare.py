@@ -7,7 +7,7 @@ from dataclasses import fields
 from itertools import groupby
 
 from galvatron_lite.analysis.explanation import Buys, Compared, Comparison, LayerDifference
-from galvatron_lite.analysis.step_time import account, explained_in_parts, taken_apart
+from galvatron_lite.analysis.step_time import account, explained_in_parts, price_in_parts
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.peers.plan_files import priced
@@ -59,7 +59,7 @@ def _compared(name: str, original: Plan, plan: Plan, profile: Profile) -> Compar
     fullest = max(plan.stages, key=lambda stage: stage.memory.total)
     parts = None
     if explained_in_parts(plan):
-        parts = account(taken_apart(LayerPricer(for_mode(profile, plan.mode)), plan))
+        parts = account(price_in_parts(LayerPricer(for_mode(profile, plan.mode)), plan))
     return Compared(
         name=name,
         headline=headline(plan),

@@ -15,16 +15,17 @@ from galvatron_lite import api, api_plans
 from galvatron_lite.analysis.explain import WORTH, bounds
 from galvatron_lite.analysis.explanation import Bound, Constraint, Explanation, TimeAccount, TimeClass, TimePart, WhatIf
 from galvatron_lite.analysis.setting import PlanSetting, ask
-from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, PricedStages, account, memory_of, taken_apart
+from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, PricedStages, account, memory_of, price_in_parts
 from galvatron_lite.analysis.what_ifs import (
     NOT_TRIED,
+    Replanner,
     TimeLimit,
     added_bytes,
     price_of_memory,
     with_faster_links,
     with_less,
     with_one_more,
-    with_stairs,
+    with_steps,
 )
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
@@ -65,7 +66,7 @@ def random_plan(seed: int) -> PricedStages:
     plan = plan_of(
         profile.graph, devices=4, global_batch=8, microbatches=4, cuts=(0, 3, 6), strategies=ways, schedule=schedule
     )
-    return taken_apart(pricer, plan)
+    return price_in_parts(pricer, plan)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -92,7 +93,7 @@ def test_hidden_and_exposed_are_all_that_is_sent() -> None:
     profile = replace(random_profile(draw, devices=2, blocks=3), overlap=Overlap(1.0, 1.0))
     pricer = LayerPricer(profile)
     ways = [Strategy(zero=2, zero_stage=3)] * 5
-    priced = taken_apart(
+    priced = price_in_parts(
         pricer, plan_of(profile.graph, devices=2, global_batch=8, microbatches=2, cuts=(0, 5), strategies=ways)
     )
     told = {part.name: part for part in account(priced).parts}
@@ -282,7 +283,7 @@ def test_without_what_ifs_the_dearest_comes_first() -> None:
 
 
 def test_what_was_not_tried_is_said_and_compute_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("galvatron_lite.analysis.explain._balance", lambda priced: iter(()))
+    monkeypatch.setattr("galvatron_lite.analysis.explain._balance_bounds", lambda priced: iter(()))
     untried = (
         WhatIf("links_node", "links twice as fast", 4, 8, why=NOT_TRIED),
         WhatIf("batch_twice", "twice the batch", 4, 16, why=NOT_TRIED),
@@ -353,9 +354,8 @@ def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -
         budget = Budget(peaks[int(share * (len(peaks) - 1))])
         plan = ask(setting, devices, 4, budget=budget)
         added = max(budget.least // 4, 1)
-        price = with_stairs(
-            price_of_memory(setting, TimeLimit(), plan, budget, added), setting, TimeLimit(), plan, budget
-        )
+        replanner = Replanner(setting, TimeLimit(), plan, budget)
+        price = with_steps(price_of_memory(replanner, added), replanner)
         now, then = fastest(every, budget.least), fastest(every, budget.least + added)
         assert price.step_seconds == pytest.approx(now, rel=1e-9)
         assert price.seconds_per_gib * added / 2**30 == pytest.approx(now - then, rel=1e-6, abs=1e-12 * now)
@@ -364,7 +364,7 @@ def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -
             assert fastest(every, step.budget_bytes - 1) >= step.step_seconds * (1 + 1e-12) or (
                 step.budget_bytes == budget.least
             )
-        lean = with_less(price, setting, TimeLimit(), plan, budget)
+        lean = with_less(price, replanner)
         least = fastest(every, budget.least - added)
         assert (lean.less_step_seconds or float("inf")) == pytest.approx(least, rel=1e-9)
 
@@ -374,8 +374,9 @@ def test_in_its_own_shape_a_price_is_no_more_than_over_all() -> None:
     setting = PlanSetting(profile, 2**30)
     lean = Budget(int(0.6 * peak_of(ask(setting, 2, 4))))
     plan = ask(setting, 2, 4, budget=lean, runners_up=5)
-    own = price_of_memory(setting, TimeLimit(), plan, lean, same_shape=True)
-    whole = price_of_memory(setting, TimeLimit(), plan, lean)
+    replanner = Replanner(setting, TimeLimit(), plan, lean)
+    own = price_of_memory(replanner, same_shape=True)
+    whole = price_of_memory(replanner)
     assert own.same_shape
     assert not whole.same_shape
     assert own.then_step_seconds >= whole.then_step_seconds * (1 - 1e-9)
