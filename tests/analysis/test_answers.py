@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from galvatron_lite.analysis.answers import Answer, answer_text, as_data, figure
-from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
+from galvatron_lite.analysis.setting import Point, Points, collect
 from galvatron_lite.analysis.sweeps import (
     Goal,
     Target,
@@ -96,16 +96,16 @@ def answer_rate() -> float:
 
 def test_a_sweep_without_any_plan_is_an_error_and_an_interrupt_keeps_the_points_so_far() -> None:
     with pytest.raises(InfeasibleError, match="why"):
-        require_plan(Points((Point(1, 1, 1, reason="first"), Point(2, 1, 1, reason="why"))))
-    require_plan(Points())
+        Points((Point(1, 1, 1, reason="first"), Point(2, 1, 1, reason="why"))).require_plan()
+    Points().require_plan()
 
     def points(plan: Plan | None) -> Iterator[Point]:
         yield Point(1, 8, 100)
         yield Point(2, 8, 100, plan=plan)
         raise KeyboardInterrupt
 
-    seen = gathered(points(asked(small(0), 2, 8)))
+    seen = collect(points(asked(small(0), 2, 8)))
     assert [point.devices for point in seen.points] == [1, 2]
     assert not seen.complete
     with pytest.raises(KeyboardInterrupt):
-        gathered(points(None))
+        collect(points(None))
