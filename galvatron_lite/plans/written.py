@@ -72,9 +72,7 @@ def spelled_out(data: Data, field: str) -> dict[str, Any]:
     try:
         _check_keys(data, _KEYS[Plan], f"{field}, ", lists=_LISTS)
         return dict(data) | {
-            name: [
-                _with_strategies(item, schema, f"{field}, {name}.{number}") for number, item in enumerate(data[name])
-            ]
+            name: [_spelled_out(item, schema, f"{field}, {name}.{number}") for number, item in enumerate(data[name])]
             for name, schema in _LISTS.items()
             if isinstance(data.get(name), list)
         }
@@ -82,7 +80,7 @@ def spelled_out(data: Data, field: str) -> dict[str, Any]:
         raise FileFormatError(error.field, error.value, error.remedy) from error
 
 
-def _with_strategies(data: Any, schema: type, field: str) -> Any:
+def _spelled_out(data: Any, schema: type, field: str) -> Any:
     """A stage or a branch with its strategies spelled out; what is not a mapping is left for the schema to refuse."""
     if not isinstance(data, Mapping):
         return data
