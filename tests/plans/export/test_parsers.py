@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from galvatron_lite.plans.export.settings import cuts
+from galvatron_lite.plans.export.settings import stage_blocks
 from galvatron_lite.plans.export.tools import export
 from tests.plans.export.made import BATCH, BLOCKS, PLANS
 
@@ -115,7 +115,9 @@ def test_megatron_core_takes_the_settings(name: str) -> None:
     if plan.pipeline > 1:
         stages = read.pipeline_model_parallel_layout.layout
         flat = [stage for column in zip(*stages, strict=True) for stage in column]
-        assert [sum(layer.name == "decoder" for layer in stage) for stage in flat] == [one.blocks for one in cuts(plan)]
+        assert [sum(layer.name == "decoder" for layer in stage) for stage in flat] == [
+            one.blocks for one in stage_blocks(plan)
+        ]
 
 
 @pytest.mark.skipif(_missing("megatron.core"), reason="Megatron Core is not installed")
@@ -170,4 +172,4 @@ def test_torchtitan_parses_the_options(name: str) -> None:
         ends = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
         parts = _generate_llm_fqn_per_model_part(len(plan.stages), BLOCKS, *ends)
         found = [sum(module.startswith("layers.") for module in part) for part in parts]
-        assert found == [one.blocks for one in cuts(plan)]
+        assert found == [stage.blocks for stage in stage_blocks(plan)]

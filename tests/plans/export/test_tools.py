@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.export.fields import commented
-from galvatron_lite.plans.export.settings import cuts
+from galvatron_lite.plans.export.settings import stage_blocks
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import check_runs, write_plan
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Mode, Schedule, Stage, TrainedBy
@@ -151,7 +151,7 @@ def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
 
 def test_a_plan_s_own_tool_trains_with_it() -> None:
     assert check_runs(PLANS["deepspeed"], DEEPSPEED) is PLANS["deepspeed"]
-    assert [one.blocks for one in cuts(PLANS["odd"])] == [2, 1, 3, 2]
+    assert [one.blocks for one in stage_blocks(PLANS["odd"])] == [2, 1, 3, 2]
     stages = [json.loads(export(PLANS[name], "deepspeed").text)["zero_optimization"] for name in ("offload", "zero1")]
     assert [one["stage"] for one in stages] == [2, 1]
     zero2, plain, zero3 = (Strategy(zero=4, zero_stage=2), Strategy(data=4), Strategy(zero=4, zero_stage=3))
