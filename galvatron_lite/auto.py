@@ -1,4 +1,4 @@
-"""From a user's model to one that runs in parallel: capture, profile (or read what was profiled), plan, apply."""
+"""``auto_parallelize``: capture a model, profile it (or read its profile), plan, and apply the plan."""
 
 from __future__ import annotations
 
@@ -170,9 +170,9 @@ def auto_parallelize(
     check_model(model)
     check_entries(model, batch, loss_fn)
     listen()
-    verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
-    place, seen = pick_device(device), observer_options(log, live, profile_steps)
-    randomness_before = generators()
+    verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks, so before the world is joined
+    place, observers = pick_device(device), observer_options(log, live, profile_steps)
+    random_states = generators()
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -186,13 +186,13 @@ def auto_parallelize(
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
-    chosen = _plan_of_user(first, backend)
+    chosen = _users_plan(first, backend)
     _check_delay(chosen, delay)
     for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
         if chosen is not None and value not in (None, (), {}, []):
             raise InputError(name, str(value), "The plan is given: leave one of the two out.")
-    wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
-    trains = wanted is Mode.TRAINING
+    plan_mode = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
+    trains = plan_mode is Mode.TRAINING
     if trains and chosen is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
         for note in norm_notes(chosen, [run.strategy for stage in chosen.stages for run in stage.runs]):
             _say(f"note: {note}")
@@ -201,85 +201,85 @@ def auto_parallelize(
         raise InputError("model", "no parameter that requires a gradient", remedy)
     findings = None
     if trains and (check or verify):
-        findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
+        findings = _try_model(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
     if uncaptured is not None and (not trains or settings is not None):
         raise uncaptured
     if uncaptured is not None and findings is not None and findings.keeps_batch and world_size() > 1:
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
-    profiled = None
+    used_profile = None
     if uncaptured is None and (chosen is None or settings is not None):
         goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
-        profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
-    watched = None  # its copy of the model is not needed any more
+        used_profile = _find_profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
+    watched = None  # frees its copy of the model
     if chosen is None:
         pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         samples = global_batch or batch_size(example)
-        if profiled is None:
+        if used_profile is None:
             assert uncaptured is not None
-            chosen = _without_graph(model, layers, samples, mem, precision, pins, uncaptured)
+            chosen = _plan_uncaptured(model, layers, samples, mem, precision, pins, uncaptured)
         else:
-            pinned = {} if findings is None else findings.pins()
-            pins = {name: (*pinned.get(name, ()), *words) for name, words in pins.items()}
+            user_pins = " ".join(f"--{name} {text}" for name, words in pins.items() for text in words)
+            if findings is not None:
+                pins = {name: (*findings.pins().get(name, ()), *words) for name, words in pins.items()}
             if settings is not None:
-                kept = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
-                settings = replace(settings, fix=kept[0], forbid=kept[1])
-            source, budget = correct_inputs(profiled, earlier_corrections(settings, profiled), mem)
-            asked: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
-            asked |= _plan_arguments(wanted, delay, pins["fix"])
-            asked |= {} if backend is None else {"backend": backend}
-            asked |= {} if tolerance is None else {"tolerance": tolerance}
-            typed = [f"--{name} {text}" for name in pins for text in texts(name, {"fix": fix, "forbid": forbid}[name])]
-            chosen = _searched(source, asked, delay, findings, " ".join(typed))
+                all_fix, all_forbid = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
+                settings = replace(settings, fix=all_fix, forbid=all_forbid)
+            source, budget = correct_inputs(used_profile, earlier_corrections(settings, used_profile), mem)
+            request: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
+            request |= _mode_arguments(plan_mode, delay, pins["fix"])
+            request |= {} if backend is None else {"backend": backend}
+            request |= {} if tolerance is None else {"tolerance": tolerance}
+            chosen = _search_plan(source, request, delay, findings, user_pins)
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
-        for each in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
-            findings.check(each)
+        for each_plan in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
+            findings.check(each_plan)
     _warn(other_size(chosen, sum(parameter.numel() for parameter in model.parameters())))
     if verifier is not None:
         verifier.check(chosen)
-    given: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed}
-    given |= _checked_options(
+    options: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed}
+    options |= _synchronous_options(
         chosen, expert_capacity=expert_capacity, randomness=randomness, local_batch=local_batch, compile=compile
     )  # fmt: skip
     if trains:
         weight = loss_weight if findings is None or loss_weight is not None else findings.weight
-        given |= {"loss_weight": weight, "loss_reduction": loss_reduction}
+        options |= {"loss_weight": weight, "loss_reduction": loss_reduction}
     if findings is not None and findings.synced:
-        given |= _syncing(chosen, findings.synced)
+        options |= _buffer_options(chosen, findings.synced)
     if timeout is not None:
         _check_timeout(chosen, timeout)
-        given["timeout"] = timeout
-    put_generators(randomness_before)  # as if nothing had been measured or traced
+        options["timeout"] = timeout
+    put_generators(random_states)  # as if nothing had been measured or traced
     with file_named(plan):
-        parallel = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **given)
+        parallel = _model_class(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **options)
     if findings is not None:
         parallel.plan_check = findings.check
-    steer(parallel, phased, settings, profiled)
-    observe(parallel if trains else None, seen, profiled)
+    steer(parallel, phased, settings, used_profile)
+    observe(parallel if trains else None, observers, used_profile)
     return parallel if trains else _for_inference(parallel)
 
 
 def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
-    """Verifies the plan at launch, by the checks that need no values."""
+    """Start to verify plans of a model at launch, by the checks that need no values."""
     from galvatron_lite.verify.checks import launch_checks
     from galvatron_lite.verify.launched import Verifier
 
     return Verifier(model, batch, loss_fn, launch_checks)
 
 
-def _plan_of_user(plan: Plan | None, backend: str | None) -> Plan | None:
-    """The user's plan, for the user's backend."""
-    known = [one.value for one in TrainedBy]
-    if backend not in (None, *known):
-        raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
+def _users_plan(plan: Plan | None, backend: str | None) -> Plan | None:
+    """The plan that the user gives, checked for the backend that the user gives."""
+    backends = [option.value for option in TrainedBy]
+    if backend not in (None, *backends):
+        raise InputError("backend", str(backend), f"Give {' or '.join(backends)}, or leave it out.")
     if plan is None:
         return None
     return check_runs(plan if backend is None else replace(plan, backend=TrainedBy(backend)))
 
 
 def _check_delay(plan: Plan | None, delay: str | None) -> None:
-    """Refuse a delay that is none of the known values, or that is not a given plan's."""
+    """Refuse an unknown delay, or one that the user's plan does not have."""
     rules = [rule.value for rule in CyclicRule]
     if delay not in (None, "cyclic", *rules):
         raise InputError("delay", str(delay), f"Give 'cyclic', {' or '.join(map(repr, rules))}, or leave it out.")
@@ -287,12 +287,12 @@ def _check_delay(plan: Plan | None, delay: str | None) -> None:
         return
     rule = None if plan.cyclic is None else plan.cyclic.rule.value
     if rule is None or delay not in ("cyclic", rule):
-        why = "delays no gradients" if rule is None else f"is one of {rule}"
-        remedy = f"The plan that was given {why}. Leave the plan out to find one, or the delay."
+        reason = "delays no gradients" if rule is None else f"is one of {rule}"
+        remedy = f"The plan that was given {reason}. Leave the plan out to find one, or the delay."
         raise InputError("delay", delay, remedy)
 
 
-def _tried_out(
+def _try_model(
     model: nn.Module,
     batch: Any,
     layers: Sequence[Layer],
@@ -301,7 +301,7 @@ def _tried_out(
     reduction: str,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> Findings:
-    """Rank 0's findings about the loss, on every rank."""
+    """Try the loss and buffers of a model on rank 0, and return the findings on every rank."""
     from galvatron_lite.runtime.loss.weights import check_reduction
     from galvatron_lite.verify.trial.check import try_model
 
@@ -312,7 +312,7 @@ def _tried_out(
     return findings
 
 
-def _profile(
+def _find_profile(
     profile: Profile | str | Path | None,
     model: nn.Module,
     batch: Any,
@@ -322,6 +322,7 @@ def _profile(
     folder: Path,
     watched: Watched | None,
 ) -> Profile:
+    """The user's profile, the one measured here before, or a new one."""
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.schema import Profile
@@ -330,26 +331,26 @@ def _profile(
     from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
-        known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
-        check_trainable(model, known)
-        _warn(other_hardware(known))
-        return known
+        profile = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+        check_trainable(model, profile)
+        _warn(other_hardware(profile))
+        return profile
     graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, watched=watched)
     cached: Profile | None = agree(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
     if cached is not None:
         return cached
-    alone, begun = world_size() == 1, monotonic()
-    how = "measuring it briefly, as one device leaves little to choose" if alone else "measuring"
+    alone, start = world_size() == 1, monotonic()
+    action = "measuring it briefly, as one device leaves little to choose" if alone else "measuring"
     measured = measure_profile(
         model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder,
         remember=False, brief=alone, graph=graph, branch_seconds=branch_seconds,
-        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {how}"),
+        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {action}"),
     )  # fmt: skip
-    _say(f"measured in {monotonic() - begun:.0f} s; the next run reads it from {folder}/")
+    _say(f"measured in {monotonic() - start:.0f} s; the next run reads it from {folder}/")
     return measured
 
 
-def _without_graph(
+def _plan_uncaptured(
     model: nn.Module,
     layers: Sequence[Layer],
     batch: int,
@@ -358,28 +359,29 @@ def _without_graph(
     pins: Mapping[str, Sequence[str]],
     uncaptured: TraceError,
 ) -> Plan:
-    """A plan of a model whose values decide what it runs."""
+    """Plan for a model that cannot be captured, on rank 0, and return the plan on every rank."""
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.cluster.probe import probe
 
     def find() -> Plan:
+        size, budget = sum(parameter.nbytes for parameter in model.parameters()), budget_on(probe(), mem).least
         return uncaptured_plan(
-            type(model).__name__, layers, size=sum(one.nbytes for one in model.parameters()), devices=world_size(),
-            batch=batch, budget=budget_on(probe(), mem).least, precision=precision or precision_of(model), **pins,
+            type(model).__name__, layers, size=size, devices=world_size(), batch=batch, budget=budget,
+            precision=precision or precision_of(model), **pins,
         )  # fmt: skip
 
     plan: Plan = from_rank_zero(find)
     _say(f"plan: {plan_line(plan)}")
-    what = f"{uncaptured.field} ({uncaptured.value})"
+    module = f"{uncaptured.field} ({uncaptured.value})"
     _say(
-        f"note: values of tensors decide what {what} runs: costs are not known, and only plans of data "
+        f"note: values of tensors decide what {module} runs: costs are not known, and only plans of data "
         "parallelism, ZeRO 1 and full recomputation run it"
     )
     return plan
 
 
-def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
-    """Arguments of the planner for the mode and for delayed gradients."""
+def _mode_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
+    """Arguments of ``plan`` for the mode, delayed gradients and fixed choices."""
     if mode is Mode.INFERENCE:
         if delay is not None:
             raise InputError("delay", delay, "Inference has no gradients: leave it out.")
@@ -388,23 +390,31 @@ def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanAr
     return {"mode": mode, "fix": (*fix, *rule), "allow_delay": delay is not None}
 
 
-def _searched(
-    profile: Profile, arguments: PlanArguments, delay: str | None, findings: Findings | None, pins: str
+def _search_plan(
+    profile: Profile, request: PlanArguments, delay: str | None, findings: Findings | None, user_pins: str
 ) -> Plan:
-    """Rank 0's plan; where pins that the model's loss or buffers need leave none, the error speaks of these.
+    """Search a plan on rank 0, and return it on every rank.
+
+    Errors about pins that the model's loss or buffers need, or about the delay, speak of these.
 
     Args:
-        findings: of the model; None: nothing was tried.
-        pins: that the user typed.
+        profile: of the model on this world.
+        request: arguments of ``plan``.
+        delay: the delay that the user gives.
+        findings: on the model; None: it was not tried.
+        user_pins: pins as the user wrote them.
     """
-    graph = profile.graph
-    _warn(dead_note(graph.dead, graph.parameters, "an output or the loss"))
+    from galvatron_lite.api import plan as find
+
+    _warn(dead_note(profile.graph.dead, profile.graph.parameters, "an output or the loss"))
     try:
-        plan = _searched_plan(profile, arguments, delay)
+        plan: Plan = from_rank_zero(lambda: find(profile, **request))
     except InputError as error:
+        if delay is not None and error.field == "--fix schedule":
+            raise _delay_error(profile, delay, error) from error
         if findings is None or not findings.pins() or error.field not in ("--fix", "--forbid"):
             raise
-        raise findings.without_plan(world_size(), pins=pins) from error
+        raise findings.without_plan(world_size(), pins=user_pins) from error
     _say(f"plan: {plan_line(plan)}")
     notes = () if findings is None else findings.notes()
     for note in (*(() if plan.provenance is None else plan.provenance.notes), *notes):
@@ -412,24 +422,16 @@ def _searched(
     return plan
 
 
-def _searched_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
-    """Rank 0's plan. Where the wanted delay is why there is none, the error speaks of it."""
-    from galvatron_lite.api import plan as find
-
-    try:
-        plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
-        return plan
-    except InputError as error:
-        if delay is None or error.field != "--fix schedule":
-            raise
-        shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
-        if shared is None or "share parameters" not in error.remedy:
-            raise InputError("delay", delay, f"There is no such plan: {error.remedy}") from error
-        remedy = (
-            f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
-            "them (give each parameters of its own), or leave the delay out."
-        )
-        raise InputError("delay", delay, remedy) from error
+def _delay_error(profile: Profile, delay: str, error: InputError) -> InputError:
+    """The error for a delay with which there is no plan; ``error``: of the search."""
+    shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
+    if shared is None or "share parameters" not in error.remedy:
+        return InputError("delay", delay, f"There is no such plan: {error.remedy}")
+    remedy = (
+        f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
+        "them (give each parameters of its own), or leave the delay out."
+    )
+    return InputError("delay", delay, remedy)
 
 
 _OPTIONS = {
@@ -438,16 +440,16 @@ _OPTIONS = {
     "local_batch": (False, "Under such a plan every rank gives the same global batch: leave it out."),
     "compile": (False, "Leave it out: blocks are not compiled under such a plan."),
 }
-"""Options of synchronous training with galvatron alone: what they are if not given, and the remedy elsewhere."""
+"""Options of synchronous training with galvatron: their defaults, and the remedy under other plans."""
 
 
-def _checked_options(plan: Plan, **options: Any) -> dict[str, Any]:
-    """The options that are given; refused where the plan cannot have them."""
-    given = {name: value for name, value in options.items() if value != _OPTIONS[name][0]}
-    for name, value in given.items():
+def _synchronous_options(plan: Plan, **options: Any) -> dict[str, Any]:
+    """The options that differ from their defaults; raises ``InputError`` if the plan does not support them."""
+    changed = {name: value for name, value in options.items() if value != _OPTIONS[name][0]}
+    for name, value in changed.items():
         if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
             raise InputError(name, value, _OPTIONS[name][1])
-    return given
+    return changed
 
 
 def _check_timeout(plan: Plan, timeout: float) -> None:
@@ -458,15 +460,15 @@ def _check_timeout(plan: Plan, timeout: float) -> None:
         raise InputError("timeout", timeout, remedy)
 
 
-def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
-    """The option that keeps buffers alike that forward passes update; where the trainer has none, a warning."""
+def _buffer_options(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
+    """The option that synchronizes buffers that forward passes update; warns under plans without this option."""
     if plan.cyclic is None and plan.backend is TrainedBy.GALVATRON and not plan.branches:
         return {"synced_buffers": rules}
     _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
     return {}
 
 
-def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
+def _model_class(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
     """The class that runs a plan."""
     if plan.backend is TrainedBy.DEEPSPEED:
         from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
@@ -490,12 +492,13 @@ def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> Infer
     from galvatron_lite.runtime.parameters.use import InferenceModel
 
     if not isinstance(model, ParallelModel):
-        what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
-        raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
+        kind = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
+        raise InputError("mode", "inference", f"The plan is one {kind}, which only trains.")
     return InferenceModel(model)
 
 
 def _say(line: str) -> None:
+    """Log a line on rank 0."""
     if dist.get_rank() == 0:
         LOG.info(line)
 
