@@ -97,74 +97,74 @@ def auto_parallelize(
     loss_reduction: str = "mean",
     check: bool = True,
 ) -> ParallelModel | CyclicModel | InferenceModel | DeepSpeedModel:
-    """The model, split over the launched world.
+    """Split a model over the launched world, under a plan.
 
-    With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
-    measured here before), plans for this world and applies the plan. Every rank calls it alike.
+    With nothing but the model, it captures the model on an example batch, measures a profile on this world (or reads
+    the one measured here before), searches a plan for this world and applies it. Every rank makes the same call.
 
     Args:
-        model: an unchanged ``nn.Module``; on the meta device if it is too big for one device.
-        batch: an example batch of global size; a zoo or transformers model can make its own.
-        plan: a plan, or its file, or those of a plan in phases (``galvatron plan --phases``), under which the model
-            switches by itself; that of ``galvatron launch --plan`` if not given, else found here.
-        profile: a profile, or its file; read from ``folder`` or measured if not given.
-        mem: budget a device, as for ``galvatron plan``.
-        fix: what is not left to the search (``"pp=2"``, ``{"tp": 2}``), as for ``galvatron_lite.plan``.
+        model: an unchanged ``nn.Module``; on the meta device if it does not fit one device.
+        batch: an example batch of global size; models of the zoo or of transformers make their own.
+        plan: a plan, its file, or a plan in phases (``galvatron plan --phases``), between which the model switches by
+            itself; by default that of ``galvatron launch --plan``, or one that is searched here.
+        profile: a profile, or its file; by default read from ``folder`` or measured.
+        mem: memory budget a device, as for ``galvatron plan``.
+        fix: choices that are not left to the search (``"pp=2"``, ``{"tp": 2}``), as for ``galvatron_lite.plan``.
         forbid: dimensions that no layer may use (``"tp"``), as for ``galvatron_lite.plan``.
         tolerance: share of the step time by which the plan may be slower than the fastest, as for
-            ``galvatron_lite.plan``; its own if not given.
-        global_batch: samples a step; those of ``batch`` (of all ranks' with ``local_batch``) if not given.
-        local_batch: whether each rank gives batches of its own, of equal shapes, as a ``DistributedSampler`` draws
-            them: a step's batch is theirs in the order of ranks. If not, every rank gives the same global batch.
-        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss. Entries of the
-            batch that the model's ``forward`` does not take, such as labels, are for this function alone.
-        blocks: where the repeated blocks are, if they are not found.
-        precision: ``fp32``, ``bf16`` or ``fp16`` compute; that of the parameters if not given.
-        init_fn: initialises one module of a model on the meta device.
-        seed: of that initialisation.
+            ``galvatron_lite.plan``, which has the default.
+        global_batch: samples a step; by default those of ``batch`` (of all ranks with ``local_batch``).
+        local_batch: whether each rank gives its own batches, of equal shapes, as a ``DistributedSampler`` draws them;
+            the batch of a step is theirs in the order of ranks. If False, every rank gives the same global batch.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output does not hold its loss. Entries of the batch that
+            ``forward`` does not take, such as labels, are for this function.
+        blocks: the repeated blocks, if they are not found.
+        precision: of compute: ``fp32``, ``bf16`` or ``fp16``; by default that of the parameters.
+        init_fn: initializes one module of a model on the meta device.
+        seed: of that initialization.
         device: ``auto``, ``cpu`` or ``cuda``.
-        folder: where profiles are kept; one process alone, which can choose little, measures only briefly.
-        mode: ``training`` or ``inference``; that of the plan, or training, if not given.
-        delay: whether a plan that is found here may delay gradients, which changes the training rule: ``cyclic`` allows
-            it where it is faster; ``cdp-v1`` or ``cdp-v2`` asks for cyclic data parallelism by that rule. Not if not
-            given.
-        backend: what trains: ``galvatron``, or ``deepspeed`` with one ZeRO stage for all layers; that of the plan, or
-            ``galvatron``, if not given.
-        adapt: whether training is watched, and goes over to another plan where links, devices or memory turn out to be
-            others than profiled (docs/adapting.md); or how.
-        expert_capacity: experts of a mixture drop what is beyond, see ``ParallelModel``; nothing if not given.
-        compile: whether ``torch.compile`` compiles the forward of every block: ``auto`` measures a block of each kind
-            both ways in the first step, and keeps what is faster; a name is that of another backend of its than
-            inductor. A block that does not compile runs as it is, which a warning tells.
+        folder: of profiles. A single process, which leaves little to choose, measures only briefly.
+        mode: ``training`` or ``inference``; by default that of the plan, or training.
+        delay: whether a plan that is searched here may delay gradients, which changes the training rule: ``cyclic``
+            allows it if it is faster; ``cdp-v1`` or ``cdp-v2`` demands cyclic data parallelism with that rule. By
+            default gradients are not delayed.
+        backend: what trains: ``galvatron``, or ``deepspeed`` with one ZeRO stage for all layers; by default that of the
+            plan, or ``galvatron``.
+        adapt: watch training, and switch to another plan if links, devices or memory differ from the profile
+            (docs/adapting.md); True, or settings.
+        expert_capacity: capacity beyond which experts of a mixture drop tokens, see ``ParallelModel``; by default they
+            drop none.
+        compile: compile the forward of every block by ``torch.compile``. ``auto`` measures a block of each kind both
+            ways in the first step, and keeps what is faster; another string names a backend other than inductor. A
+            warning names blocks that do not compile, which run as they are.
         randomness: ``own``: every rank draws dropout and other random numbers for its own share. ``same``: all plans
-            draw what one process does (``galvatron_lite.same_randomness``), from ``seed``: each number is
-            decided by its step, module and sample. It takes more time, and memory where attention drops weights.
-        timeout: seconds after which a step that waits for another rank is an error that names it; if not given, those
-            of torch's process groups (1800 with gloo, 600 with NCCL), under plans with cyclic data parallelism or
-            branches 600.
-        log: folder that the run is written to, for ``galvatron diagnose`` and TensorBoard (docs/watch.md); a run that
-            is started again goes on in it. Not written if not given.
-        live: whether rank 0 shows, on standard error, how the run goes beside what was predicted.
-        verify: whether a fork of rank 0 first does a step of the plan without data, and matches what all ranks send
-            (docs/verify.md); it takes seconds to minutes, and rank 0 says what came of it.
-        profile_steps: steps of which ``torch.profiler`` makes a trace, into ``log``: ``range(10, 13)``.
-        loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
-            labels that count; found by itself for mean cross-entropies over an entry of the batch
-            (docs/training-loops.md).
+            draw the numbers of one process (``galvatron_lite.same_randomness``) from ``seed``; each number depends on
+            its step, module and sample. This takes more time, and memory if attention drops weights.
+        timeout: seconds after which a step that waits for another rank raises an error that names it; by default that
+            of torch's process groups (1800 with gloo, 600 with NCCL), or 600 with cyclic data parallelism or branches.
+        log: folder to which the run is written, for ``galvatron diagnose`` and TensorBoard (docs/watch.md); resumed
+            runs continue in it. By default nothing is written.
+        live: show on standard error of rank 0 how the run compares with its prediction.
+        profile_steps: steps of which ``torch.profiler`` writes a trace to ``log``: ``range(10, 13)``.
+        verify: first run a step of the plan without data in a fork of rank 0, and match the messages of all ranks
+            (docs/verify.md). It takes seconds to minutes; rank 0 reports the result.
+        loss_weight: ``loss_weight(batch)`` of some samples: the weight of their mean loss in the mean of the batch,
+            such as the number of labels that count. Found automatically for mean cross-entropies over an entry of the
+            batch (docs/training-loops.md).
         loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
-        check: whether rank 0 first tries, on a small copy of the model and in seconds, that the loss and the gradients
-            of the example batch are those of its shares; ``verify`` does so, too.
+        check: first try on rank 0, on a small copy of the model and in seconds, whether the loss and gradients of the
+            example batch are those of its shares; ``verify`` does so, too.
 
     Returns:
-        An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
-        model and gives its own outputs on every rank, without gradients.
+        An object that is used like the model, with ``train_step(batch, optimizer)``. For inference, one that is called
+        like the model and returns the model's outputs on every rank, without gradients.
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
-        InputError: the model, batch or a file cannot be used, or the delay is none of these; or the plan would not
-            train the model as one process does: its loss, parameters read outside of their layers, or buffers.
+        InputError: the model, batch or a file cannot be used; an unknown delay; or the plan would not train the model
+            as one process does, because of its loss, parameters read outside of their layers, or buffers.
         InfeasibleError: no plan fits the budget.
-        VerificationError: ``verify``, and a check failed; on every rank.
+        VerificationError: a check of ``verify`` failed; on every rank.
     """
     check_unsplit(model)
     check_model(model)
