@@ -23,7 +23,7 @@ from galvatron_lite.analysis.sweeps import (
 )
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.plans.schema import Plan
-from tests.analysis.cases import asked, small
+from tests.analysis.cases import plan_at, small
 
 SETTING = small(1)
 ANSWERS: dict[str, Callable[[], Answer]] = {
@@ -42,18 +42,18 @@ def answered(name: str) -> Answer:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_row_has_every_column_and_json_every_point(name: str) -> None:
     answer = answered(name)
-    told = answer_text(answer)
-    assert {len(row) for row in told.rows} == {len(told.columns)}
-    assert told.sentence.endswith(".")
-    assert (told.chosen is None) == (name == "pareto_front")
+    text = answer_text(answer)
+    assert {len(row) for row in text.rows} == {len(text.columns)}
+    assert text.sentence.endswith(".")
+    assert (text.chosen is None) == (name == "pareto_front")
     data = json.loads(json.dumps(as_data(answer), allow_nan=False))
     assert (data["question"], data["complete"]) == (name, True)
     planned = [point for point in data["points"] if "step_seconds" in point]
     assert planned
     assert all({"reason", "needs"} <= set(point) for point in data["points"] if point not in planned)
-    if told.chosen is not None:
-        assert data["answer"]["step_seconds"] == told.chosen.seconds
-        assert data["answer"]["devices"] == data["plan"]["devices"] == told.chosen.devices
+    if text.chosen is not None:
+        assert data["answer"]["step_seconds"] == text.chosen.seconds
+        assert data["answer"]["devices"] == data["plan"]["devices"] == text.chosen.devices
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -104,7 +104,7 @@ def test_a_sweep_without_any_plan_is_an_error_and_an_interrupt_keeps_the_points_
         yield Point(2, 8, 100, plan=plan)
         raise KeyboardInterrupt
 
-    seen = collect(points(asked(small(0), 2, 8)))
+    seen = collect(points(plan_at(small(0), 2, 8)))
     assert [point.devices for point in seen.points] == [1, 2]
     assert not seen.complete
     with pytest.raises(KeyboardInterrupt):
