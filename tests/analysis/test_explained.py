@@ -229,19 +229,17 @@ def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile
 
 
 def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from galvatron_lite.api_plans import profile_of
-
     monkeypatch.chdir(tmp_path)
     known = api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2)
     plan = api.plan(known, batch=4, runners_up=0, margin=0.0, tolerance=0.0)
     write_plan(plan, tmp_path / "plan.yaml")
-    assert profile_of(plan) == known
+    assert api_plans.profile_of(plan) == known
     assert plan.provenance is not None
     other = replace(plan, provenance=replace(plan.provenance, profile_hash="0" * 16))
     with pytest.raises(InputError, match="which is not here as it was then"):
-        profile_of(other)
+        api_plans.profile_of(other)
     with pytest.raises(InputError, match="names no profile"):
-        profile_of(replace(plan, provenance=None))
+        api_plans.profile_of(replace(plan, provenance=None))
 
 
 PRICED = random_plan(3)
