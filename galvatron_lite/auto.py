@@ -186,19 +186,11 @@ def auto_parallelize(
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
-    chosen = _users_plan(first, backend)
-    _check_delay(chosen, delay)
-    for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
-        if chosen is not None and value not in (None, (), {}, []):
-            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
+    chosen = _users_plan(first, backend, delay, fix=fix, forbid=forbid, tolerance=tolerance)
     plan_mode = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     trains = plan_mode is Mode.TRAINING
-    if trains and chosen is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
-        for note in norm_notes(chosen, [run.strategy for stage in chosen.stages for run in stage.runs]):
-            _say(f"note: {note}")
-    if trains and not any(parameter.requires_grad for parameter in model.parameters()):
-        remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
-        raise InputError("model", "no parameter that requires a gradient", remedy)
+    if trains:
+        _check_training(model, chosen)
     findings = None
     if trains and (check or verify):
         findings = _try_model(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
@@ -227,14 +219,14 @@ def auto_parallelize(
             source, budget = correct_inputs(used_profile, earlier_corrections(settings, used_profile), mem)
             request: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
             request |= _mode_arguments(plan_mode, delay, pins["fix"])
-            request |= {} if backend is None else {"backend": backend}
-            request |= {} if tolerance is None else {"tolerance": tolerance}
+            optional = {"backend": backend, "tolerance": tolerance}
+            request |= {name: value for name, value in optional.items() if value is not None}
             chosen = _search_plan(source, request, delay, findings, user_pins)
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
-        for each_plan in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
-            findings.check(each_plan)
+        for phase_plan in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
+            findings.check(phase_plan)
     _warn(other_size(chosen, sum(parameter.numel() for parameter in model.parameters())))
     if verifier is not None:
         verifier.check(chosen)
@@ -268,14 +260,18 @@ def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> V
     return Verifier(model, batch, loss_fn, launch_checks)
 
 
-def _users_plan(plan: Plan | None, backend: str | None) -> Plan | None:
-    """The plan that the user gives, checked for the backend that the user gives."""
+def _users_plan(plan: Plan | None, backend: str | None, delay: str | None, **choices: object) -> Plan | None:
+    """The user's plan, checked for the user's backend and delay; refuse choices for a search beside a plan."""
     backends = [option.value for option in TrainedBy]
     if backend not in (None, *backends):
         raise InputError("backend", str(backend), f"Give {' or '.join(backends)}, or leave it out.")
-    if plan is None:
-        return None
-    return check_runs(plan if backend is None else replace(plan, backend=TrainedBy(backend)))
+    if plan is not None:
+        plan = check_runs(plan if backend is None else replace(plan, backend=TrainedBy(backend)))
+    _check_delay(plan, delay)
+    for name, value in choices.items():
+        if plan is not None and value not in (None, (), {}, []):
+            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
+    return plan
 
 
 def _check_delay(plan: Plan | None, delay: str | None) -> None:
@@ -290,6 +286,16 @@ def _check_delay(plan: Plan | None, delay: str | None) -> None:
         reason = "delays no gradients" if rule is None else f"is one of {rule}"
         remedy = f"The plan that was given {reason}. Leave the plan out to find one, or the delay."
         raise InputError("delay", delay, remedy)
+
+
+def _check_training(model: nn.Module, plan: Plan | None) -> None:
+    """Note how batch norms differ under the user's plan; refuse a model without anything to train."""
+    if plan is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
+        for note in norm_notes(plan, [run.strategy for stage in plan.stages for run in stage.runs]):
+            _say(f"note: {note}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
+        raise InputError("model", "no parameter that requires a gradient", remedy)
 
 
 def _try_model(

@@ -68,19 +68,8 @@ def validate_command(
     from galvatron_lite.files import write_text
     from galvatron_lite.folders import profile_folder
     from galvatron_lite.svg import check_target
+    from galvatron_lite.validate import report
     from galvatron_lite.validate.predict import validate_runs
-    from galvatron_lite.validate.report import (
-        as_data,
-        assumed,
-        implausible,
-        passed_over,
-        read_file,
-        scatter,
-        unscored,
-        unscored_rows,
-        worst_lines,
-        worst_runs,
-    )
     from galvatron_lite.validate.results import macros, score_families
 
     if by not in _GROUPINGS:
@@ -92,7 +81,7 @@ def validate_command(
         return str(getattr(run, by) or "not stated")
 
     runs = runs or profile_folder("published") / "runs.jsonl"
-    all_runs, file_notes = read_file(runs)
+    all_runs, file_notes = report.read_file(runs)
     chosen = _filtered(all_runs, family or [], quality)
     if not chosen:
         raise InputError("runs", str(runs), "It holds no row to score.")
@@ -109,23 +98,23 @@ def validate_command(
                 move(done, total, label)
 
         judged = validate_runs(chosen, load_calibration(calibration), progress)
-    notes = [*file_notes, *implausible(judged)]
+    notes = [*file_notes, *report.implausible(judged)]
     scores, means = score_families(judged, key), macros(judged, key)
     if as_json:
-        more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
-        print_json(as_data(scores, means, judged, worst) | more)
+        more = {"unscored": report.unscored(judged), "assumed": report.assumed(judged), "notes": notes}
+        print_json(report.as_data(scores, means, judged, worst) | more)
     else:
         print_scores(scores, means, by)
-        for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
+        for line in (*notes, *report.passed_over(judged), *report.unscored_rows(judged, skipped)):
             typer.echo(line)
-        for worst_run in worst_runs(judged, worst):
-            typer.echo("\n".join(("", *worst_lines(worst_run))))
+        for worst_run in report.worst_runs(judged, worst):
+            typer.echo("\n".join(("", *report.worst_lines(worst_run))))
     if not any(run.scored for run in judged):
         raise InputError("runs", str(runs), "None of its rows is scored; see why above.")
     if plot is not None:
         if all(run.time is None for run in judged):
             raise InputError("--plot", str(plot), "No step time is scored, so that there is nothing to draw.")
-        write_text(plot, scatter(judged, key))
+        write_text(plot, report.scatter(judged, key))
 
 
 def _filtered(runs: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
