@@ -1,4 +1,4 @@
-"""Functions on plans that exist: ``explain``, ``compare`` and ``verify_plan``, and what a plan was made from."""
+"""Functions of the public API on existing plans: ``explain``, ``compare`` and ``verify_plan``."""
 
 from __future__ import annotations
 
@@ -33,83 +33,82 @@ PlanSource = Plan | str | Path
 
 
 class _PlanData:
-    """A plan, or what its file holds, which is read once."""
+    """A plan, or the content of its file."""
 
     def __init__(self, source: PlanSource) -> None:
         self.path = Path() if isinstance(source, Plan) else Path(source)
         self.data = None if isinstance(source, Plan) else read_data(self.path)
-        self.plan = source if isinstance(source, Plan) else None  # None where it is not of ours
+        self.plan = source if isinstance(source, Plan) else None  # None if it is written by hand or of other software
         if self.plan is None:
             refuse_phases(self.data, self.path)
-            with suppress(GalvatronError):  # written by hand, or of another planner, which name no profile
+            with suppress(GalvatronError):
                 self.plan = plan_in(self.data, self.path)
 
-    def of(self, profile: Profile, batch: int | None = None) -> Plan:
-        """The plan, its layers held against a profile's."""
+    def with_layers_of(self, profile: Profile, batch: int | None = None) -> Plan:
+        """The plan; one from a file is checked against the layers of a profile."""
         if self.data is None and self.plan is not None:
             return self.plan
         return any_plan(self.data, self.path, profile, batch)
 
 
 def _profile_for(plans: Iterable[_PlanData], request: PlanRequest, stack: str = "") -> Profile:
-    """The profile of a request, else that of the first plan that says what it was made from."""
+    """The profile of a request, or that of the first plan that names one."""
     if request.profile is not None or request.estimated:
         return request.profile_on(request.gpus, stack)
-    return profile_of(next((plan.plan for plan in plans if plan.plan is not None and plan.plan.provenance), None))
+    return profile_of(next((data.plan for data in plans if data.plan is not None and data.plan.provenance), None))
 
 
 def read_with_profile(
     plan: PlanSource, request: PlanRequest, stack: str = "", *, last: bool = False
 ) -> tuple[Plan, Profile]:
-    """A plan, and what it is priced with.
+    """Find the profile for a plan, and check the plan against it.
 
     Args:
-        plan: or its file.
-        request: whose profile or model; without either, what the plan says.
+        plan: a plan, or its file.
+        request: for its profile or model; without either, the profile that the plan names is used.
         stack: training software whose costs are estimated.
-        last: whether a plan that names no profile is priced with the last one that was made here.
+        last: for a plan that names no profile, use the last one made in this folder.
 
     Raises:
-        InputError: a file that cannot be used, one of phases, no profile, or a plan for other devices.
+        InputError: a file that cannot be used, or of phases; no profile; or a plan for other devices.
     """
-    read = _PlanData(plan)
-    if last and (read.plan is None or read.plan.provenance is None):
-        known = request.profile_on(request.gpus, stack)
+    data = _PlanData(plan)
+    if last and (data.plan is None or data.plan.provenance is None):
+        profile = request.profile_on(request.gpus, stack)
     else:
-        known = _profile_for([read], request, stack)
-    found = read.of(known, request.batch)
-    check_devices(found, known, request.gpus)
-    return found, known
+        profile = _profile_for([data], request, stack)
+    loaded = data.with_layers_of(profile, request.batch)
+    check_devices(loaded, profile, request.gpus)
+    return loaded, profile
 
 
 def read_priced(path: Path, request: PlanRequest, mem: str | int | None = None) -> tuple[Plan, Profile | None]:
-    """A plan from its file with its prediction, and what that was made with; None where it is not here.
+    """Read a plan with its prediction, and find its profile (None if it is not here).
 
-    With neither a profile nor a model the plan stays as its file says it; with one it is priced anew, unless that is
+    With neither a profile nor a model the plan stays as it is in its file. With one it is priced again, unless that is
     the profile that it was made from.
     """
     if request.profile is None and not request.estimated:
         plan = read_plan(path)
         return plan, profile_if_here(plan)
-    read, known = _PlanData(path), request.profile_on(request.gpus)
-    made_from = None if read.plan is None else read.plan.provenance
-    same = made_from is not None and made_from.profile_hash == profile_hash(known)
-    if read.plan is not None and same and mem is request.batch is None:
-        return read.plan, known
-    return priced(read.of(known, request.batch), known, mem, request.batch), known
+    data, profile = _PlanData(path), request.profile_on(request.gpus)
+    source = None if data.plan is None else data.plan.provenance
+    same = source is not None and source.profile_hash == profile_hash(profile)
+    if data.plan is not None and same and mem is request.batch is None:
+        return data.plan, profile
+    return priced(data.with_layers_of(profile, request.batch), profile, mem, request.batch), profile
 
 
 def _names(plans: Sequence[PlanSource]) -> list[str]:
-    """Of each its file without what all have in common, or its place; all unlike."""
-    names = [f"plan {place}" if isinstance(plan, Plan) else Path(plan).stem for place, plan in enumerate(plans, 1)]
+    """Distinct names: the stems of files, their paths if stems repeat, or numbers."""
+    names = [f"plan {number}" if isinstance(plan, Plan) else Path(plan).stem for number, plan in enumerate(plans, 1)]
     if len(set(names)) == len(names):
         return names
-    full = [name if isinstance(plan, Plan) else str(plan) for name, plan in zip(names, plans, strict=True)]
-    return full if len(set(full)) == len(full) else [f"{name} ({place})" for place, name in enumerate(full, 1)]
+    paths = [name if isinstance(plan, Plan) else str(plan) for name, plan in zip(names, plans, strict=True)]
+    return paths if len(set(paths)) == len(paths) else [f"{name} ({number})" for number, name in enumerate(paths, 1)]
 
 
-SECONDS = 120.0
-"""For planning anew, where nobody says."""
+SECONDS = 120.0  # default time limit of the searches of an explanation
 
 
 def explain(
@@ -120,49 +119,47 @@ def explain(
     seconds: float | None = SECONDS,
     **setup: Unpack[PlanArguments],
 ) -> Explanation:
-    """Why a plan is as it is: what each choice buys, what binds, where the time goes, what would change it.
+    """Explain a plan: where its time goes, what each choice gains, what limits it, and what would change it.
 
     Args:
         plan: a plan, or a file: ours, one written by hand, or Hetu-Galvatron's.
-        profile: what it is priced with; with neither a profile nor a model, what the plan says it was made from, as far
-            as that is here.
-        what_if: whether to plan anew for the price of memory, runner-ups and what-ifs.
-        seconds: for planning anew; what there was no time for is said. None: no end.
-        setup: see ``plan``: what the plan was requested with, where that was more than a budget and a batch. ``mem`` is
-            the plan's own budget if not given.
+        profile: with neither a profile nor a model, the profile that the plan was made from, if it is here.
+        what_if: search again for the price of memory, runners-up and what-ifs.
+        seconds: time limit of these searches; what is left over is listed. None: no limit.
+        setup: see ``plan``: the arguments that the plan was searched with, besides budget and batch. ``mem`` is by
+            default the plan's budget.
 
     Raises:
-        InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
+        InputError: a file, layer or number that cannot be used; or the plan's profile was not found.
     """
     from galvatron_lite.analysis.explain import explain_plan
 
-    setting, done, progress = _question_of(plan, profile, setup)
-    return explain_plan(setting, done, what_if=what_if, seconds=seconds, progress=progress)
+    request = PlanRequest.parse(profile, setup, ("what_if", "seconds"))
+    loaded, used_profile = read_with_profile(plan, request)
+    setting, mem = _setting_of(loaded, request.on(used_profile), setup)
+    with_prediction = priced(loaded, used_profile, mem, request.batch)
+    return explain_plan(setting, with_prediction, what_if=what_if, seconds=seconds, progress=request.progress)
 
 
-def _question_of(
-    plan: PlanSource, profile: Profile | str | Path | None, setup: PlanArguments
-) -> tuple[PlanSetting, Plan, Progress | None]:
-    """What a plan is the answer to, the plan with its prediction, and who is told of progress; see ``explain``."""
+def _setting_of(plan: Plan, request: PlanRequest, setup: PlanArguments) -> tuple[PlanSetting, str | int]:
+    """The setting that a plan was searched in, as far as it is known, and its budget; see ``explain``."""
     from galvatron_lite.search.space import Delay
 
-    request = PlanRequest.parse(profile, setup, ("what_if", "seconds"))
-    found, known = read_with_profile(plan, request)
-    made_from, budget = found.provenance, None
-    if made_from is not None and made_from.budget and setup.get("mem") is None:
-        budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
+    source, budget = plan.provenance, None
+    if source is not None and source.budget and setup.get("mem") is None:
+        budget = Budget(source.budget, tuple(source.budgets.items()))
     mem = request.mem if budget is None else budget.least
-    request = replace(request.on(known), mode=found.mode, mem=mem)
+    request = replace(request, mode=plan.mode, mem=mem)
     if "backend" not in setup and "target" not in setup:
-        request = replace(request, backend=found.backend.value)
-    if "margin" not in setup and made_from is not None:
-        request = replace(request, margin=made_from.margin)
+        request = replace(request, backend=plan.backend.value)
+    if "margin" not in setup and source is not None:
+        request = replace(request, margin=source.margin)
     setting = request.setting
     if budget is not None:
         setting = replace(setting, budget=budget, memory=None)
-    if found.cyclic is not None and setting.delay is None:
+    if plan.cyclic is not None and setting.delay is None:
         setting = replace(setting, delay=Delay())
-    return setting, priced(found, known, mem, request.batch), request.progress
+    return setting, mem
 
 
 def compare(
@@ -170,17 +167,16 @@ def compare(
     profile: Profile | str | Path | None = None,
     **setup: Unpack[PlanArguments],
 ) -> Comparison:
-    """Plans of one model side by side, all priced with the same profile.
+    """Compare plans of one model, all priced with the same profile.
 
     Args:
-        plans: two or more, or files; named by their files, by their place, or by the keys of a mapping.
-        profile: what all are priced with; with neither a profile nor a model, what the first of them that names one was
-            made from, as far as that is here.
+        plans: two or more plans or files; named by their files, their numbers, or the keys of a mapping.
+        profile: with neither a profile nor a model, the profile of the first plan that names one, if it is here.
         setup: ``model``, ``cluster``, ``gpus``, ``sequence``, ``precision``, ``trainable``, ``freeze`` and ``mem`` as
             for ``plan``.
 
     Raises:
-        InputError: fewer than two plans, one that is not of the profile's model, a file that cannot be used.
+        InputError: fewer than two plans, a plan that is not of the profile's model, or a file that cannot be used.
     """
     from galvatron_lite.analysis.compare import compare_plans
 
@@ -188,12 +184,12 @@ def compare(
     if len(named) < 2:
         raise InputError("plans", len(named), "Give two or more to compare.")
     request = PlanRequest.parse(profile, setup)
-    read = {name: _PlanData(plan) for name, plan in named.items()}
-    known = _profile_for(read.values(), request)
-    found = {name: one.of(known, request.batch) for name, one in read.items()}
-    for plan in found.values():
-        check_devices(plan, known)
-    return compare_plans(found, known, None if setup.get("mem") is None else request.mem)
+    data = {name: _PlanData(plan) for name, plan in named.items()}
+    used_profile = _profile_for(data.values(), request)
+    loaded = {name: plan.with_layers_of(used_profile, request.batch) for name, plan in data.items()}
+    for plan in loaded.values():
+        check_devices(plan, used_profile)
+    return compare_plans(loaded, used_profile, None if setup.get("mem") is None else request.mem)
 
 
 def verify_plan(
@@ -210,47 +206,45 @@ def verify_plan(
     progress: Progress | None = None,
     profile: Profile | str | Path | None = None,
 ) -> Verification:
-    """Whether a plan does what it says; no GPU and no cluster are needed.
+    """Verify that a plan does what it says; no GPU and no cluster are needed.
 
     Args:
         plan: a plan, or its file.
-        model: that it is for: a module, a function that returns the model, (model, batch) or (model, batch, loss_fn),
-            or a name (``gpt-tiny``, ``llama3-70b``); that in the plan's sources if not given.
+        model: the plan's model: a module, a function that returns the model, (model, batch) or (model, batch, loss_fn),
+            or a name (``gpt-tiny``, ``llama3-70b``); by default the model that the plan names.
         batch: an example batch, for a module.
-        loss_fn: ``loss_fn(output, batch)``, for a module whose output is not or does not hold its loss.
+        loss_fn: ``loss_fn(output, batch)``, for a module whose output does not hold its loss.
         sequence: tokens a sample, for a model by name.
-        trainable: for a model by name: which parameters train, as for ``plan``; as the plan says if neither this nor
-            ``freeze`` is given.
-        freeze: the same: names of what gets no gradient.
-        checks: ``dry``: one rank of each role does a whole step without data; what it sends is matched across all
-            ranks, and its memory is told beside the prediction. ``numbers``: a small model is trained under a small
+        trainable: what trains in a model by name, as for ``plan``; without this and ``freeze``, as the plan says.
+        freeze: names of layers without gradients, for a model by name.
+        checks: ``dry``: one rank of each role runs a step without data; its messages are matched with those of all
+            ranks, and its memory is compared with the prediction. ``numbers``: a small model is trained under a small
             plan of the same kind on processes of this machine, and compared with one process.
-        processes: the most that ``numbers`` may start; if not given 4, or 8 where 4 have no room for all that the plan
-            uses.
+        processes: largest number of processes for ``numbers``; by default 4, or 8 if the plan's features need them.
         progress: called with (done, total, label).
-        profile: that communication is priced with, or its file; the one that the plan was made from if not given, where
-            it is found.
+        profile: profile for the price of communication, or its file; by default the one that the plan was made from,
+            if it is found.
 
     Raises:
-        InputError: a plan that cannot be read or is not for the model, an unknown check.
+        InputError: a plan that cannot be read or is not for the model, or an unknown check.
     """
     from galvatron_lite.verify.checks import run_checks
 
-    found = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
-    wanted = checks_named(checks)
+    loaded = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
+    chosen = checks_named(checks)
     if processes is not None and processes < 2:
         raise InputError("--processes", processes, "At least 2 are needed to split anything.")
     trains = Trainable.parse(trainable, texts("freeze", freeze))
-    source = _find_source(found, model, batch, loss_fn, sequence, trains)
-    known = profile if profile is None or isinstance(profile, Profile) else read_profile(Path(profile))
+    source = _find_source(loaded, model, batch, loss_fn, sequence, trains)
+    profile = profile if profile is None or isinstance(profile, Profile) else read_profile(Path(profile))
     progress = progress or (lambda *_: None)
-    return run_checks(source, found, wanted, processes=processes, progress=progress, profile=known)
+    return run_checks(source, loaded, chosen, processes=processes, progress=progress, profile=profile)
 
 
 def _find_source(
     plan: Plan, model: Any, batch: Any, loss_fn: Any, sequence: int | None, trainable: Trainable | None
 ) -> ModelSource:
-    """Where the model of a plan comes from; see ``verify_plan``."""
+    """The source of a plan's model; see ``verify_plan``."""
     from galvatron_lite.capture.adapters import make_trainable
     from galvatron_lite.capture.named import check_function_named
     from galvatron_lite.verify.source import build_named, factory_source, module_source, named_source
@@ -265,15 +259,14 @@ def _find_source(
     elif callable(model):
         return factory_source(model)
     else:
-        made_from = plan.provenance
-        names = (plan.model, made_from.profile if made_from is not None else "")
+        names = (plan.model, plan.provenance.profile if plan.provenance is not None else "")
         model = next((name for name in names if _model_exists(name)), None)
     if model is None:
         remedy = f"The plan is for {plan.model}, which is no model known here: --model NAME or SCRIPT.py:FACTORY."
         raise InputError("--model", None, remedy)
     if trainable is None and plan.provenance is not None and plan.provenance.trains:
-        how, *frozen = plan.provenance.trains
-        trainable = Trainable.parse(how, frozen)
+        trains, *frozen = plan.provenance.trains
+        trainable = Trainable.parse(trains, frozen)
     if trainable is None:
         return named_source(model, sequence)
     return factory_source(lambda: make_trainable(build_named(model, sequence), trainable), model)

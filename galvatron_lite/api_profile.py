@@ -1,4 +1,4 @@
-"""The profile that plans are made from: measured, estimated or read. No torch until something is measured."""
+"""Find, estimate or measure the profile for a plan. torch is only imported for measurements."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def find_profile(
     trainable: str | None = None,
     freeze: Sequence[str] = (),
 ) -> Profile:
-    """The profile that ``plan`` works from; see there for the arguments.
+    """Find or estimate the profile for ``plan``; see there for the arguments.
 
     Args:
         stack: training software whose costs are estimated (``stacks.catalog``); empty: our own runtime.
 
     Raises:
-        InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
-            devices have no units for.
+        InputError: neither a profile nor a model, a cluster with fewer devices, or a precision that its devices do not
+            support.
     """
     if profile is not None and model is not None:
         raise InputError("--model", str(model), "Give a profile or a model, not both.")
@@ -54,12 +54,13 @@ def find_profile(
         raise InputError("--image", image, "Name the model with --model.")
     if trainable is not None or freeze:
         raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
-    known = _read(profile)
-    graph = known.graph
-    for option, wanted, has in (("--seq", sequence, graph.sequence), ("--precision", precision, graph.precision)):
-        if wanted not in (None, has):
-            raise InputError(option, wanted, f"Profile {known.name} is of {has}: profile anew, or give a --model.")
-    return _on_cluster(known, cluster, gpus)
+    loaded = _read(profile)
+    graph = loaded.graph
+    for option, value, profiled in (("--seq", sequence, graph.sequence), ("--precision", precision, graph.precision)):
+        if value not in (None, profiled):
+            remedy = f"Profile {loaded.name} is of {profiled}: profile anew, or give a --model."
+            raise InputError(option, value, remedy)
+    return _on_cluster(loaded, cluster, gpus)
 
 
 _AS_IT_TRAINS = (
@@ -109,12 +110,12 @@ def _estimate(
             graph = load_model(str(model), overrides=sizes, precision=chosen, trainable=trainable)
         else:
             graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels, trainable=trainable)
-    known = estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
-    return replace(known, stack=stack)
+    profile = estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
+    return replace(profile, stack=stack)
 
 
 def _described(shape: Mapping[str, str], sequence: int | None, **how: Any) -> ModelGraph:
-    """The graph of a model that is described by its shape."""
+    """The graph of a model by its shape."""
     from galvatron_lite.model.shapes import build_graph, shape_from_flags
 
     fields = {**shape, **({} if sequence is None else {"seq": str(sequence)})}
@@ -126,10 +127,10 @@ def _described(shape: Mapping[str, str], sequence: int | None, **how: Any) -> Mo
 
 
 def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:
-    """The precision that a model's costs are estimated in; see ``plan``.
+    """The precision in which a model's costs are estimated; see ``plan``.
 
     Raises:
-        InputError: no such cluster, or a precision that its devices have no units for.
+        InputError: no such cluster, or a precision that its devices do not support.
     """
     from galvatron_lite.cluster.precisions import best_precision, check_precision
 
@@ -177,11 +178,8 @@ def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: in
             raise InputError("--cluster", machine.name, remedy)
         return scale_up(profile, machine)
     if gpus is not None and gpus != profile.cluster.devices:
-        raise InputError(
-            "--gpus",
-            gpus,
-            f"This profile is of {profile.cluster.devices} devices. Profile on {gpus}, or name a --cluster.",
-        )
+        remedy = f"This profile is of {profile.cluster.devices} devices. Profile on {gpus}, or name a --cluster."
+        raise InputError("--gpus", gpus, remedy)
     return profile
 
 
@@ -203,29 +201,29 @@ def profile(
     max_samples: int | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """What a model's layers and this cluster's links cost: measured here, or estimated from data sheets.
+    """Measure the costs of a model's layers and of this machine's links, or estimate them from data sheets.
 
     Args:
-        model: an ``nn.Module``; or, with ``estimate``, also a model's name, YAML file or graph.
-        batch: an example batch; not needed for a model that can make its own or is named.
-        cluster: for estimates: where it is to run. Measurements are of the machine at hand.
-        gpus: for estimates: how many devices.
-        estimate: from data sheets, without running anything.
-        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
-        blocks: where the repeated blocks are, if they are not found.
+        model: an ``nn.Module``; with ``estimate`` also a model's name, YAML file or graph.
+        batch: an example batch; not needed for models that make their own, or by name.
+        cluster: for estimates, the cluster. Measurements are of this machine.
+        gpus: for estimates, the number of devices.
+        estimate: estimate from data sheets, without running anything.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output does not hold its loss.
+        blocks: the repeated blocks, if they are not found.
         sequence: tokens a sample, for a model by name.
-        precision: of compute; that of the parameters if not given; for a model by name the best that the
-            devices train in: bf16, else fp16, else fp32.
-        trainable: for estimates of a model by name: which parameters train, as for ``plan``.
-        freeze: the same: names of what gets no gradient.
-        name: of the profile; made from the model's name if not given.
-        folder: where profiles are kept.
-        max_samples: the largest number of samples on one device to measure.
+        precision: of compute; by default that of the parameters, or for a model by name the best that the devices
+            support: bf16, else fp16, else fp32.
+        trainable: for estimates of a model by name, what trains, as for ``plan``.
+        freeze: for estimates of a model by name, names of layers without gradients.
+        name: of the profile; by default made from the model's name.
+        folder: of profiles.
+        max_samples: largest number of samples on one device to measure.
         progress: called with (done, total, label).
 
     Raises:
-        InputError: a model that cannot be captured, an unknown name; for estimates, a precision that the devices have
-            no units for.
+        InputError: a model that cannot be captured, an unknown name, or, for estimates, a precision that the devices do
+            not support.
     """
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.profiler.store import save_profile
@@ -236,12 +234,12 @@ def profile(
             from galvatron_lite.capture.trace import trace
             from galvatron_lite.model.example import example_batch
 
-            given = batch if batch is not None else example_batch(model)
-            model = trace(model, given, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
-        known = _estimate(model, cluster, gpus, sequence, precision, trainable=training)
-        named = replace(known, name=name or known.name)
-        save_profile(named, Path(folder), named.cluster.name)
-        return named
+            batch = batch if batch is not None else example_batch(model)
+            model = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
+        estimated = _estimate(model, cluster, gpus, sequence, precision, trainable=training)
+        estimated = replace(estimated, name=name or estimated.name)
+        save_profile(estimated, Path(folder), estimated.cluster.name)
+        return estimated
     if training is not None:
         raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
     from galvatron_lite.model.example import example_batch
@@ -256,57 +254,58 @@ def profile(
 
 
 _SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Tokens a sample that are tried where a plan's model by name was planned at a length of its own."""
+"""Tokens a sample at which a plan's model by name may have been estimated; None: its default."""
 
 
 def profile_of(plan: Plan | None, *, named: bool = True) -> Profile:
-    """The profile that a plan says it was made from: the last one made here, one in ``profiles/``, or the estimate of
-    its model by name on its cluster by name; taken only where its digest is the plan's.
+    """Find the profile that a plan was made from, by its hash.
+
+    It can be the last one made in this folder, one in ``profiles/``, or the estimate of a model and cluster by name.
 
     Args:
-        plan: None: there is none.
-        named: whether the user may give the model and the cluster by name instead.
+        plan: the plan; None: there is none.
+        named: whether the user can give a model and a cluster by name instead, for the error.
 
     Raises:
-        InputError: the plan names none, or none that is here is the one.
+        InputError: the plan names no profile, or it was not found.
     """
     from galvatron_lite.profiler.store import profile_hash
 
-    made_from = None if plan is None else plan.provenance
-    if plan is None or made_from is None:
+    source = None if plan is None else plan.provenance
+    if plan is None or source is None:
         remedy = f"The plan names no profile: give --profile FILE{', or --model and --cluster' if named else ''}."
         raise InputError("--profile", None, remedy)
-    for candidate in _candidates(plan, made_from):
-        if profile_hash(candidate) == made_from.profile_hash:
+    for candidate in _candidates(plan, source):
+        if profile_hash(candidate) == source.profile_hash:
             return candidate
     also = ", or --model and --cluster (--trainable, --freeze) as for the plan" if named else ""
     remedy = (
-        f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
+        f"The plan was made from {source.profile} ({source.profile_origin}), which is not here as it was then: "
         f"give --profile FILE{also}."
     )
     raise InputError("--profile", None, remedy)
 
 
 def profile_if_here(plan: Plan) -> Profile | None:
-    """The same; None where the profile is not here."""
+    """Find the profile that a plan was made from; None if it was not found."""
     with suppress(GalvatronError, OSError):
         return profile_of(plan)
     return None
 
 
-def _candidates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
-    """The last profile, those in the folder of profiles with its name, estimates at the usual lengths of samples."""
+def _candidates(plan: Plan, source: Provenance) -> Iterator[Profile]:
+    """The last profile, those in the folder of profiles with its name, and estimates at usual sequence lengths."""
     from galvatron_lite.profiler.store import read_profile
 
     with suppress(GalvatronError):
         yield find_profile()
-    for path in sorted(PROFILES.glob(f"*/{Path(made_from.profile).name}*.yaml")):
+    for path in sorted(PROFILES.glob(f"*/{Path(source.profile).name}*.yaml")):
         with suppress(GalvatronError):
             yield read_profile(path)
-    with suppress(GalvatronError):  # those that there is no estimate of
-        for sequence in _SEQUENCES if made_from.profile_origin.startswith("estimated") else ():
+    with suppress(GalvatronError):  # of models that cannot be estimated
+        for sequence in _SEQUENCES if source.profile_origin.startswith("estimated") else ():
             yield find_profile(
-                model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
-                precision=plan.precision, stack=made_from.stack,
-                trainable=next(iter(made_from.trains), None), freeze=made_from.trains[1:],
+                model=plan.model, cluster=source.cluster, gpus=plan.devices, sequence=sequence,
+                precision=plan.precision, stack=source.stack, trainable=next(iter(source.trains), None),
+                freeze=source.trains[1:],
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Formulas that hold for one figure and for an array of them: what a strategy costs, and what each of thousands does.
+"""Functions of numbers or of arrays of numbers: the same formulas cost one strategy, or thousands at once.
 
-Python numbers stay Python numbers (and cheap); arrays are worked on elementwise. Both give the same bits, because both
-do the same operations in double precision; integers stay below 2**53. numpy is imported by those who make arrays: a
-process that only reads a model starts sooner without.
+Python numbers stay Python numbers, which are cheap; functions of arrays are elementwise. Both give the same bits, as
+they do the same operations in double precision, and integers stay below 2**53. numpy is only imported by callers that
+make arrays, so that a process that only reads a model starts sooner.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Whole: TypeAlias = Any
-"""An ``int``, or an array of them: one for each strategy."""
+"""An ``int``, or an array with one for each strategy."""
 Real: TypeAlias = Any
-"""A ``float``, or an array of them."""
+"""A ``float``, or an array of floats."""
 Flag: TypeAlias = Any
-"""A ``bool``, or an array of them."""
+"""A ``bool``, or an array of bools."""
 IntArray: TypeAlias = "NDArray[np.int64]"
 FloatArray: TypeAlias = "NDArray[np.float64]"
 BoolArray: TypeAlias = "NDArray[np.bool_]"
 
 
 _PLAIN = frozenset((bool, int, float))
-"""Types of Python's own numbers, which most figures are: told at once."""
+"""Types of Python numbers, which most figures are; they are checked first."""
 
 
 def _is_array(figure: Any) -> TypeGuard[NDArray[Any]]:
-    """Whether a figure is an array; where nobody imported numpy there is none."""
+    """Whether a figure is an array; there are none if numpy was not imported."""
     if type(figure) in _PLAIN:
         return False
     numpy = sys.modules.get("numpy")
@@ -42,7 +42,7 @@ def _is_array(figure: Any) -> TypeGuard[NDArray[Any]]:
 
 
 def where(mask: Flag, yes: Real, no: Real) -> Real:
-    """``yes`` where the mask is true, else ``no``; both are worked out."""
+    """``yes`` where the mask is true, else ``no``; both are evaluated."""
     if type(mask) is bool:
         return yes if mask else no
     if _is_array(mask):
@@ -53,7 +53,7 @@ def where(mask: Flag, yes: Real, no: Real) -> Real:
 
 
 def largest(*figures: Real) -> Real:
-    """The largest of two or more figures."""
+    """The maximum of two or more figures."""
     if not _PLAIN.issuperset(map(type, figures)) and any(_is_array(figure) for figure in figures):
         import numpy as np
 
@@ -62,7 +62,7 @@ def largest(*figures: Real) -> Real:
 
 
 def least(*figures: Real) -> Real:
-    """The least of two or more figures."""
+    """The minimum of two or more figures."""
     if not _PLAIN.issuperset(map(type, figures)) and any(_is_array(figure) for figure in figures):
         import numpy as np
 
@@ -71,7 +71,7 @@ def least(*figures: Real) -> Real:
 
 
 def up(figure: Real) -> Whole:
-    """Rounded up to whole numbers."""
+    """Round up to whole numbers."""
     if _is_array(figure):
         import numpy as np
 
@@ -80,17 +80,17 @@ def up(figure: Real) -> Whole:
 
 
 def opposite(mask: Flag) -> Flag:
-    """True where the mask is not."""
+    """The negation of a mask."""
     return ~mask if _is_array(mask) else not mask
 
 
 def never(mask: Flag) -> bool:
-    """Whether a mask is true (a figure other than 0) nowhere."""
+    """Whether a mask is true, or a figure other than 0, nowhere."""
     return not (mask.any() if _is_array(mask) else mask)
 
 
 def each(function: Callable[[int], float], figure: Whole) -> Real:
-    """A function of whole numbers, worked out once for each value that an array has."""
+    """Apply a function of whole numbers, once to each distinct value of an array."""
     if not _is_array(figure):
         return function(int(figure))
     import numpy as np
@@ -100,7 +100,7 @@ def each(function: Callable[[int], float], figure: Whole) -> Real:
 
 
 def is_option(choice: Any, option: Enum) -> Flag:
-    """Whether a choice of an enum is this option; arrays hold the place of each choice in its enum."""
+    """Whether an enum value is ``option``; arrays hold the index of each value in its enum."""
     if type(choice) is type(option):
         return choice is option
     return choice == list(type(option)).index(option)

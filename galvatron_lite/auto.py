@@ -1,4 +1,4 @@
-"""From a user's model to one that runs in parallel: capture, profile (or read what was profiled), plan, apply."""
+"""``auto_parallelize``: capture a model, profile it (or read its profile), plan, and apply the plan."""
 
 from __future__ import annotations
 
@@ -97,82 +97,82 @@ def auto_parallelize(
     loss_reduction: str = "mean",
     check: bool = True,
 ) -> ParallelModel | CyclicModel | InferenceModel | DeepSpeedModel:
-    """The model, split over the launched world.
+    """Split a model over the launched world, under a plan.
 
-    With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
-    measured here before), plans for this world and applies the plan. Every rank calls it alike.
+    With nothing but the model, it captures the model on an example batch, measures a profile on this world (or reads
+    the one measured here before), searches a plan for this world and applies it. Every rank makes the same call.
 
     Args:
-        model: an unchanged ``nn.Module``; on the meta device if it is too big for one device.
-        batch: an example batch of global size; a zoo or transformers model can make its own.
-        plan: a plan, or its file, or those of a plan in phases (``galvatron plan --phases``), under which the model
-            switches by itself; that of ``galvatron launch --plan`` if not given, else found here.
-        profile: a profile, or its file; read from ``folder`` or measured if not given.
-        mem: budget a device, as for ``galvatron plan``.
-        fix: what is not left to the search (``"pp=2"``, ``{"tp": 2}``), as for ``galvatron_lite.plan``.
+        model: an unchanged ``nn.Module``; on the meta device if it does not fit one device.
+        batch: an example batch of global size; models of the zoo or of transformers make their own.
+        plan: a plan, its file, or a plan in phases (``galvatron plan --phases``), between which the model switches by
+            itself; by default that of ``galvatron launch --plan``, or one that is searched here.
+        profile: a profile, or its file; by default read from ``folder`` or measured.
+        mem: memory budget a device, as for ``galvatron plan``.
+        fix: choices that are not left to the search (``"pp=2"``, ``{"tp": 2}``), as for ``galvatron_lite.plan``.
         forbid: dimensions that no layer may use (``"tp"``), as for ``galvatron_lite.plan``.
         tolerance: share of the step time by which the plan may be slower than the fastest, as for
-            ``galvatron_lite.plan``; its own if not given.
-        global_batch: samples a step; those of ``batch`` (of all ranks' with ``local_batch``) if not given.
-        local_batch: whether each rank gives batches of its own, of equal shapes, as a ``DistributedSampler`` draws
-            them: a step's batch is theirs in the order of ranks. If not, every rank gives the same global batch.
-        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss. Entries of the
-            batch that the model's ``forward`` does not take, such as labels, are for this function alone.
-        blocks: where the repeated blocks are, if they are not found.
-        precision: ``fp32``, ``bf16`` or ``fp16`` compute; that of the parameters if not given.
-        init_fn: initialises one module of a model on the meta device.
-        seed: of that initialisation.
+            ``galvatron_lite.plan``, which has the default.
+        global_batch: samples a step; by default those of ``batch`` (of all ranks with ``local_batch``).
+        local_batch: whether each rank gives its own batches, of equal shapes, as a ``DistributedSampler`` draws them;
+            the batch of a step is theirs in the order of ranks. If False, every rank gives the same global batch.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output does not hold its loss. Entries of the batch that
+            ``forward`` does not take, such as labels, are for this function.
+        blocks: the repeated blocks, if they are not found.
+        precision: of compute: ``fp32``, ``bf16`` or ``fp16``; by default that of the parameters.
+        init_fn: initializes one module of a model on the meta device.
+        seed: of that initialization.
         device: ``auto``, ``cpu`` or ``cuda``.
-        folder: where profiles are kept; one process alone, which can choose little, measures only briefly.
-        mode: ``training`` or ``inference``; that of the plan, or training, if not given.
-        delay: whether a plan that is found here may delay gradients, which changes the training rule: ``cyclic`` allows
-            it where it is faster; ``cdp-v1`` or ``cdp-v2`` asks for cyclic data parallelism by that rule. Not if not
-            given.
-        backend: what trains: ``galvatron``, or ``deepspeed`` with one ZeRO stage for all layers; that of the plan, or
-            ``galvatron``, if not given.
-        adapt: whether training is watched, and goes over to another plan where links, devices or memory turn out to be
-            others than profiled (docs/adapting.md); or how.
-        expert_capacity: experts of a mixture drop what is beyond, see ``ParallelModel``; nothing if not given.
-        compile: whether ``torch.compile`` compiles the forward of every block: ``auto`` measures a block of each kind
-            both ways in the first step, and keeps what is faster; a name is that of another backend of its than
-            inductor. A block that does not compile runs as it is, which a warning tells.
+        folder: of profiles. A single process, which leaves little to choose, measures only briefly.
+        mode: ``training`` or ``inference``; by default that of the plan, or training.
+        delay: whether a plan that is searched here may delay gradients, which changes the training rule: ``cyclic``
+            allows it if it is faster; ``cdp-v1`` or ``cdp-v2`` demands cyclic data parallelism with that rule. By
+            default gradients are not delayed.
+        backend: what trains: ``galvatron``, or ``deepspeed`` with one ZeRO stage for all layers; by default that of the
+            plan, or ``galvatron``.
+        adapt: watch training, and switch to another plan if links, devices or memory differ from the profile
+            (docs/adapting.md); True, or settings.
+        expert_capacity: capacity beyond which experts of a mixture drop tokens, see ``ParallelModel``; by default they
+            drop none.
+        compile: compile the forward of every block by ``torch.compile``. ``auto`` measures a block of each kind both
+            ways in the first step, and keeps what is faster; another string names a backend other than inductor. A
+            warning names blocks that do not compile, which run as they are.
         randomness: ``own``: every rank draws dropout and other random numbers for its own share. ``same``: all plans
-            draw what one process does (``galvatron_lite.same_randomness``), from ``seed``: each number is
-            decided by its step, module and sample. It takes more time, and memory where attention drops weights.
-        timeout: seconds after which a step that waits for another rank is an error that names it; if not given, those
-            of torch's process groups (1800 with gloo, 600 with NCCL), under plans with cyclic data parallelism or
-            branches 600.
-        log: folder that the run is written to, for ``galvatron diagnose`` and TensorBoard (docs/watch.md); a run that
-            is started again goes on in it. Not written if not given.
-        live: whether rank 0 shows, on standard error, how the run goes beside what was predicted.
-        verify: whether a fork of rank 0 first does a step of the plan without data, and matches what all ranks send
-            (docs/verify.md); it takes seconds to minutes, and rank 0 says what came of it.
-        profile_steps: steps of which ``torch.profiler`` makes a trace, into ``log``: ``range(10, 13)``.
-        loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
-            labels that count; found by itself for mean cross-entropies over an entry of the batch
-            (docs/training-loops.md).
+            draw the numbers of one process (``galvatron_lite.same_randomness``) from ``seed``; each number depends on
+            its step, module and sample. This takes more time, and memory if attention drops weights.
+        timeout: seconds after which a step that waits for another rank raises an error that names it; by default that
+            of torch's process groups (1800 with gloo, 600 with NCCL), or 600 with cyclic data parallelism or branches.
+        log: folder to which the run is written, for ``galvatron diagnose`` and TensorBoard (docs/watch.md); resumed
+            runs continue in it. By default nothing is written.
+        live: show on standard error of rank 0 how the run compares with its prediction.
+        profile_steps: steps of which ``torch.profiler`` writes a trace to ``log``: ``range(10, 13)``.
+        verify: first run a step of the plan without data in a fork of rank 0, and match the messages of all ranks
+            (docs/verify.md). It takes seconds to minutes; rank 0 reports the result.
+        loss_weight: ``loss_weight(batch)`` of some samples: the weight of their mean loss in the mean of the batch,
+            such as the number of labels that count. Found automatically for mean cross-entropies over an entry of the
+            batch (docs/training-loops.md).
         loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
-        check: whether rank 0 first tries, on a small copy of the model and in seconds, that the loss and the gradients
-            of the example batch are those of its shares; ``verify`` does so, too.
+        check: first try on rank 0, on a small copy of the model and in seconds, whether the loss and gradients of the
+            example batch are those of its shares; ``verify`` does so, too.
 
     Returns:
-        An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
-        model and gives its own outputs on every rank, without gradients.
+        An object that is used like the model, with ``train_step(batch, optimizer)``. For inference, one that is called
+        like the model and returns the model's outputs on every rank, without gradients.
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
-        InputError: the model, batch or a file cannot be used, or the delay is none of these; or the plan would not
-            train the model as one process does: its loss, parameters read outside of their layers, or buffers.
+        InputError: the model, batch or a file cannot be used; an unknown delay; or the plan would not train the model
+            as one process does, because of its loss, parameters read outside of their layers, or buffers.
         InfeasibleError: no plan fits the budget.
-        VerificationError: ``verify``, and a check failed; on every rank.
+        VerificationError: a check of ``verify`` failed; on every rank.
     """
     check_unsplit(model)
     check_model(model)
     check_entries(model, batch, loss_fn)
     listen()
-    verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
-    place, seen = pick_device(device), observer_options(log, live, profile_steps)
-    randomness_before = generators()
+    verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks, so before the world is joined
+    place, observers = pick_device(device), observer_options(log, live, profile_steps)
+    random_states = generators()
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -186,27 +186,19 @@ def auto_parallelize(
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
-    chosen = _plan_of_user(first, backend)
-    _check_delay(chosen, delay)
-    for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
-        if chosen is not None and value not in (None, (), {}, []):
-            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
-    wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
-    trains = wanted is Mode.TRAINING
-    if trains and chosen is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
-        for note in norm_notes(chosen, [run.strategy for stage in chosen.stages for run in stage.runs]):
-            _say(f"note: {note}")
-    if trains and not any(parameter.requires_grad for parameter in model.parameters()):
-        remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
-        raise InputError("model", "no parameter that requires a gradient", remedy)
+    chosen = _users_plan(first, backend, delay, fix=fix, forbid=forbid, tolerance=tolerance)
+    plan_mode = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
+    trains = plan_mode is Mode.TRAINING
+    if trains:
+        _check_training(model, chosen)
     findings = None
     if trains and (check or verify):
-        findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
-    profiled = None
+        findings = _try_model(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
+    used_profile = None
     if uncaptured is None and (chosen is None or settings is not None):
         goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
         try:
-            profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
+            used_profile = _find_profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
         except MetaRunError as error:
             uncaptured = error
     if uncaptured is not None:
@@ -215,76 +207,80 @@ def auto_parallelize(
             raise uncaptured
         if findings is not None and findings.keeps_batch and world_size() > 1:
             raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
-    watched = None  # its copy of the model is not needed any more
+    watched = None  # frees its copy of the model
     if chosen is None:
         pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         samples = global_batch or batch_size(example)
-        if profiled is None:
+        if used_profile is None:
             assert uncaptured is not None
-            chosen = _without_graph(model, layers, samples, mem, precision, pins, uncaptured)
+            chosen = _plan_uncaptured(model, layers, samples, mem, precision, pins, uncaptured)
         else:
-            pinned = {} if findings is None else findings.pins()
-            pins = {name: (*pinned.get(name, ()), *words) for name, words in pins.items()}
+            user_pins = " ".join(f"--{name} {text}" for name, words in pins.items() for text in words)
+            if findings is not None:
+                pins = {name: (*findings.pins().get(name, ()), *words) for name, words in pins.items()}
             if settings is not None:
-                kept = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
-                settings = replace(settings, fix=kept[0], forbid=kept[1])
-            source, budget = correct_inputs(profiled, earlier_corrections(settings, profiled), mem)
-            asked: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
-            asked |= _plan_arguments(wanted, delay, pins["fix"])
-            asked |= {} if backend is None else {"backend": backend}
-            asked |= {} if tolerance is None else {"tolerance": tolerance}
-            typed = [f"--{name} {text}" for name in pins for text in texts(name, {"fix": fix, "forbid": forbid}[name])]
-            chosen = _searched(source, asked, delay, findings, " ".join(typed))
+                all_fix, all_forbid = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
+                settings = replace(settings, fix=all_fix, forbid=all_forbid)
+            source, budget = correct_inputs(used_profile, earlier_corrections(settings, used_profile), mem)
+            request: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
+            request |= _mode_arguments(plan_mode, delay, pins["fix"])
+            optional = {"backend": backend, "tolerance": tolerance}
+            request |= {name: value for name, value in optional.items() if value is not None}
+            chosen = _search_plan(source, request, delay, findings, user_pins)
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
-        for each in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
-            findings.check(each)
+        for phase_plan in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
+            findings.check(phase_plan)
     _warn(other_size(chosen, sum(parameter.numel() for parameter in model.parameters())))
     if verifier is not None:
         verifier.check(chosen)
-    given: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed}
-    given |= _checked_options(
+    options: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed}
+    options |= _synchronous_options(
         chosen, expert_capacity=expert_capacity, randomness=randomness, local_batch=local_batch, compile=compile
     )  # fmt: skip
     if trains:
         weight = loss_weight if findings is None or loss_weight is not None else findings.weight
-        given |= {"loss_weight": weight, "loss_reduction": loss_reduction}
+        options |= {"loss_weight": weight, "loss_reduction": loss_reduction}
     if findings is not None and findings.synced:
-        given |= _syncing(chosen, findings.synced)
+        options |= _buffer_options(chosen, findings.synced)
     if timeout is not None:
         _check_timeout(chosen, timeout)
-        given["timeout"] = timeout
-    put_generators(randomness_before)  # as if nothing had been measured or traced
+        options["timeout"] = timeout
+    put_generators(random_states)  # as if nothing had been measured or traced
     with file_named(plan):
-        parallel = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **given)
+        parallel = _model_class(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **options)
     if findings is not None:
         parallel.plan_check = findings.check
-    steer(parallel, phased, settings, profiled)
-    observe(parallel if trains else None, seen, profiled)
+    steer(parallel, phased, settings, used_profile)
+    observe(parallel if trains else None, observers, used_profile)
     return parallel if trains else _for_inference(parallel)
 
 
 def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
-    """Verifies the plan at launch, by the checks that need no values."""
+    """Start to verify plans of a model at launch, by the checks that need no values."""
     from galvatron_lite.verify.checks import launch_checks
     from galvatron_lite.verify.launched import Verifier
 
     return Verifier(model, batch, loss_fn, launch_checks)
 
 
-def _plan_of_user(plan: Plan | None, backend: str | None) -> Plan | None:
-    """The user's plan, for the user's backend."""
-    known = [one.value for one in TrainedBy]
-    if backend not in (None, *known):
-        raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
-    if plan is None:
-        return None
-    return check_runs(plan if backend is None else replace(plan, backend=TrainedBy(backend)))
+def _users_plan(plan: Plan | None, backend: str | None, delay: str | None, **choices: object) -> Plan | None:
+    """The user's plan, checked for the user's backend and delay; refuse choices for a search beside a plan."""
+    backends = [option.value for option in TrainedBy]
+    if backend not in (None, *backends):
+        raise InputError("backend", str(backend), f"Give {' or '.join(backends)}, or leave it out.")
+    if plan is not None:
+        plan = check_runs(plan if backend is None else replace(plan, backend=TrainedBy(backend)))
+    _check_delay(plan, delay)
+    for name, value in choices.items():
+        if plan is not None and value not in (None, (), {}, []):
+            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
+    return plan
 
 
 def _check_delay(plan: Plan | None, delay: str | None) -> None:
-    """Refuse a delay that is none of the known values, or that is not a given plan's."""
+    """Refuse an unknown delay, or one that the user's plan does not have."""
     rules = [rule.value for rule in CyclicRule]
     if delay not in (None, "cyclic", *rules):
         raise InputError("delay", str(delay), f"Give 'cyclic', {' or '.join(map(repr, rules))}, or leave it out.")
@@ -292,12 +288,22 @@ def _check_delay(plan: Plan | None, delay: str | None) -> None:
         return
     rule = None if plan.cyclic is None else plan.cyclic.rule.value
     if rule is None or delay not in ("cyclic", rule):
-        why = "delays no gradients" if rule is None else f"is one of {rule}"
-        remedy = f"The plan that was given {why}. Leave the plan out to find one, or the delay."
+        reason = "delays no gradients" if rule is None else f"is one of {rule}"
+        remedy = f"The plan that was given {reason}. Leave the plan out to find one, or the delay."
         raise InputError("delay", delay, remedy)
 
 
-def _tried_out(
+def _check_training(model: nn.Module, plan: Plan | None) -> None:
+    """Note how batch norms differ under the user's plan; refuse a model without anything to train."""
+    if plan is not None and any(isinstance(module, LOCAL_BATCH_NORMS) for module in model.modules()):
+        for note in norm_notes(plan, [run.strategy for stage in plan.stages for run in stage.runs]):
+            _say(f"note: {note}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
+        raise InputError("model", "no parameter that requires a gradient", remedy)
+
+
+def _try_model(
     model: nn.Module,
     batch: Any,
     layers: Sequence[Layer],
@@ -306,7 +312,7 @@ def _tried_out(
     reduction: str,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> Findings:
-    """Rank 0's findings about the loss, on every rank."""
+    """Try the loss and buffers of a model on rank 0, and return the findings on every rank."""
     from galvatron_lite.runtime.loss.weights import check_reduction
     from galvatron_lite.verify.trial.check import try_model
 
@@ -317,7 +323,7 @@ def _tried_out(
     return findings
 
 
-def _profile(
+def _find_profile(
     profile: Profile | str | Path | None,
     model: nn.Module,
     batch: Any,
@@ -327,6 +333,7 @@ def _profile(
     folder: Path,
     watched: Watched | None,
 ) -> Profile:
+    """The user's profile, the one measured here before, or a new one."""
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.schema import Profile
@@ -335,26 +342,26 @@ def _profile(
     from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
-        known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
-        check_trainable(model, known)
-        _warn(other_hardware(known))
-        return known
+        profile = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+        check_trainable(model, profile)
+        _warn(other_hardware(profile))
+        return profile
     graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, watched=watched)
     cached: Profile | None = agree(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
     if cached is not None:
         return cached
-    alone, begun = world_size() == 1, monotonic()
-    how = "measuring it briefly, as one device leaves little to choose" if alone else "measuring"
+    alone, start = world_size() == 1, monotonic()
+    action = "measuring it briefly, as one device leaves little to choose" if alone else "measuring"
     measured = measure_profile(
         model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder,
         remember=False, brief=alone, graph=graph, branch_seconds=branch_seconds,
-        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {how}"),
+        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {action}"),
     )  # fmt: skip
-    _say(f"measured in {monotonic() - begun:.0f} s; the next run reads it from {folder}/")
+    _say(f"measured in {monotonic() - start:.0f} s; the next run reads it from {folder}/")
     return measured
 
 
-def _without_graph(
+def _plan_uncaptured(
     model: nn.Module,
     layers: Sequence[Layer],
     batch: int,
@@ -363,28 +370,29 @@ def _without_graph(
     pins: Mapping[str, Sequence[str]],
     uncaptured: TraceError,
 ) -> Plan:
-    """A plan of a model that does not run without data."""
+    """Plan for a model that does not run without data, on rank 0, and return the plan on every rank."""
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.cluster.probe import probe
 
     def find() -> Plan:
+        size, budget = sum(parameter.nbytes for parameter in model.parameters()), budget_on(probe(), mem).least
         return uncaptured_plan(
-            type(model).__name__, layers, size=sum(one.nbytes for one in model.parameters()), devices=world_size(),
-            batch=batch, budget=budget_on(probe(), mem).least, precision=precision or precision_of(model), **pins,
+            type(model).__name__, layers, size=size, devices=world_size(), batch=batch, budget=budget,
+            precision=precision or precision_of(model), **pins,
         )  # fmt: skip
 
     plan: Plan = from_rank_zero(find)
     _say(f"plan: {plan_line(plan)}")
-    what = f"{uncaptured.field} ({uncaptured.value})"
+    module = f"{uncaptured.field} ({uncaptured.value})"
     _say(
-        f"note: {what} does not run without data: costs are not known, and only plans of data parallelism, ZeRO 1 and "
+        f"note: {module} does not run without data: costs are not known, and only plans of data parallelism, ZeRO 1 and "
         "full recomputation run it"
     )
     return plan
 
 
-def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
-    """Arguments of the planner for the mode and for delayed gradients."""
+def _mode_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
+    """Arguments of ``plan`` for the mode, delayed gradients and fixed choices."""
     if mode is Mode.INFERENCE:
         if delay is not None:
             raise InputError("delay", delay, "Inference has no gradients: leave it out.")
@@ -393,23 +401,31 @@ def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanAr
     return {"mode": mode, "fix": (*fix, *rule), "allow_delay": delay is not None}
 
 
-def _searched(
-    profile: Profile, arguments: PlanArguments, delay: str | None, findings: Findings | None, pins: str
+def _search_plan(
+    profile: Profile, request: PlanArguments, delay: str | None, findings: Findings | None, user_pins: str
 ) -> Plan:
-    """Rank 0's plan; where pins that the model's loss or buffers need leave none, the error speaks of these.
+    """Search a plan on rank 0, and return it on every rank.
+
+    Errors about pins that the model's loss or buffers need, or about the delay, speak of these.
 
     Args:
-        findings: of the model; None: nothing was tried.
-        pins: that the user typed.
+        profile: of the model on this world.
+        request: arguments of ``plan``.
+        delay: the delay that the user gives.
+        findings: on the model; None: it was not tried.
+        user_pins: pins as the user wrote them.
     """
-    graph = profile.graph
-    _warn(dead_note(graph.dead, graph.parameters, "an output or the loss"))
+    from galvatron_lite.api import plan as find
+
+    _warn(dead_note(profile.graph.dead, profile.graph.parameters, "an output or the loss"))
     try:
-        plan = _searched_plan(profile, arguments, delay)
+        plan: Plan = from_rank_zero(lambda: find(profile, **request))
     except InputError as error:
+        if delay is not None and error.field == "--fix schedule":
+            raise _delay_error(profile, delay, error) from error
         if findings is None or not findings.pins() or error.field not in ("--fix", "--forbid"):
             raise
-        raise findings.without_plan(world_size(), pins=pins) from error
+        raise findings.without_plan(world_size(), pins=user_pins) from error
     _say(f"plan: {plan_line(plan)}")
     notes = () if findings is None else findings.notes()
     for note in (*(() if plan.provenance is None else plan.provenance.notes), *notes):
@@ -417,24 +433,16 @@ def _searched(
     return plan
 
 
-def _searched_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
-    """Rank 0's plan. Where the wanted delay is why there is none, the error speaks of it."""
-    from galvatron_lite.api import plan as find
-
-    try:
-        plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
-        return plan
-    except InputError as error:
-        if delay is None or error.field != "--fix schedule":
-            raise
-        shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
-        if shared is None or "share parameters" not in error.remedy:
-            raise InputError("delay", delay, f"There is no such plan: {error.remedy}") from error
-        remedy = (
-            f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
-            "them (give each parameters of its own), or leave the delay out."
-        )
-        raise InputError("delay", delay, remedy) from error
+def _delay_error(profile: Profile, delay: str, error: InputError) -> InputError:
+    """The error for a delay with which there is no plan; ``error``: of the search."""
+    shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
+    if shared is None or "share parameters" not in error.remedy:
+        return InputError("delay", delay, f"There is no such plan: {error.remedy}")
+    remedy = (
+        f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
+        "them (give each parameters of its own), or leave the delay out."
+    )
+    return InputError("delay", delay, remedy)
 
 
 _OPTIONS = {
@@ -443,16 +451,16 @@ _OPTIONS = {
     "local_batch": (False, "Under such a plan every rank gives the same global batch: leave it out."),
     "compile": (False, "Leave it out: blocks are not compiled under such a plan."),
 }
-"""Options of synchronous training with galvatron alone: what they are if not given, and the remedy elsewhere."""
+"""Options of synchronous training with galvatron: their defaults, and the remedy under other plans."""
 
 
-def _checked_options(plan: Plan, **options: Any) -> dict[str, Any]:
-    """The options that are given; refused where the plan cannot have them."""
-    given = {name: value for name, value in options.items() if value != _OPTIONS[name][0]}
-    for name, value in given.items():
+def _synchronous_options(plan: Plan, **options: Any) -> dict[str, Any]:
+    """The options that differ from their defaults; raises ``InputError`` if the plan does not support them."""
+    changed = {name: value for name, value in options.items() if value != _OPTIONS[name][0]}
+    for name, value in changed.items():
         if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
             raise InputError(name, value, _OPTIONS[name][1])
-    return given
+    return changed
 
 
 def _check_timeout(plan: Plan, timeout: float) -> None:
@@ -463,15 +471,15 @@ def _check_timeout(plan: Plan, timeout: float) -> None:
         raise InputError("timeout", timeout, remedy)
 
 
-def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
-    """The option that keeps buffers alike that forward passes update; where the trainer has none, a warning."""
+def _buffer_options(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
+    """The option that synchronizes buffers that forward passes update; warns under plans without this option."""
     if plan.cyclic is None and plan.backend is TrainedBy.GALVATRON and not plan.branches:
         return {"synced_buffers": rules}
     _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
     return {}
 
 
-def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
+def _model_class(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
     """The class that runs a plan."""
     if plan.backend is TrainedBy.DEEPSPEED:
         from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
@@ -495,12 +503,13 @@ def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> Infer
     from galvatron_lite.runtime.parameters.use import InferenceModel
 
     if not isinstance(model, ParallelModel):
-        what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
-        raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
+        kind = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
+        raise InputError("mode", "inference", f"The plan is one {kind}, which only trains.")
     return InferenceModel(model)
 
 
 def _say(line: str) -> None:
+    """Log a line on rank 0."""
     if dist.get_rank() == 0:
         LOG.info(line)
 

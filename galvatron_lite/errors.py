@@ -1,14 +1,14 @@
-"""Every error this package raises on purpose, and the log of what it tells a training script's user unasked.
+"""Every error this package raises on purpose, and its log.
 
 GalvatronError
-├── InputError (ValueError)      a value the user gave is wrong: names the field, the value, the remedy
+├── InputError (ValueError)      a value from the user is wrong: names the field, the value, the remedy
 │   ├── UnknownNameError         a name that does not exist: suggests the nearest
 │   ├── UnitError                a size or a share that cannot be read
 │   ├── FileFormatError          a plan, profile, cluster or model file that is corrupt or of another version
 │   └── TraceError               a model, or a block of it, that cannot be captured
 ├── InfeasibleError              no plan fits: names the smallest budget that would
 ├── LaunchError (RuntimeError)   the launched world does not fit the plan (size, device)
-│   └── PeerError                another process is gone, failed or hangs: names its rank and what it was at
+│   └── PeerError                another process is gone, failed or hangs: names its rank and its operation
 ├── VerificationError            a plan does not do what it says, found before training
 ├── ExhaustedError (MemoryError) memory ran out where training cannot go on in this process
 ├── SwitchError (RuntimeError)   the plan could not be changed while training runs; training goes on under the old one
@@ -31,7 +31,7 @@ _SHORT.maxlong = 60
 
 
 class _Lines(logging.Handler):
-    """Prints lines to standard error, in colour on a terminal, unless the program has set up logging for them."""
+    """Prints records to standard error, in colour on a terminal, unless the program has configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         root, line = logging.getLogger(), record.getMessage()
@@ -47,9 +47,9 @@ class _Lines(logging.Handler):
 
 
 LOG = logging.getLogger("galvatron_lite")
-"""Which plan was chosen, that something is measured; ``setLevel(logging.WARNING)`` silences it."""
+"""Messages on the chosen plan and on measurements; ``setLevel(logging.WARNING)`` silences them."""
 LOG.addHandler(_Lines())
-LOG.propagate = False  # ``_Lines`` hands lines on
+LOG.propagate = False  # ``_Lines`` passes records on
 LOG.setLevel(logging.INFO)
 
 
@@ -58,18 +58,18 @@ class GalvatronError(Exception):
 
 
 def _shown(value: object) -> str:
-    """A value as it was written, shortened: paths and choices as their text."""
-    if type(value) is int and value.bit_length() > 4096:  # longer ones may not be written in decimal
+    """A value as text, shortened."""
+    if type(value) is int and value.bit_length() > 4096:  # Python does not print longer ones
         return f"an integer of {value.bit_length()} bits"
     return _SHORT.repr(str(value) if isinstance(value, (PurePath, Enum)) else value)
 
 
 class InputError(GalvatronError, ValueError):
-    """A value the user gave is wrong.
+    """A value from the user is wrong.
 
     Args:
-        field: what the value was for, as the user wrote it (``--mem``, ``stages[2].layers``).
-        value: what was given.
+        field: name of the value, as the user wrote it (``--mem``, ``stages[2].layers``).
+        value: the value; None: it is missing.
         remedy: what to give instead.
     """
 
@@ -77,54 +77,52 @@ class InputError(GalvatronError, ValueError):
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        said = f"{field} is missing." if value is None else f"{field}: {_shown(value)} {self.verdict}"
-        if value is True and type(self) is InputError:  # an option that is on has no value of its own to show
-            said = f"{field} cannot be used here."
-        super().__init__(f"{said} {remedy}")
+        problem = f"{field} is missing." if value is None else f"{field}: {_shown(value)} {self.verdict}"
+        if value is True and type(self) is InputError:  # of an option that takes no value
+            problem = f"{field} cannot be used here."
+        super().__init__(f"{problem} {remedy}")
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
-        """So that one process can tell another of it."""
+        """Support pickling, to send the error to another process."""
         return type(self), (self.field, self.value, self.remedy)
 
 
 class UnknownNameError(InputError):
-    """A name that does not exist; ``unknown`` makes it."""
+    """A name that does not exist; made by ``unknown``."""
 
     verdict = "is unknown."
 
 
-_FEW = 160  # characters of a list of names that is printed beside a suggestion
+_SHORT_LIST = 160  # characters up to which a list of names is printed beside a suggestion
 
 
 def unknown(
     field: str, name: object, names: Iterable[str], besides: str = "", others: Mapping[str, str] | None = None
 ) -> UnknownNameError:
-    """The error for a name that does not exist, with the nearest ones; a long list only where none is near.
+    """Make the error for a name that does not exist, with the nearest names, or all if there are few or none is near.
 
     Args:
-        field: what the name was for, as the user wrote it.
-        name: what was written.
-        names: those that exist.
-        besides: a sentence on what may be written instead of a name.
-        others: words that people may write, and the name that they mean.
+        field: name of the value, as the user wrote it.
+        name: the unknown name.
+        names: names that exist.
+        besides: a sentence on what can be given instead of a name.
+        others: other words for names, and the names that they mean.
     """
-    known = list(dict.fromkeys(names))
-    hint, every = suggestion(str(name), known, others), f"Known: {', '.join(known)}."
-    words = (hint, "" if hint and len(every) > _FEW else every, besides)
-    return UnknownNameError(field, name, " ".join(filter(None, words)))
+    names = list(dict.fromkeys(names))
+    hint, listed = suggestion(str(name), names, others), f"Known: {', '.join(names)}."
+    sentences = (hint, "" if hint and len(listed) > _SHORT_LIST else listed, besides)
+    return UnknownNameError(field, name, " ".join(filter(None, sentences)))
 
 
 def suggestion(name: str, names: Iterable[str], others: Mapping[str, str] | None = None) -> str:
-    """``Did you mean X or Y?`` with the nearest of some names; empty where none is near."""
-    known = list(names)
+    """``Did you mean X or Y?`` with the nearest names; empty if none is near."""
+    names = list(names)
     if others and name in others:
         return f"Did you mean {others[name]}?"
-    longer = [one for one in known if one.startswith(name)] if name else []
-    ratios = {
-        get_close_match: SequenceMatcher(None, get_close_match, name).ratio()
-        for get_close_match in get_close_matches(name, known, n=3)
-    }
-    near = longer[:3] or [ratio for ratio in ratios if ratios[ratio] > 0.95 * max(ratios.values())]
+    longer = [candidate for candidate in names if candidate.startswith(name)] if name else []
+    close = get_close_matches(name, names, n=3)
+    ratios = {candidate: SequenceMatcher(None, candidate, name).ratio() for candidate in close}
+    near = longer[:3] or [candidate for candidate in close if ratios[candidate] > 0.95 * max(ratios.values())]
     return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -144,8 +142,8 @@ class InfeasibleError(GalvatronError):
     """No plan fits the budget.
 
     Args:
-        message: what was asked for and what would have to give.
-        smallest_budget: bytes a device that the plan of least memory needs; None where no budget would do.
+        message: what does not fit, and what to change.
+        smallest_budget: bytes a device that the plan of least memory needs; None if no budget is enough.
     """
 
     def __init__(self, message: str, smallest_budget: int | None = None) -> None:
@@ -158,12 +156,12 @@ class LaunchError(GalvatronError, RuntimeError):
 
 
 class PeerError(LaunchError):
-    """An operation of several processes could not be finished because of others.
+    """An operation of several processes failed because of other processes.
 
     Args:
-        message: who is why, where they were, what to do.
-        ranks: those that are why, as far as it is known.
-        operation: what the first of them was at.
+        message: which ranks failed, where, and what to do.
+        ranks: ranks that failed, as far as known.
+        operation: operation of the first of them.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), operation: str = "") -> None:
@@ -175,16 +173,16 @@ class VerificationError(GalvatronError):
     """A plan does not do what it says: checks of it failed before training.
 
     Args:
-        failed: name of each check, and what it says.
+        failed: name and message of each failed check.
     """
 
     def __init__(self, failed: Sequence[tuple[str, str]]) -> None:
         self.failed = tuple(failed)
-        told = " ".join(f"{name}: {said}" for name, said in failed)
-        super().__init__(f"The plan does not do what it says. {told} Run galvatron verify for all that was found.")
+        messages = " ".join(f"{name}: {message}" for name, message in failed)
+        super().__init__(f"The plan does not do what it says. {messages} Run galvatron verify for all that was found.")
 
     def __reduce__(self) -> tuple[type[VerificationError], tuple[Sequence[tuple[str, str]]]]:
-        """So that one process can tell another of it."""
+        """Support pickling, to send the error to another process."""
         return type(self), (self.failed,)
 
 
@@ -193,12 +191,12 @@ class ExhaustedError(GalvatronError, MemoryError):
 
 
 class SwitchError(GalvatronError, RuntimeError):
-    """The plan could not be changed while training runs; every rank is on the plan it had, and can train on.
+    """The plan could not be changed during training; every rank keeps the old plan and can train on.
 
     Args:
-        phase: in which it failed.
-        rank: the first rank that did.
-        cause: what went wrong there.
+        phase: of the change, in which it failed.
+        rank: the first rank that failed.
+        cause: the error there.
     """
 
     def __init__(self, phase: str, rank: int, cause: str) -> None:
@@ -214,7 +212,7 @@ class NonFiniteLossError(GalvatronError, ArithmeticError):
 
     Args:
         message: what is not finite, where, and what to do.
-        ranks: where it is not, as far as it is known.
+        ranks: ranks where it is not, as far as known.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:

@@ -1,7 +1,7 @@
-"""The one door between typed values and disk: strict reading with clear errors, atomic writing.
+"""Reading and writing typed values: strict reading with clear errors, atomic writing.
 
-Values are frozen dataclasses; pydantic validates what is read against their annotations. YAML for people, JSON where
-the name ends so.
+Values are frozen dataclasses; pydantic validates files against their annotations. Files are YAML, or JSON if their name
+ends so.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHOWN = 80
-"""Characters of a line that cannot be read that are shown."""
+_SHOWN = 80  # characters of an unreadable line that are shown
 STRICT = cast("ConfigDict", {"extra": "forbid"})
 
 
 class Strict:
-    """Base of dataclasses that touch disk: where one is read, an unknown key is an error."""
+    """Base of dataclasses in files: an unknown key in a file is an error."""
 
     __slots__ = ()
     __pydantic_config__ = STRICT
@@ -38,25 +37,25 @@ class Strict:
 
 @cache
 def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    """What reads and writes a kind of value; made once, as that takes thirty times as long as using it."""
+    """The reader and writer of a type; cached, as making it takes thirty times as long as using it."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(cast("type[Any]", kind))
 
 
 def to_data(value: Any) -> Any:
-    """Plain data (dicts, lists, strings, numbers) of a dataclass value; fields at their defaults are left out."""
+    """Convert a dataclass value to plain data (dicts, lists, strings, numbers), without fields at their defaults."""
     return _adapter(cast("Hashable", type(value))).dump_python(value, mode="json", exclude_defaults=True)
 
 
 def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -> T:
-    """A value of dataclass ``kind`` from plain data.
+    """Convert plain data to a value of dataclass ``kind``.
 
     Args:
         kind: the dataclass.
-        data: what a file held.
-        field: what to name in an error, usually the path.
-        strict: whether ``"1"``, ``1.0`` and ``true`` are no integers; False for words of a command line.
+        data: the content of a file.
+        field: name of the data in errors, usually the path.
+        strict: do not accept ``"1"``, ``1.0`` and ``true`` as integers; False for words of a command line.
 
     Raises:
         FileFormatError: the data does not fit; names the first offending key.
@@ -64,7 +63,7 @@ def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -
     from pydantic import ValidationError
 
     try:
-        # As JSON: only there do strict readers take lists for tuples and texts for enumerations.
+        # Through JSON, where strict readers accept lists as tuples and texts as enumerations.
         text = json.dumps(data, default=index)
         return cast("T", _adapter(cast("Hashable", kind)).validate_json(text, strict=strict))
     except TypeError as error:
@@ -72,46 +71,45 @@ def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
-        given = first.get("input")
-        shown = given if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
+        value = first.get("input")
+        shown = value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
         reason = first["msg"].removeprefix("Value error, ")
-        if isinstance(given, str) and first["type"] in ("int_type", "float_type"):
+        if isinstance(value, str) and first["type"] in ("int_type", "float_type"):
             reason += ", without quotes, and with point and sign where it has an exponent: 1.0e+9"
-        raise FileFormatError(
-            f"{field}, {place}", shown, f"{reason} ({error.error_count()} problem(s) in all). Mend or remake it."
-        ) from error
+        remedy = f"{reason} ({error.error_count()} problem(s) in all). Mend or remake it."
+        raise FileFormatError(f"{field}, {place}", shown, remedy) from error
 
 
 def read_data(path: Path) -> Any:
-    """What a YAML or JSON file holds, as plain data.
+    """Read a YAML or JSON file as plain data.
 
     Raises:
-        FileFormatError: no such file, not text, truncated or not valid YAML/JSON: names the line.
+        FileFormatError: no such file, not text, truncated, or not valid YAML or JSON; names the line.
     """
     return parse_data(path, read_text(path, limits.FILE_BYTES if path.suffix == ".json" else limits.YAML_BYTES))
 
 
 def parse_data(path: Path, text: str) -> Any:
-    """The same of a text that was read from a file; its suffix says whether it is JSON."""
+    """Parse the text of a file as plain data; the suffix of the path says whether it is JSON."""
     import yaml
 
     try:
         data = json.loads(text, object_pairs_hook=without_twins) if path.suffix == ".json" else _yaml(path, text)
     except (json.JSONDecodeError, yaml.MarkedYAMLError) as error:
-        raise _ill_written(path, text, error) from error
+        raise _syntax_error(path, text, error) from error
     except FileFormatError:
         raise
-    except Exception as error:  # of constructors too: !!timestamp of no date is an AttributeError
+    except Exception as error:  # for example an AttributeError of !!timestamp without a date
         reason = " ".join(str(error).split())
         raise FileFormatError("file", str(path), f"It cannot be read ({reason[:200]}). Make it anew.") from error
     return check_plain(data, str(path))
 
 
 def parse_line(line: str | bytes, field: str) -> Any:
-    """The plain data of one line of JSON, such as a log's, whose figures may be NaN or infinite.
+    """Parse one line of JSON, such as of a log; numbers may be NaN or infinite.
 
     Raises:
-        FileFormatError: it is no JSON, or beyond the limits.
+        FileFormatError: not JSON, or beyond the limits.
     """
     try:
         data = json.loads(line, object_pairs_hook=without_twins)
@@ -121,10 +119,17 @@ def parse_line(line: str | bytes, field: str) -> Any:
 
 
 def parse_record(line: str | bytes, field: str, kinds: Mapping[str, type[T]], log: str, version: int) -> T:
-    """The record in a line of a log (``runs`` of a version): a value of the kind that the line names.
+    """Parse a line of a log as the kind of record that it names.
+
+    Args:
+        line: of JSON.
+        field: name of the line in errors.
+        kinds: record types by the names of their kinds.
+        log: name of the kind of log in errors.
+        version: supported version of records.
 
     Raises:
-        FileFormatError: it is none, or one of another version.
+        FileFormatError: an unknown kind, or another version.
     """
     data = parse_line(line, field)
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -136,10 +141,10 @@ def parse_record(line: str | bytes, field: str, kinds: Mapping[str, type[T]], lo
 
 
 def without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON (``object_pairs_hook``) in which no key stands twice; of two, readers drop either.
+    """Make a mapping of JSON (``object_pairs_hook``), of which readers otherwise drop repeated keys.
 
     Raises:
-        ValueError: one does.
+        ValueError: a key is repeated.
     """
     data = dict(pairs)
     if len(data) < len(pairs):
@@ -149,10 +154,10 @@ def without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> Path:
-    """The path itself, unless it is that of a folder, a pipe or a device, which would be waited for, or replaced.
+    """Return the path if it is a regular file, or does not exist.
 
     Raises:
-        FileFormatError: it is.
+        FileFormatError: a folder, a pipe or a device.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise FileFormatError("file", str(path), "It is a folder, a pipe or a device: give a regular file.")
@@ -160,10 +165,10 @@ def check_regular(path: Path) -> Path:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """What a file of at most ``limit`` bytes holds.
+    """Read a text file of at most ``limit`` bytes.
 
     Raises:
-        FileFormatError: no such file, larger, or no UTF-8.
+        FileFormatError: no such file, larger, or not UTF-8.
     """
     check_regular(path)
     try:
@@ -181,16 +186,16 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def _yaml(path: Path, text: str) -> Any:
-    """The data of a YAML text, once its depth and what its aliases stand for are known to be small.
+    """Parse YAML, after a check of its depth and of the size that its aliases expand to.
 
-    The reader itself recurses in C, and errors and checks walk through every use of an alias.
+    The parser recurses in C, and later checks walk through every use of an alias.
     """
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(loader):  # type: ignore[misc,valid-type]
-        """Refuses a key that stands twice."""
+        """Refuses repeated keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set[tuple[str, str]]()
@@ -202,13 +207,14 @@ def _yaml(path: Path, text: str) -> Any:
                 seen |= {name} if name is not None else set()
             return super().construct_mapping(node, deep)
 
+    # Sizes of anchored values, and the anchor and first value of every open collection.
     count, anchors, starts, aliased = 0, dict[str | None, int](), list[tuple[str | None, int]](), 0
     for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.CollectionEndEvent):
             name, before = starts.pop()
             size = count - before
         elif isinstance(event, yaml.AliasEvent):
-            size = anchors.get(event.anchor, limits.ALIASED + 1)  # unknown, or still open: it holds itself
+            size = anchors.get(event.anchor, limits.ALIASED + 1)  # unknown, or within itself
             aliased, name = aliased + size, None
             count += size
         elif isinstance(event, yaml.NodeEvent):
@@ -228,31 +234,31 @@ def _yaml(path: Path, text: str) -> Any:
     return yaml.load(text, Loader=Loader)
 
 
-def _ill_written(path: Path, text: str, error: Any) -> FileFormatError:
-    """What is wrong with a text that is no JSON or YAML, by the line at which its reader stopped."""
+def _syntax_error(path: Path, text: str, error: Any) -> FileFormatError:
+    """The error for a text that is not valid JSON or YAML, with the line at which the parser stopped."""
     mark = getattr(error, "problem_mark", None)
     number = error.lineno if mark is None and hasattr(error, "lineno") else 1 if mark is None else mark.line + 1
     reason = " ".join(str(getattr(error, "problem", None) or getattr(error, "msg", error)).split())
     context = getattr(error, "context_mark", None)
     if context is not None and context.line + 1 != number:
         reason += f" (in what begins in line {context.line + 1})"
-    written = [*text.splitlines(), "", ""][number - 1].strip()[:_SHOWN]
+    line = [*text.splitlines(), "", ""][number - 1].strip()[:_SHOWN]
     kind = "JSON" if path.suffix == ".json" else "YAML"
     remedy = (
         f"It is no {kind} there: {reason}. Mend this line or the one before (indentation by spaces, brackets, quotes), "
         "or make the file anew."
     )
-    return FileFormatError(f"{path}, line {number}", written, remedy)
+    return FileFormatError(f"{path}, line {number}", line, remedy)
 
 
 def kind_of(data: object) -> str:
-    """What plain data is, in the words of whoever wrote the file."""
-    words = {type(None): "nothing", list: "a list", str: "a text", dict: "a mapping"}
-    return words.get(type(data), type(data).__name__)
+    """The type of plain data, in words for people."""
+    names = {type(None): "nothing", list: "a list", str: "a text", dict: "a mapping"}
+    return names.get(type(data), type(data).__name__)
 
 
 def read_value(kind: type[T], path: Path) -> T:
-    """A value of dataclass ``kind`` from a YAML or JSON file.
+    """Read a value of dataclass ``kind`` from a YAML or JSON file.
 
     Raises:
         FileFormatError: see ``read_data`` and ``from_data``.
@@ -261,14 +267,13 @@ def read_value(kind: type[T], path: Path) -> T:
 
 
 def write_text(path: Path, text: str | Iterator[str]) -> None:
-    """Write a file, of a text or its parts, so that it is either the old one or the whole new one, never half."""
+    """Write a text, or its parts, to a file atomically: the file is either the old one or the complete new one."""
     try:
         check_regular(path).parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
-        raise type(error)(
-            error.errno, f"It cannot be written ({error.strerror}): give another place", str(path)
-        ) from None
+        message = f"It cannot be written ({error.strerror}): give another place"
+        raise type(error)(error.errno, message, str(path)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.writelines([text] if isinstance(text, str) else text)

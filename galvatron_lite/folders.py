@@ -1,4 +1,4 @@
-"""Folders that ship with the package, and folders that are whole or absent: written beside their place, then moved."""
+"""Folders that are written atomically (beside their place, then moved), and folders that ship with the package."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 _CHUNK = 1 << 20
-_PART = ".part-"
+_PART = ".part-"  # in the names of unfinished folders
 _DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file holds."""
+    """Size and checksum of a file."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     bytes: Size
-    sha256: Name  # their checksum, in hexadecimal digits
+    sha256: Name  # in hexadecimal digits
 
 
 class FileSink:
-    """A file being written; counts and sums up what goes in.
+    """An open file that computes its size and checksum while it is written.
 
-    An error of the disk is kept until the end (``content``): whoever writes may be no Python, and take it for another.
+    Errors of the disk are raised at the end, in ``content``, as writers in C may turn them into others.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -47,7 +47,7 @@ class FileSink:
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write some bytes; returns how many there are of them."""
+        """Write bytes, and return their number."""
         count = memoryview(data).nbytes
         if self._error is None:
             try:
@@ -59,10 +59,10 @@ class FileSink:
         return count
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing, as writes are not buffered here."""
 
     def content(self) -> Content:
-        """What was written, once it is on the disk.
+        """Return size and checksum, once everything is on the disk.
 
         Raises:
             OSError: the disk is full, or broken.
@@ -75,7 +75,7 @@ class FileSink:
 
 
 def write_file(path: Path, fill: Callable[[FileSink], None]) -> Content:
-    """Write a new file; ``fill`` is given where to write.
+    """Write a new file; ``fill`` writes to the sink.
 
     Raises:
         OSError: the disk is full, or broken.
@@ -87,7 +87,7 @@ def write_file(path: Path, fill: Callable[[FileSink], None]) -> Content:
 
 
 def content_of(path: Path) -> Content:
-    """What a file that was written otherwise holds.
+    """Size and checksum of an existing file.
 
     Raises:
         OSError: it cannot be read.
@@ -96,15 +96,15 @@ def content_of(path: Path) -> Content:
 
 
 def check_file(path: Path, expected: Content, remedy: str) -> Path:
-    """The path of a file that holds what it should.
+    """Return the path of a file if its content is the expected one.
 
     Args:
         path: of the file.
-        expected: what it held when it was written.
-        remedy: what to do where it does not, for the error.
+        expected: size and checksum when it was written.
+        remedy: for the error, what to do.
 
     Raises:
-        FileFormatError: it is gone, shorter or longer, or changed.
+        FileFormatError: the file is missing, shorter, longer, or changed.
     """
     try:
         size = path.stat().st_size
@@ -118,18 +118,19 @@ def check_file(path: Path, expected: Content, remedy: str) -> Path:
 
 
 def begin_folder(place: Path, seal: str | None = None) -> Path:
-    """A new empty folder beside a place, on the same file system; its name begins with a dot.
+    """Make an empty folder beside a place, on the same file system; its name begins with a dot.
 
     Args:
-        place: where it goes in the end.
-        seal: name of the file that is written last: what processes that were killed left without it is deleted, if
-            they ran on this machine, or a day ago.
+        place: path to which ``put_in_place`` moves it.
+        seal: name of the file that is written last. Folders without it are deleted if the process that wrote them on
+            this machine is gone, or if they are of another machine and a day old.
 
     Raises:
         InputError: another process of this machine is writing this place.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{_prefix(place)}{_owner()}"))
+    owner = f"{_host()}-{os.getpid()}-{_start(os.getpid())}-"
+    folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=_prefix(place) + owner))
     for other in place.parent.glob(f".*{_PART}*"):
         writer = _writer(other)
         if writer is None and seal is not None and not (other / seal).exists():
@@ -141,9 +142,9 @@ def begin_folder(place: Path, seal: str | None = None) -> Path:
 
 
 def put_in_place(folder: Path, place: Path) -> None:
-    """Move a folder from ``begin_folder`` to its place, and delete what was there, and what broken attempts left.
+    """Move a folder of ``begin_folder`` to its place, and delete the old folder and those of broken attempts.
 
-    At every moment the old folder or the new one is whole on the disk, though its name may still begin with a dot.
+    At every moment the old folder or the new one is complete on the disk, though its name may begin with a dot.
 
     Raises:
         OSError: the file system refuses.
@@ -164,12 +165,12 @@ def put_in_place(folder: Path, place: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder with all that is in it, as far as the file system lets us."""
+    """Delete a folder and its content, as far as the file system allows."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the entries of a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -181,17 +182,12 @@ def _prefix(place: Path) -> str:
     return f".{place.name}{_PART}"
 
 
-def _owner() -> str:
-    """This process, as names of folders have it."""
-    return f"{_host()}-{os.getpid()}-{_start(os.getpid())}-"
-
-
 def _host() -> str:
     return re.sub(r"[^\w.]", "_", socket.gethostname())
 
 
 def _start(process: int) -> str:
-    """When a process began, which tells it from a later one of its number; empty: it is gone, or this is no Linux."""
+    """The start time of a process, which tells it from a later one of its number; empty: gone, or not on Linux."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -199,7 +195,7 @@ def _start(process: int) -> str:
 
 
 def _writer(folder: Path) -> int | None:
-    """The process that may be writing a folder from ``begin_folder``; 0: one of another machine; None: it is gone."""
+    """The process that may be writing a folder of ``begin_folder``; 0: on another machine; None: it is gone."""
     owner = re.fullmatch(r"([\w.]+)-(\d+)-(\d*)-.*", folder.name.rpartition(_PART)[2])
     if owner is None:
         return None
@@ -224,7 +220,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def config_folder(kind: str) -> Path:
     """The folder of shipped files of one kind (``models``, ``clusters``).
 
-    In an installed wheel it lies inside the package, in a checkout beside it.
+    In a wheel it is in the package, in a checkout beside it.
 
     Raises:
         InputError: the installation holds no such folder.

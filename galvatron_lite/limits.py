@@ -1,7 +1,7 @@
-"""How large and how deep what is read may be, and the ranges of fields in schemas. No torch here.
+"""Limits on the size and depth of files, and ranges of fields in schemas. No torch here.
 
-The ranges are far beyond any computer there is, and small enough that products and sums of a few of them are exact or
-finite: what is computed from figures within them neither overflows nor runs for hours.
+The ranges are far beyond any existing computer, and small enough that sums and products of a few values are exact or
+finite: computations on values within them neither overflow nor run for hours.
 """
 
 from __future__ import annotations
@@ -15,37 +15,28 @@ from annotated_types import Interval, Len, Predicate
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.units import ITEM_BYTES
 
-FILE_BYTES = 2**25
-"""Of a JSON file."""
-YAML_BYTES = 2**22
-"""Of a YAML file, which takes a hundred times as long to read as JSON of its size."""
-DEPTH = 64
-"""Lists and mappings inside one another."""
-VALUES = 1_000_000
-"""Values of a file, each alias with all that it stands for."""
-ALIASED = 10_000
-"""Values that all aliases of a file stand for."""
-TEXT = 100_000
-"""Characters of one text."""
-LAYERS = 1024
-"""Layers of a model: tables of the planner grow with their square."""
+FILE_BYTES = 2**25  # of a JSON file
+YAML_BYTES = 2**22  # of a YAML file, which takes a hundred times as long to read
+DEPTH = 64  # of nested lists and mappings
+VALUES = 1_000_000  # of a file, aliases expanded
+ALIASED = 10_000  # values that all aliases of a file expand to
+TEXT = 100_000  # characters of one text
+LAYERS = 1024  # of a model: tables of the planner grow with the square
 DEVICES = 2**20
-SAMPLES = 2**24
-"""Samples of a batch, pixels or tokens along one side of a sample."""
-LARGEST = 2**62
-"""The largest integer."""
+SAMPLES = 2**24  # of a batch; also pixels or tokens along one side of a sample
+LARGEST = 2**62  # integer
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-100, 1e30
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""What no text holds: control characters but tab and line break, halves of surrogate pairs."""
+"""Characters that are refused: control characters except tab and line break, halves of surrogate pairs."""
 
 
 def is_name(text: str) -> bool:
-    """True if a text may name something: printable, in one line, of at most 300 characters.
+    """Return True if a text can be a name: printable, in one line, of at most 300 characters.
 
     Raises:
-        ValueError: it may not.
+        ValueError: it cannot.
     """
     if len(text) > 300 or not text.isprintable():
         raise ValueError("A name is printable, in one line, of at most 300 characters")
@@ -90,15 +81,15 @@ Layers = Len(1, LAYERS)
 
 
 def check_plain(data: Any, field: str, *, finite: bool = True) -> Any:
-    """The data itself, if it is plain (mappings, lists, texts, numbers) and within the limits.
+    """Return the data if it is plain (mappings, lists, texts, numbers) and within the limits.
 
     Args:
-        data: what a file held.
-        field: names the file in errors.
-        finite: whether NaN and infinity are refused.
+        data: the content of a file.
+        field: name of the file in errors.
+        finite: refuse NaN and infinity.
 
     Raises:
-        FileFormatError: names the place of the first value that is not.
+        FileFormatError: names the first value that is refused, and its place.
     """
     count, waiting = 0, [(data, "", 0)]
     while waiting:
@@ -113,16 +104,16 @@ def check_plain(data: Any, field: str, *, finite: bool = True) -> Any:
                 if type(key) not in (str, int) or (type(key) is str and (len(key) > 300 or not key.isprintable())):
                     remedy = "A key is a printable text of at most 300 characters, or an integer. Put it in quotes."
                     raise FileFormatError(f"{field}{place}", key, remedy)
-            waiting += [(one, f"{place}, {key}", depth + 1) for key, one in value.items()]
+            waiting += [(item, f"{place}, {key}", depth + 1) for key, item in value.items()]
         elif kind is list:
-            waiting += [(one, f"{place}.{number}", depth + 1) for number, one in enumerate(value)]
-        elif (wrong := _refused(value, finite)) is not None:
-            raise FileFormatError(f"{field}{place}", value, wrong)
+            waiting += [(item, f"{place}.{number}", depth + 1) for number, item in enumerate(value)]
+        elif (refusal := _refusal(value, finite)) is not None:
+            raise FileFormatError(f"{field}{place}", value, refusal)
     return data
 
 
-def _refused(value: object, finite: bool) -> str | None:
-    """What to do with a single value that cannot be taken; None where it can."""
+def _refusal(value: object, finite: bool) -> str | None:
+    """The remedy for a single value that is refused; None if it is not."""
     match value:
         case None | bool():
             return None
@@ -138,10 +129,10 @@ def _refused(value: object, finite: bool) -> str | None:
 
 
 def check_range(field: str, value: int, largest: int, remedy: str = "") -> int:
-    """The number itself, if it lies between 1 and ``largest``.
+    """Return the number if it is from 1 to ``largest``.
 
     Raises:
-        InputError: it does not.
+        InputError: it is not.
     """
     if not 1 <= value <= largest:
         raise InputError(field, value, remedy or f"Give a number from 1 to {largest}.")

@@ -1,7 +1,7 @@
-"""A request for a plan, or for a sweep of plans: one object for Python, the command line, sweeps and explanations.
+"""Requests for a plan or a sweep of plans, from Python and from the command line.
 
-``PlanRequest.parse`` reads what callers pass as the command line reads it and names what it cannot read; ``setting``
-finds the profile, the pins and the budget, which is all that a search needs.
+``PlanRequest.parse`` parses and checks the arguments of callers. ``setting`` finds the profile, the pins and the budget
+that a search needs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 ProfileSource = Profile | str | Path | Callable[[int | None], Profile] | None
-"""A profile, its file, or a function that makes the profile of a number of devices (None: of all)."""
+"""A profile, its file, or a function that returns the profile of a number of devices (None: of all)."""
 
 _ALIASES = {
     "seq": "sequence", "seq_len": "sequence", "seq_length": "sequence", "budget": "mem", "global_batch": "batch",
 }  # fmt: skip
-"""Arguments by names that they have elsewhere."""
+"""Arguments by other names, for suggestions."""
 
 
 class PlanArguments(TypedDict, total=False):
@@ -67,7 +67,7 @@ class PlanArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan or a sweep is requested for, with arguments of the right types; see ``plan``."""
+    """The arguments of a plan or a sweep, with the right types; see ``plan``."""
 
     profile: ProfileSource = None
     model: ModelGraph | str | Path | None = None
@@ -94,15 +94,15 @@ class PlanRequest:
     def parse(
         cls, profile: ProfileSource | PlanRequest, arguments: PlanArguments, others: Sequence[str] = ()
     ) -> PlanRequest:
-        """The request of a caller.
+        """Parse the arguments of a caller.
 
         Args:
-            profile: see ``plan``; a request, without arguments, stays as it is.
+            profile: see ``plan``; a request is returned unchanged.
             arguments: see ``plan``.
-            others: names of arguments that the function takes besides these, for errors.
+            others: names of other arguments of the function, for errors.
 
         Raises:
-            InputError: an unknown argument, or one that cannot be read; names it.
+            InputError: an unknown argument, or one that cannot be parsed; names it.
         """
         if isinstance(profile, PlanRequest):
             return profile
@@ -140,18 +140,18 @@ class PlanRequest:
 
     @property
     def estimated(self) -> bool:
-        """Whether costs are estimated, of a model that is named or described."""
+        """Whether costs are estimated, for a model by name or shape."""
         return self.model is not None or bool(self.shape)
 
     def on(self, profile: Profile | str | Path) -> PlanRequest:
-        """The same of a profile, which says what the model is and where it runs."""
+        """The same request for a profile, which determines the model and the cluster."""
         return replace(
             self, profile=profile, model=None, shape=None, image=None, cluster=None, gpus=None, sequence=None,
             precision=None, trainable=None, freeze=(),
         )  # fmt: skip
 
     def profile_on(self, devices: int | None, stack: str | None = None) -> Profile:
-        """The profile of a number of devices; None: of all. ``stack``: whose costs it has, if not the backend's."""
+        """The profile of a number of devices (None: all); ``stack``: software that trains, by default the backend's."""
         if callable(self.profile):
             return self.profile(devices)
         return find_profile(
@@ -162,7 +162,7 @@ class PlanRequest:
 
     @cached_property
     def setting(self) -> PlanSetting:
-        """What a search needs: the profile, pins, schedules and budget of this request.
+        """The profile, pins, schedules and budget of this request, for searches.
 
         Raises:
             InputError: no profile, or pins that the model or the backend does not have.
@@ -183,7 +183,7 @@ class PlanRequest:
             schedules=schedules,
             backend=backend.name,
             memory=self.mem,
-            # Fewer devices may all be of one type and train in a better precision: their profile is made again.
+            # Fewer devices may be of one type and train in another precision, so their profile is made again.
             source=self.profile_on if callable(self.profile) or self.estimated else None,
             mode=self.mode,
             delay=pins.delay_where(allowed=self.allow_delay),
@@ -192,7 +192,7 @@ class PlanRequest:
 
 
 def _check_model(graph: ModelGraph, backend: Backend) -> None:
-    """Refuse a convolutional network for software that trains transformers alone."""
+    """Refuse a convolutional network for software that only trains transformers."""
     blocks = (graph.kind_of(layer) for layer in graph.layers if layer.role is Role.BLOCK)
     if not backend.pictures and any(kind.dims.height for kind in blocks):
         remedy = f"It trains no convolutional networks, as {graph.name} is: plan for deepspeed or accelerate."
@@ -200,7 +200,7 @@ def _check_model(graph: ModelGraph, backend: Backend) -> None:
 
 
 def _backend(arguments: PlanArguments) -> str:
-    """The backend, or what other software can be told."""
+    """The name of the backend, or of the target software."""
     target, backend = arguments.get("target"), arguments.get("backend")
     if target is None:
         return backend or "galvatron"
@@ -210,17 +210,17 @@ def _backend(arguments: PlanArguments) -> str:
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:
-    """Several words, of which one may come alone, or a mapping of names to values (``{"pp": 2}``)."""
+    """Parse a text, a list of texts, or a mapping of names to values (``{"pp": 2}``), as texts."""
     if value is None:
         return ()
     if isinstance(value, str):
         return (_word(value),)
     if isinstance(value, Mapping):
         return tuple(f"{key}={_word(setting)}" for key, setting in value.items())
-    listed = list(value) if isinstance(value, Iterable) else []
-    if not isinstance(value, Iterable) or not all(isinstance(one, str) for one in listed):
+    words = list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(word, str) for word in words):
         raise InputError(name, value, "Give a text, or a list of texts.")
-    return tuple(_word(one) for one in listed)
+    return tuple(map(_word, words))
 
 
 def _word(value: object) -> str:
@@ -230,7 +230,7 @@ def _word(value: object) -> str:
 
 
 def mode_named(value: object) -> Mode:
-    """What a plan is for, by its name."""
+    """Parse the name of a mode."""
     names = [mode.value for mode in Mode]
     if not isinstance(value, str) or value not in names:
         raise unknown("--mode", value, names)
@@ -238,7 +238,7 @@ def mode_named(value: object) -> Mode:
 
 
 def memory_budget(value: object, name: str = "mem") -> str | int:
-    """A budget a device: bytes, a text, or a share of each device's own memory as a fraction (0.8)."""
+    """Parse a budget a device: bytes, a text, or a share of each device's memory (0.8)."""
     if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if isinstance(value, float) and 0 < value <= 1:
@@ -249,14 +249,14 @@ def memory_budget(value: object, name: str = "mem") -> str | int:
 
 
 def integer(name: str, value: object) -> int | None:
-    """A whole number, or None."""
+    """Check a whole number, or None."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise InputError(name, value, "Give a whole number.")
 
 
 def number(name: str, value: object, read: Callable[[str, str], float] = parse_count) -> float | None:
-    """A number, a text that ``read`` parses, or None."""
+    """Parse a number, or a text by ``read``; None stays None."""
     if isinstance(value, str):
         return read(value, name)
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)):
@@ -265,24 +265,24 @@ def number(name: str, value: object, read: Callable[[str, str], float] = parse_c
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Seconds, of a number or a text such as ``130ms``; or None."""
+    """Parse seconds, as a number or a text such as ``130ms``; None stays None."""
     return number(name, value, parse_seconds)
 
 
 def share(name: str, value: object) -> float | None:
-    """A share from 0 to below 1: a fraction (0.01), or a text (``1%``, ``0.01``); or None."""
+    """Parse a share from 0 to below 1, as a number (0.01) or a text (``1%``, ``0.01``); None stays None."""
     if value is None:
         return None
     try:
         text = str(value).strip()
-        found = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+        fraction = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
     except ValueError:
-        found = -1.0
-    if isinstance(value, bool) or not 0.0 <= found < 1.0:
+        fraction = -1.0
+    if isinstance(value, bool) or not 0.0 <= fraction < 1.0:
         raise InputError(name, value, "Give a share from 0 to below 1: 0.01, or 1%.")
-    return found
+    return fraction
 
 
 def size(name: str, value: object) -> int | None:
-    """Bytes, of a number or a text such as ``400MB``; or None."""
+    """Parse bytes, as a number or a text such as ``400MB``; None stays None."""
     return integer(name, parse_bytes(value, name) if isinstance(value, str) else value)

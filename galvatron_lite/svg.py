@@ -1,13 +1,13 @@
-"""Drawing in SVG: elements, marks, colours and axes of every figure.
+"""SVG: elements, marks, colours and axes of all figures.
 
-Series differ in colour and in shape, six colours by seven shapes: readers who cannot tell two colours apart have the
-shapes. Colours are after M. Okabe and K. Ito, "Color Universal Design" (jfly.uni-koeln.de/color), darkened on light
-ground and lightened on dark ground so that marks have a contrast of 3 or more (WCAG 2.2, 1.4.11).
+Series differ in colour and shape, six colours by seven shapes, so that readers can tell them apart without colour.
+Colours are after M. Okabe and K. Ito, "Color Universal Design" (jfly.uni-koeln.de/color), darkened on light background
+and lightened on dark background, for a contrast of marks of 3 or more (WCAG 2.2, 1.4.11).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape as escape_html
 from math import ceil, floor, log10
@@ -21,23 +21,23 @@ from galvatron_lite.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to pixels, logarithmic."""
+    """A logarithmic axis."""
 
-    low: float  # low, high: values at the ends
-    high: float
-    start: float  # start, end: pixels there; ``start`` may be the greater (upwards)
+    low: float  # value at the start
+    high: float  # value at the end
+    start: float  # pixels; may be greater than ``end`` for an axis upwards
     end: float
 
     def at(self, value: float) -> float:
-        """Pixels of a value; values beyond an end lie at it."""
+        """Pixels of a value, clipped to the ends."""
         inside = min(max(value, self.low), self.high)
         return self.start + (self.end - self.start) * log10(inside / self.low) / log10(self.high / self.low)
 
 
 def rounded(values: Iterable[float]) -> tuple[float, float]:
-    """The least and the greatest of positive values, rounded outwards to 1, 2 or 5 times a power of ten."""
-    known = [value for value in values if value > 0] or [0.1, 1.0]
-    low, high = _step(min(known), up=False), _step(max(known), up=True)
+    """The least and greatest of the positive values, rounded outwards to 1, 2 or 5 times a power of ten."""
+    positive = [value for value in values if value > 0] or [0.1, 1.0]
+    low, high = _step(min(positive), up=False), _step(max(positive), up=True)
     return (low, high) if low < high else (low / 10, high * 10)
 
 
@@ -48,7 +48,7 @@ def _step(value: float, *, up: bool) -> float:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten from ``low`` to ``high``, both included."""
+    """Powers of ten from ``low`` to ``high``, inclusive."""
     return [10.0**power for power in range(ceil(log10(low) - 1e-9), floor(log10(high) + 1e-9) + 1)]
 
 
@@ -56,7 +56,7 @@ COLOURS = (
     ("#0072b2", "#56b4e9"), ("#b84a00", "#ff9a5c"), ("#00795a", "#2fd0a2"), ("#a0458a", "#e8a0cf"),
     ("#8a6400", "#f0c44a"), ("#4d5560", "#b7c0ca"),
 )  # fmt: skip
-"""Of marks, on light and on dark ground."""
+"""Colours of marks, on light and on dark background."""
 
 SHAPES = (
     "M-2.7 0a2.7 2.7 0 1 0 5.4 0a2.7 2.7 0 1 0-5.4 0z",
@@ -67,10 +67,10 @@ SHAPES = (
     "M-1-3.2h2v2.2h2.2v2h-2.2v2.2h-2v-2.2h-2.2v-2h2.2z",
     "M-2.9-1.6L-1.6-2.9L0-1.3L1.6-2.9L2.9-1.6L1.3 0L2.9 1.6L1.6 2.9L0 1.3L-1.6 2.9L-2.9 1.6L-1.3 0z",
 )
-"""Outlines of marks around the origin: circle, square, triangle, diamond, the triangle turned over, plus, cross."""
+"""Outlines of marks around the origin: circle, square, triangle, diamond, inverted triangle, plus, cross."""
 
 KINDS = len(COLOURS) * len(SHAPES)
-"""Families that can be told apart."""
+"""Number of series that can be told apart."""
 
 _GROUND = {
     "paper": ("#ffffff", "#0d1117"),
@@ -79,13 +79,13 @@ _GROUND = {
     "near": ("#cfe0d4", "#1d3a2a"),
     "far": ("#edf1ee", "#15211a"),
 }
-"""Fills, on light and on dark ground."""
+"""Fills, on light and on dark background."""
 _LINES = {"grid": ("#d9dfe5", "#2a313a"), "one": ("#1f2328", "#e6edf3")}
 """Strokes."""
 
 
 def style() -> str:
-    """The sheet of the figure: light, and dark where the reader's system asks for it."""
+    """The style sheet of a figure: light, or dark if the reader's system is."""
     return f"<style>{_rules(0)} @media (prefers-color-scheme:dark){{{_rules(1)}}}</style>"
 
 
@@ -93,7 +93,7 @@ def _rules(ground: int) -> str:
     fills = {name: pair[ground] for name, pair in _GROUND.items()}
     fills |= {f"c{number}": pair[ground] for number, pair in enumerate(COLOURS)}
     lines = {name: pair[ground] for name, pair in _LINES.items()}
-    # What is drawn in strokes of a family's colour: ticks.
+    # Strokes in the colour of a series.
     lines |= {f"t{number}": pair[ground] for number, pair in enumerate(COLOURS)}
     return "".join(f".{name}{{fill:{value}}}" for name, value in fills.items()) + "".join(
         f".{name}{{stroke:{value};fill:none}}" for name, value in lines.items()
@@ -101,27 +101,35 @@ def _rules(ground: int) -> str:
 
 
 def shapes() -> str:
-    """The outlines, once, to be used by name."""
+    """Definitions of the outlines of marks."""
     return "<defs>" + "".join(f'<path id="s{number}" d="{shape}"/>' for number, shape in enumerate(SHAPES)) + "</defs>"
 
 
 def colour(place: int) -> int:
-    """Number of a family's colour by its place."""
+    """Index of the colour of a series."""
     return place % len(COLOURS)
 
 
 def shape(place: int) -> int:
-    """Number of a family's shape: families of one colour have different ones."""
+    """Index of the shape of a series; series of the same colour have different shapes."""
     return place // len(COLOURS) % len(SHAPES)
 
 
 def mark(place: int, x: float, y: float) -> str:
-    """One mark of a family; its colour comes from the group around it."""
+    """A mark of a series; its colour comes from the group around it."""
     return f'<use href="#s{shape(place)}" x="{x:.1f}" y="{y:.1f}"/>'
 
 
 def document(width: float, height: float, title: str, parts: Iterable[str], words: str = "") -> str:
-    """A figure as a file: ``title`` and ``words`` are what a screen reader says, ``parts`` what is drawn."""
+    """An SVG file.
+
+    Args:
+        width: in pixels.
+        height: in pixels.
+        title: for screen readers.
+        parts: elements.
+        words: a longer description for screen readers.
+    """
     described = " figure-words" if words else ""
     return "\n".join(
         [
@@ -145,7 +153,7 @@ def caption(x: float, y: float, words: str, anchor: str = "start", kind: str = "
 
 
 def check_target(path: Path) -> None:
-    """Whether an SVG can be written there."""
+    """Raise ``InputError`` if a path is not that of an SVG file in an existing folder."""
     if path.suffix.lower() != ".svg":
         raise InputError("--plot", str(path), "The figure is SVG: give a name that ends in .svg.")
     if not path.parent.is_dir():
@@ -156,30 +164,32 @@ Point = tuple[float, float]
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """An element; text children and attribute values are escaped.
+    """Make an element; text children and attribute values are escaped.
 
     Args:
         tag: name of the element.
         children: elements, or text.
-        attributes: underscores become hyphens, a last one is left out (``class_``); None: the attribute is left out.
+        attributes: by name, with underscores for hyphens, and one at the end for reserved words (``class_``). None:
+            the attribute is left out.
     """
-    given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
-    words = "".join(f' {name}="{escape(_written(value))}"' for name, value in given)
+    named = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
+    text = "".join(f' {name}="{escape(_number(value))}"' for name, value in named)
     inner = "".join(str(escape(child)) for child in children)
-    return Markup(f"<{tag}{words}>{inner}</{tag}>" if inner else f"<{tag}{words}/>")
+    return Markup(f"<{tag}{text}>{inner}</{tag}>" if inner else f"<{tag}{text}/>")
 
 
 def figure(width: float, height: float, label: str, *children: object, class_: str = "") -> Markup:
-    """A picture that screen readers read as one, by its label.
+    """A picture for a page, which screen readers read by its label.
 
     Args:
-        width, height: in its own units; it is as wide as its place allows.
-        label: what it shows, in a sentence.
+        width: in units of the picture, which fills its place on the page.
+        height: in the same units.
+        label: a sentence.
         children: elements.
         class_: of the style sheet.
     """
     return element(
-        "svg", *children, viewBox=f"0 0 {_written(width)} {_written(height)}", role="img", aria_label=label,
+        "svg", *children, viewBox=f"0 0 {_number(width)} {_number(height)}", role="img", aria_label=label,
         class_=class_ or None,
     )  # fmt: skip
 
@@ -190,13 +200,13 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", class_: str |
 
 
 def rectangle(x: float, y: float, width: float, height: float, class_: str, title: str = "") -> Markup:
-    """A rectangle; its title is shown where the reader points at it."""
-    told = (element("title", title),) if title else ()
-    return element("rect", *told, x=x, y=y, width=max(width, 0.0), height=height, class_=class_)
+    """A rectangle; browsers show its title at the pointer."""
+    titles = (element("title", title),) if title else ()
+    return element("rect", *titles, x=x, y=y, width=max(width, 0.0), height=height, class_=class_)
 
 
 def area(tops: Sequence[Point], floor: Sequence[Point]) -> str:
-    """Path data of what lies between an upper line and a lower one."""
+    """Path data of the area between an upper and a lower line."""
     return f"M{_line(tops)}L{_line(list(reversed(floor)))}z"
 
 
@@ -206,10 +216,10 @@ def path(points: Sequence[Point]) -> str:
 
 
 def _line(points: Sequence[Point]) -> str:
-    return "L".join(f"{_written(x)} {_written(y)}" for x, y in points)
+    return "L".join(f"{_number(x)} {_number(y)}" for x, y in points)
 
 
-def _written(value: object) -> str:
+def _number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0") if abs(value) >= 0.05 else "0"
     return str(value)
@@ -219,12 +229,12 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def marks(most: float, count: int = 5, base: float = 1.0) -> list[float]:
-    """Round values from 0 to at most ``most``, about so many.
+    """Round values for the ticks of an axis, from 0.
 
     Args:
-        most: the end of the axis.
-        count: about how many.
-        base: what round is a multiple of: 2**30 for sizes.
+        most: end of the axis.
+        count: approximate number of values.
+        base: unit in which values are round: 2**30 for sizes.
     """
     if most <= 0.0:
         return [0.0]
@@ -235,47 +245,42 @@ def marks(most: float, count: int = 5, base: float = 1.0) -> list[float]:
 
 
 def byte_marks(most: float, count: int = 4) -> list[float]:
-    """``marks`` of a size, round in the unit it is written in."""
+    """Ticks of an axis of sizes, round in the unit in which they are written."""
     base = next(base for base in (2.0**40, 2.0**30, 2.0**20, 2.0**10, 1.0) if most >= base or base == 1.0)
     return marks(most, count, base)
 
 
-def _same_unit(values: list[float], write: Callable[[float], str]) -> list[str]:
-    words = [write(value) for value in values]
-    return ["0" if value == 0.0 else word for value, word in zip(values, words, strict=True)]
-
-
 def second_words(values: list[float]) -> list[str]:
-    """Seconds at an axis."""
-    return _same_unit(values, lambda value: format_seconds(float(f"{value:.6g}")))
+    """Labels of an axis of seconds."""
+    return [format_seconds(float(f"{value:.6g}")) if value else "0" for value in values]
 
 
 def byte_words(values: list[float]) -> list[str]:
-    """Sizes at an axis, without ``.0``."""
-    return _same_unit(values, lambda value: format_bytes(value).replace(".0 ", " "))
+    """Labels of an axis of sizes, without ``.0``."""
+    return [format_bytes(value).replace(".0 ", " ") if value else "0" for value in values]
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A figure with two linear axes, drawn in its own units."""
+    """A figure with two linear axes."""
 
     width: float
     height: float
     margins: tuple[float, float, float, float]  # left, right, top, bottom
-    x_end: float  # values at the right and at the top
-    y_end: float
-    x_start: float = 0.0  # values at the left and at the bottom
-    y_start: float = 0.0
+    x_end: float  # value at the right
+    y_end: float  # value at the top
+    x_start: float = 0.0  # value at the left
+    y_start: float = 0.0  # value at the bottom
 
     def at(self, x: float, y: float) -> Point:
-        """The place of a value."""
+        """Coordinates of a point."""
         left, right, top, bottom = self.margins
         across = (self.width - left - right) / (self.x_end - self.x_start)
         up = (self.height - top - bottom) / (self.y_end - self.y_start)
         return left + (x - self.x_start) * across, self.height - bottom - (y - self.y_start) * up
 
     def horizontal(self, values: Sequence[float], words: Sequence[str]) -> list[Markup]:
-        """Lines of the grid at values of the upward axis, with their words."""
+        """Grid lines with labels at values of the vertical axis."""
         drawn = []
         for value, word in zip(values, words, strict=True):
             left, y = self.at(self.x_start, value)
@@ -284,7 +289,7 @@ class Frame:
         return drawn
 
     def below(self, values: Sequence[float], words: Sequence[str]) -> list[Markup]:
-        """Words at values of the lower axis; those at the ends stay within the figure."""
+        """Labels at values of the horizontal axis, within the figure."""
         drawn = []
         for value, word in zip(values, words, strict=True):
             x, y = self.at(value, self.y_start)
@@ -293,18 +298,18 @@ class Frame:
         return drawn
 
     def limit(self, value: float, word: str) -> list[Markup]:
-        """A line across the figure at a value of the upward axis, with a word above it."""
+        """A line across the figure at a value of the vertical axis, with a word above it."""
         (left, y), right = self.at(self.x_start, value), self.width - self.margins[1]
         line = element("path", d=f"M{left} {y:.1f}H{right}", class_="limit")
         return [line, text(right, y - 3, word, anchor="end", class_="limit-word")]
 
 
 def percent(share: float) -> str:
-    """A share: ``4.2 %``, ``37 %``."""
+    """A share as text: ``4.2 %``, ``37 %``."""
     value = 100 * share
     return f"{value:.0f} %" if abs(value) >= 9.95 or value == 0 else f"{value:.1f} %"
 
 
 def change(share: float) -> str:
-    """A share by which something differs, with its sign: ``+4.2 %``."""
+    """A relative difference as text, with its sign: ``+4.2 %``."""
     return ("+" if share > 0 else "−" if share < 0 else "±") + percent(abs(share))

@@ -1,4 +1,4 @@
-"""Reading and writing quantities at the edges; inside, everything is bytes, seconds, FLOPs and items."""
+"""Parse and format quantities for people. Inside the package everything is in bytes, seconds, FLOPs and items."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ _SHARE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _SMALLEST_BUDGET = 2**20
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of one item (tensor element) by precision."""
+"""Bytes of one tensor element, by precision."""
 
 
 def activation_bytes(precision: str) -> int:
-    """Bytes of one activation item under a precision of compute: fp8 is of matmuls only, what flows between is bf16."""
+    """Bytes of one activation element: under fp8, which is for matmuls only, activations are bf16."""
     return ITEM_BYTES["bf16" if precision == "fp8" else precision]
 
 
 def parse_bytes(text: str, field: str = "size") -> int:
-    """Bytes in a size such as ``40GB`` (decimal), ``40GiB`` (binary) or ``512MB``.
+    """Parse a size such as ``40GB`` (decimal), ``40GiB`` (binary) or ``512MB``, in bytes.
 
     Raises:
         UnitError: no unit, an unknown unit, or not a number.
     """
     match = _SIZE.match(text)
-    if match is None:
+    if match is None or (match[3] and not match[2]):
         raise UnitError(field, text, "Give a number and a unit: 40GB (decimal), 40GiB (binary), 512MB.")
-    number, prefix, binary = float(match[1]), match[2].upper(), bool(match[3])
-    if binary and not prefix:
-        raise UnitError(field, text, "Give a number and a unit: 40GB (decimal), 40GiB (binary), 512MB.")
-    return round(number * (_BINARY[prefix] if binary else _DECIMAL[prefix]))
+    return round(float(match[1]) * (_BINARY if match[3] else _DECIMAL)[match[2].upper()])
 
 
 def parse_budget(text: str, capacity: int, field: str = "--mem") -> int:
-    """Bytes of a memory budget a device: a size (``40GB``, ``40GiB``, bytes) or a share of ``capacity`` (``80%``).
+    """Parse a memory budget a device, in bytes: a size (``40GB``, ``40GiB``, bytes) or a share of it (``80%``).
+
+    Args:
+        text: the budget.
+        capacity: bytes of the device.
+        field: name of the budget in errors.
 
     Raises:
         UnitError: an unreadable size, a share outside (0, 100], or a budget below 1 MiB.
     """
     share = _SHARE.match(text)
-    budget = _size(text, field) if share is None else round(float(share[1]) / 100 * capacity)
-    if share is not None and not 0 < float(share[1]) <= 100:
-        raise UnitError(field, text, "A share of the device's memory lies above 0% and at most at 100%.")
+    if share is not None:
+        if not 0 < float(share[1]) <= 100:
+            raise UnitError(field, text, "A share of the device's memory lies above 0% and at most at 100%.")
+        budget = round(float(share[1]) / 100 * capacity)
+    else:
+        plain = int(text) if text.strip().isdecimal() else 0
+        budget = plain if plain >= _SMALLEST_BUDGET else parse_bytes(text, field)  # small numbers need a unit
     if budget < _SMALLEST_BUDGET:
         raise UnitError(field, text, "A budget below 1 MiB holds no model; did you mean GB?")
     return budget
 
 
-def _size(text: str, field: str) -> int:
-    """Bytes of a size with a unit, or of plain bytes; a small number lacks its unit."""
-    plain = int(text) if text.strip().isdecimal() else 0
-    return plain if plain >= _SMALLEST_BUDGET else parse_bytes(text, field)
-
-
 def parse_count(text: str, field: str) -> float:
-    """A number above 0 such as ``1000``, ``1.5M``, ``2B`` (or ``2G``) or ``1T``.
+    """Parse a number above 0 such as ``1000``, ``1.5M``, ``2B`` (or ``2G``) or ``1T``.
 
     Raises:
         UnitError: an unknown unit, not a number, or 0.
@@ -75,7 +75,7 @@ def parse_count(text: str, field: str) -> float:
 
 
 def parse_seconds(text: str, field: str) -> float:
-    """Seconds of a duration such as ``300ms``, ``2s``, ``10min``, ``12h`` or ``30d``.
+    """Parse a duration such as ``300ms``, ``2s``, ``10min``, ``12h`` or ``30d``, in seconds.
 
     Raises:
         UnitError: no unit, an unknown unit, not a number, or 0.
@@ -87,7 +87,7 @@ def parse_seconds(text: str, field: str) -> float:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people, in binary units: ``37.3 GiB``."""
+    """Format a size in binary units: ``37.3 GiB``."""
     value, sign = abs(float(size)), "-" if size < 0 else ""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -97,19 +97,19 @@ def format_bytes(size: float) -> str:
 
 
 def format_budget(size: int, *, up: bool = False) -> str:
-    """A size for people that ``parse_bytes`` reads back, in binary units with two places: ``16.54GiB``.
+    """Format a size so that ``parse_bytes`` can read it, in binary units with two decimals: ``16.54GiB``.
 
     Args:
         size: bytes, 0 or more.
-        up: round up, for the least that is enough; else down, for the most that there is.
+        up: round up, for a size that is enough; else round down, for a size that is available.
     """
-    unit = next((each for each in "TGMK" if size >= _BINARY[each]), "")
+    unit = next((prefix for prefix in "TGMK" if size >= _BINARY[prefix]), "")
     value = (Decimal(size) / _BINARY.get(unit, 1)).quantize(Decimal("0.01"), ROUND_CEILING if up else ROUND_FLOOR)
     return f"{value:f}".rstrip("0").rstrip(".") + (f"{unit}iB" if unit else "B")
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: ``1.42 s``, ``318 ms``, ``5.1 us``."""
+    """Format a duration: ``1.42 s``, ``318 ms``, ``5.1 us``."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= factor:
             value = seconds / factor
@@ -118,7 +118,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A long time for people: ``3.2 days``, ``12 hours``, ``5.1 minutes``, else as ``format_seconds``."""
+    """Format a long duration: ``3.2 days``, ``12 hours``, ``5.1 minutes``, else as ``format_seconds``."""
     for factor, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.3g} {unit}" if seconds < 1000 * factor else f"{seconds / factor:,.0f} {unit}"
@@ -126,7 +126,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """A large count for people: ``6.7B`` parameters, ``124M``."""
+    """Format a large count: ``6.7B``, ``124M``."""
     value = float(number)
     for unit in ("", "K", "M", "B"):
         if abs(value) < 1000:

@@ -1,4 +1,4 @@
-"""Joining and leaving the world of processes that a launcher started."""
+"""Join and leave the world of processes that a launcher started."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from galvatron_lite.errors import LaunchError
 
-DRY_BACKEND = "galvatron_dry"
-"""Backend of dry runs, whose messages carry no data."""
-SAVER = "galvatron-save"
-"""Name of threads that write checkpoints: no process ends before them."""
+DRY_BACKEND = "galvatron_dry"  # of dry runs, whose messages have no data
+SAVER = "galvatron-save"  # name of threads that write checkpoints, for which processes wait at their end
 
 
 class Finishing(threading.Thread):
-    """A thread that goes on until it is told to end; no process ends (``leave``) before it has."""
+    """A thread that runs until ``finish``; ``leave`` waits for it."""
 
     def finish(self) -> None:
-        """End, once all is written."""
+        """End the thread, once everything is written."""
         raise NotImplementedError
 
 
 def messages_carry_data() -> bool:
-    """Whether ranks can compare values: not in dry runs."""
+    """Whether ranks can compare values; not in dry runs."""
     return dist.get_backend() != DRY_BACKEND
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device of this process: its own GPU where there is one, else the CPU.
+    """The device of this process: a GPU of its own, or the CPU.
 
     Args:
         name: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        LaunchError: a GPU was asked for, or more processes than GPUs were launched on this node.
+        LaunchError: there is no GPU, or this node has more processes than GPUs.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -54,7 +52,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def join(device: torch.device) -> None:
-    """Make sure there is a default process group: the launcher's world, or a world of this process alone."""
+    """Make a default process group, unless there is one: the launcher's world, or this process alone."""
     if dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -72,20 +70,20 @@ def join(device: torch.device) -> None:
 
 
 def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
-    """A new name that all ranks of this start share; each rank calls it once.
+    """Agree on a name for this start of the workers; each rank calls it once.
 
-    torchrun keeps its store when it starts workers again, with the keys by which those before them met, and its restart
-    count differs between nodes. So rank 0 makes up a name and answers tickets, which are as new as the workers that
-    draw them, until every rank has confirmed that name.
+    torchrun keeps its store, with the keys of earlier workers, when it restarts workers, and its restart count differs
+    between nodes. So rank 0 makes a new name and sends it in answer to tickets, which only the current workers draw,
+    until every rank has confirmed it.
 
     Args:
         store: of the launcher.
         rank: of this process.
-        size: processes in the world.
+        size: number of processes.
         timeout: seconds.
 
     Raises:
-        LaunchError: not all ranks came.
+        LaunchError: not all ranks answered in time.
     """
     if rank:
         ticket = uuid4().hex
@@ -106,20 +104,20 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
 
 
 def rank() -> int:
-    """This process's rank; 0 where no world was joined."""
+    """The rank of this process; 0 without a world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Processes in the world; 1 where none was joined."""
+    """The number of processes; 1 without a world."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def leave() -> None:
-    """End this process after its work is done and written; does not return where a world was joined.
+    """End this process, as the last line of a script; returns only without a world.
 
-    A gloo thread may still hold a tensor when the interpreter shuts down, which aborts the process although its work is
-    done (pytorch issue 117762). So a script's last line is this: wait for the others, close the group, flush, exit.
+    It waits for the other ranks, closes the process group, flushes output, and exits. Otherwise a gloo thread that
+    still holds a tensor at interpreter shutdown could abort the process after its work is done (pytorch issue 117762).
     """
     if not dist.is_initialized():
         return

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from galvatron_lite.analysis.explanation import TimeAccount, TimeClass
-from galvatron_lite.analysis.step_time import PricedStages, account, taken_apart
+from galvatron_lite.analysis.step_time import PricedStages, account, price_in_parts
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError
@@ -140,7 +140,7 @@ def compare(recipe: Recipe, models: Mapping[str, Recipe], target: str = "") -> R
         ours = None
     cpu, why = time.process_time() - started, ""
     if ours is not None and seconds_of(ours) < EXPLAINED * seconds_of(theirs):
-        why = why_quicker(taken_apart(session.pricer, theirs), taken_apart(session.pricer, ours))
+        why = why_quicker(price_in_parts(session.pricer, theirs), price_in_parts(session.pricer, ours))
     return Row(recipe, theirs, ours, budget, cpu, exact=not tolerances, why=why)
 
 

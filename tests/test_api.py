@@ -1,4 +1,4 @@
-"""The functions behind the command line: which precision costs are estimated in."""
+"""The functions behind the command line: which precision costs are estimated in, and how arguments are read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from galvatron_lite.model.shapes import load_model
 
 @pytest.mark.parametrize(("cluster", "best"), [("h100", "bf16"), ("t4", "fp16")])
 def test_a_named_model_is_estimated_in_the_best_precision(tmp_path: Path, cluster: str, best: str) -> None:
-    made = api.profile("gpt2", cluster=cluster, gpus=1, estimate=True, folder=tmp_path)
-    assert made.graph.precision == best
-    assert api.find_profile(model="gpt2", cluster=cluster, gpus=1) == made
+    profile = api.profile("gpt2", cluster=cluster, gpus=1, estimate=True, folder=tmp_path)
+    assert profile.graph.precision == best
+    assert api.find_profile(model="gpt2", cluster=cluster, gpus=1) == profile
 
 
 def test_a_precision_that_is_asked_for_is_taken() -> None:
@@ -49,7 +49,7 @@ def test_the_precision_needs_a_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "given", "said"),
+    ("function", "given", "said"),
     [
         (api.plan, {"gpu": 4}, "'gpu' is unknown. Did you mean gpus?"),
         (api.plan, {"memory": "2GB"}, "'memory' is unknown. Did you mean mem?"),
@@ -61,10 +61,10 @@ def test_the_precision_needs_a_place() -> None:
     ],
 )
 def test_an_unknown_argument_is_named_with_the_nearest(
-    asked: Callable[..., object], given: dict[str, object], said: str
+    function: Callable[..., object], given: dict[str, object], said: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        asked(model="gpt2", cluster="a100-40gb", **given)
+        function(model="gpt2", cluster="a100-40gb", **given)
 
 
 GPT2 = {"model": "gpt2", "cluster": "a100-40gb", "gpus": 2, "sequence": 128, "batch": 8}
@@ -86,16 +86,15 @@ def test_arguments_are_read_as_the_command_line_reads_them(one: dict[str, object
 
 
 def test_figures_may_have_units() -> None:
-    whole = {name: value for name, value in GPT2.items() if name != "gpus"} | {"gpus": 2}
-    assert api.fewest_devices(step="1s", **whole) == api.fewest_devices(step=1.0, **whole)  # type: ignore[arg-type]
-    told = api.cheapest(price="2", tokens="1B", within="30d", **whole)  # type: ignore[arg-type]
-    assert told == api.cheapest(price=2.0, tokens=1e9, within=2592000.0, **whole)  # type: ignore[arg-type]
-    coarse = api.pareto_front(memory_step="10GB", **whole)  # type: ignore[arg-type]
-    assert coarse == api.pareto_front(memory_step=10**10, **whole)  # type: ignore[arg-type]
+    assert api.fewest_devices(step="1s", **GPT2) == api.fewest_devices(step=1.0, **GPT2)  # type: ignore[arg-type]
+    answer = api.cheapest(price="2", tokens="1B", within="30d", **GPT2)  # type: ignore[arg-type]
+    assert answer == api.cheapest(price=2.0, tokens=1e9, within=2592000.0, **GPT2)  # type: ignore[arg-type]
+    front = api.pareto_front(memory_step="10GB", **GPT2)  # type: ignore[arg-type]
+    assert front == api.pareto_front(memory_step=10**10, **GPT2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("asked", "given", "field"),
+    ("function", "given", "field"),
     [
         (api.plan, {"mem": 1.5}, "mem"), (api.plan, {"mem": None}, "mem"), (api.plan, {"fix": 3}, "fix"),
         (api.plan, {"forbid": [3]}, "forbid"), (api.plan, {"batch": "8"}, "batch"), (api.plan, {"gpus": 2.0}, "gpus"),
@@ -104,7 +103,7 @@ def test_figures_may_have_units() -> None:
         (api.pareto_front, {"memory_step": 0.5}, "memory_step"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(asked: Callable[..., object], given: dict[str, object], field: str) -> None:
+def test_what_cannot_be_read_is_named(function: Callable[..., object], given: dict[str, object], field: str) -> None:
     with pytest.raises(InputError) as refused:
-        asked(**GPT2 | given)
+        function(**GPT2 | given)
     assert refused.value.field == field

@@ -1,7 +1,7 @@
-"""What an explanation and a comparison of plans say.
+"""What an explanation and a comparison of plans hold.
 
-Names of figures end in their unit; without one they are counts, shares (0..1) or names. Parts of the step time add up
-to it. Where something could not be said, ``left_out`` says what, and why.
+Names of quantities end in their unit. Numbers without a unit are counts or shares (0 to 1). ``left_out`` lists what
+could not be explained, and why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TimeClass(StrEnum):
 
 
 class Constraint(StrEnum):
-    """What keeps a plan from being faster."""
+    """What can keep a plan from being faster."""
 
     MEMORY = "memory"
     LINK = "link"
@@ -38,23 +38,23 @@ class Constraint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimePart(Strict):
-    """A part of the step time of the slowest group of devices."""
+    """A part of the step time of the busiest group of devices."""
 
-    what: TimeClass  # class
-    name: str  # of compute the class of operation, of communication its cause, of waiting what is waited for
-    seconds: float  # of the step: what delays it
-    hidden_seconds: float = 0.0  # of communication: what runs behind compute, besides
+    what: TimeClass
+    name: str  # of compute, the class of operation; of communication, its cause; of waiting, what is waited for
+    seconds: float  # by which it delays the step
+    hidden_seconds: float = 0.0  # of communication that runs behind compute, in addition
 
 
 @dataclass(frozen=True, slots=True)
 class TimeAccount(Strict):
-    """Where the time of a step goes on the group of devices that is busiest; the parts add up to ``step_seconds``."""
+    """Where the time of a step goes on the busiest group of devices; the parts add up to ``step_seconds``."""
 
     step_seconds: float
     group: int  # number of the busiest group of devices
     parts: tuple[TimePart, ...]  # largest first
-    # how compute is known by class of operation: ``estimated`` (from data sheets, class by class), ``shared out``
-    # (whole layers were measured; data sheets say how their time divides), or empty
+    # ``estimated`` if classes of operation come from data sheets, ``shared out`` if measured layers are divided into
+    # classes by data sheets, or empty
     operations: str = ""
 
     def seconds_of(self, what: TimeClass) -> float:
@@ -64,28 +64,28 @@ class TimeAccount(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Neighbour(Strict):
-    """A run of layers done otherwise in one dimension, everything else equal."""
+    """The plan with one run of layers changed in one dimension."""
 
-    dimension: str  # in which it differs
-    strategy: str  # of the run instead
-    off: bool  # whether it is the run without that dimension at all
-    added_step_seconds: float  # what a step would take longer; negative: less
-    added_bytes: int  # what a device of the run would hold more at its worst moment; negative: less
-    fits: bool  # whether that is within the budget
+    dimension: str
+    strategy: str  # of the changed run
+    off: bool  # whether the change removes the dimension from the run
+    added_step_seconds: float  # negative: the neighbour is quicker
+    added_bytes: int  # at the worst moment of a device of the run; negative: the neighbour needs less
+    fits: bool  # whether it is within the budget
 
 
 @dataclass(frozen=True, slots=True)
 class RunChoice(Strict):
-    """What was chosen for a run of layers, and what that buys."""
+    """The strategy of a run of layers, and what changing it would cost."""
 
-    stages: tuple[int, ...]  # numbers of the stages that hold such a run; several where they do the same
-    first: str  # first, last: names of its first and last layer
-    last: str
-    layers: int  # how many, over all those stages
-    kinds: tuple[str, ...]  # of layers, by name
-    strategy: str  # chosen
-    step_seconds: float  # what its layers take of a step of their devices, mean over the stages
-    neighbours: tuple[Neighbour, ...] = ()  # the same run done otherwise
+    stages: tuple[int, ...]  # numbers of the stages that have this run
+    first: str  # name of the first layer
+    last: str  # name of the last layer
+    layers: int  # number of layers, over all these stages
+    kinds: tuple[str, ...]  # names of the kinds of layers
+    strategy: str
+    step_seconds: float  # that the layers take on their devices in a step, mean over the stages
+    neighbours: tuple[Neighbour, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,68 +93,65 @@ class StageMemory(Strict):
     """Memory of the devices of a group at their worst moment."""
 
     group: int  # number of the group of devices
-    stages: tuple[int, ...]  # that it runs
+    stages: tuple[int, ...]  # numbers of the stages that it runs
     used_bytes: int  # on one of its devices
-    budget_bytes: int  # it may use
+    budget_bytes: int
     moment: str  # when that is, in words
-    layer: str  # whose pass it is; empty for the optimizer's moment
-    microbatch: int  # micro-batch of that pass, from 0; -1 for the optimizer's
-    memory: MemoryBreakdown  # by what it is for, bytes
+    layer: str  # whose pass it is; empty for the optimizer's update
+    microbatch: int  # of that pass, from 0; -1 for the optimizer's update
+    memory: MemoryBreakdown  # bytes by purpose
 
 
 @dataclass(frozen=True, slots=True)
 class Bound(Strict):
-    """Something that keeps the plan from being faster."""
+    """A constraint on the step time."""
 
-    constraint: Constraint  # which
-    said: str  # a line
-    # of a step that could be had without it, or at most, where known; ``said`` tells what is changed
-    seconds: float | None
-    binds: bool  # whether it does
+    constraint: Constraint
+    said: str  # a sentence
+    seconds: float | None  # of a step that would be saved without it, or at most; None if not known
+    binds: bool  # whether it keeps the plan from being faster
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep(Strict):
     """The fastest plan from a budget on."""
 
-    budget_bytes: int  # a device that it needs
-    step_seconds: float  # of it
-    summary: str  # what it does
+    budget_bytes: int  # a device, that the plan needs
+    step_seconds: float
+    summary: str  # of the plan
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice(Strict):
-    """What a step gains by more memory on each device: a difference of two plans, as plans are discrete."""
+    """What more memory on each device gains: the difference between the fastest plans of two budgets."""
 
     budget_bytes: int  # a device, now
-    added_bytes: int  # more, on each device
+    added_bytes: int  # on each device
     step_seconds: float  # of the fastest plan now
-    then_step_seconds: float  # of the fastest plan with the memory added
-    seconds_per_gib: float  # seconds a step that each of the added GiB saves
-    # the fastest plans between the two budgets, least budget first: where the price is paid
-    steps: tuple[MemoryStep, ...]
-    # groups of devices that hold more than the budget in the plan with the memory added; none where it has other
-    # groups
+    then_step_seconds: float  # of the fastest plan with the added memory
+    seconds_per_gib: float  # seconds a step that each added GiB saves
+    steps: tuple[MemoryStep, ...]  # the fastest plans between the two budgets, least budget first
+    # groups of devices that exceed the budget in the plan with the added memory; none if its groups are others
     wanted_groups: tuple[int, ...] = ()
-    less_bytes: int = 0  # less, on each device; 0: not looked at
-    less_step_seconds: float | None = None  # of the fastest plan then; None where none fits, or it was not looked at
-    proven: bool = True  # whether the searches proved both plans the fastest
-    gap: float = 0.0  # of the searches: how far from the fastest either may be, as a share
-    same_shape: bool = False  # whether only plans of the plan's own pipeline, micro-batches and schedule were looked at
+    less_bytes: int = 0  # removed from each device in another search; 0: not searched
+    less_step_seconds: float | None = None  # of the fastest plan then; None if none fits, or it was not searched
+    proven: bool = True  # whether both plans are proven to be the fastest
+    gap: float = 0.0  # share by which either plan may be slower than the fastest
+    same_shape: bool = False  # whether only plans of the same pipeline, micro-batches and schedule were searched
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp(Strict):
-    """The best plan met that chooses otherwise in a dimension."""
+    """The best plan of a search that makes another choice in one dimension."""
 
-    dimension: str  # which
-    chosen: str  # in the plan
-    instead: str  # in the other
-    summary: str  # what the other does
-    step_seconds: float  # of it
-    added_step_seconds: float  # than the plan
+    dimension: str
+    chosen: str  # value in the plan
+    instead: str  # value in the runner-up
+    summary: str  # of the runner-up
+    step_seconds: float
+    added_step_seconds: float
     peak_bytes: int  # on its fullest device
-    fits: bool  # whether that is within the budget
+    fits: bool  # whether it is within the budget
     proven: bool = False  # whether no plan with that choice is faster
 
 
@@ -164,16 +161,15 @@ class WhatIf(Strict):
 
     name: str  # of the change: ``memory_more``
     change: str  # in words
-    devices: int  # devices, batch: asked for
+    devices: int
     batch: int
-    step_seconds: float | None = None  # of the fastest plan then; None where there is none or it was not looked at
-    samples_per_second: float | None = None  # of it
-    # samples a second over those of the plan now, less 1; step time where the batch is the same
-    gain: float | None = None
-    summary: str = ""  # what it does
+    step_seconds: float | None = None  # of the fastest plan; None if there is none, or it was not searched
+    samples_per_second: float | None = None
+    gain: float | None = None  # samples a second over those of the plan now, minus 1
+    summary: str = ""  # of the fastest plan
     peak_bytes: int | None = None  # on its fullest device
-    gap: float = 0.0  # how far from the fastest it may be, as a share of the step; 0 where it is proven
-    why: str = ""  # why there is no plan: nothing fits, or it was not tried for time
+    gap: float = 0.0  # share of the step by which it may be slower than the fastest; 0 if it is proven
+    why: str = ""  # why there is no plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,93 +177,89 @@ class Constants(Strict):
     """Calibrated constants of a device or of links."""
 
     name: str  # of the entry
-    rows: int  # published runs that it was fitted to; 0: it is as its source has it
-    residual: float  # mean absolute relative error of step times of those runs after the fit
-    source: str  # where it comes from
+    rows: int  # published runs that it was fitted to; 0: it is taken from its source
+    residual: float  # mean absolute relative error of the step times of these runs after the fit
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trust(Strict):
-    """How sure the prediction is."""
+    """How accurate the prediction is."""
 
     layers: str  # ``measured`` or ``estimated``: the seconds of layers
-    layers_source: str  # on or from what
-    communication: str  # the same of links
-    communication_source: str  # on or from what
-    spread: float = 0.0  # of the repetitions of measured layers (see ``profiler.schema.Origin``); 0 for estimates
-    # median of |predicted - measured| / measured of collectives; None where none were measured
-    links_residual: float | None = None
-    # of estimates: the calibrated constants of the devices, how many published runs they were fitted to, and what
-    # error those had after the fit
-    constants: tuple[Constants, ...] = ()
-    # mean absolute relative error of step times that is known of this kind of prediction; None: none is
-    error: float | None = None
-    error_of: str = ""  # what it was measured on
-    missing: tuple[str, ...] = ()  # what is not known of it
+    layers_source: str  # device and date, or data sheet
+    communication: str  # ``measured`` or ``estimated``: the seconds of collectives
+    communication_source: str
+    spread: float = 0.0  # of repetitions of measured layers (see ``profiler.schema.Origin``); 0 for estimates
+    links_residual: float | None = None  # median relative residual of fitted collectives; None if none were measured
+    constants: tuple[Constants, ...] = ()  # calibrated constants of the devices, for estimates
+    error: float | None = None  # mean absolute relative error of such step times; None if not known
+    error_of: str = ""  # what the error was measured on
+    missing: tuple[str, ...] = ()  # errors that are not known
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Strict):
-    """Why a plan is as it is."""
+    """An explanation of a plan."""
 
     model: str  # its name
     headline: str  # the plan in a line
-    profile: str  # name of what it was priced with
-    devices: int  # devices, batch, microbatches: of the plan
+    profile: str  # name of the profile that it is priced with
+    devices: int
     batch: int
     microbatches: int
     step_seconds: float  # predicted
     samples_per_second: float  # of the whole cluster
-    best_step_seconds: float | None  # of the fastest plan at the plan's budget, where it was looked for
-    time: TimeAccount | None  # where the step's time goes; None where that cannot be said
-    runs: tuple[RunChoice, ...]  # what was chosen for the layers
+    best_step_seconds: float | None  # of the fastest plan within the plan's budget; None if not searched
+    time: TimeAccount | None  # None if the plan cannot be explained in parts
+    runs: tuple[RunChoice, ...]
     memory: tuple[StageMemory, ...]  # of each group of devices
-    bounds: tuple[Bound, ...]  # what keeps it from being faster, the dearest first
-    price: MemoryPrice | None  # of memory; None where it was not asked for or cannot be said
-    runners_up: tuple[RunnerUp, ...]  # the quickest other plan in each dimension
-    what_ifs: tuple[WhatIf, ...]  # other memory, links, devices, batches
-    trust: Trust  # how sure all this is
-    left_out: tuple[str, ...] = ()  # what is not said here, and why
+    bounds: tuple[Bound, ...]  # the most expensive first
+    price: MemoryPrice | None  # of memory; None if it was not wanted or is not known
+    runners_up: tuple[RunnerUp, ...]  # one for each dimension
+    what_ifs: tuple[WhatIf, ...]
+    trust: Trust
+    left_out: tuple[str, ...] = ()  # what is not explained, and why
     notes: tuple[str, ...] = ()  # of the plan's prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Compared(Strict):
-    """One of several plans, priced on the common basis."""
+    """One of the plans of a comparison, priced with the common profile."""
 
-    name: str  # of its file, or what it was given as
+    name: str  # of its file, or its key
     headline: str  # the plan in a line
-    devices: int  # devices, batch, microbatches: of the plan
+    devices: int
     batch: int
     microbatches: int
     step_seconds: float  # predicted
-    samples_per_second: float  # of it
-    said_step_seconds: float | None  # what its own file predicts; None where it says nothing
+    samples_per_second: float
+    said_step_seconds: float | None  # predicted in the plan's own file; None if it has no prediction
     peak_bytes: int  # on its fullest device
-    fits: bool | None  # whether that is within the budget
-    memory: MemoryBreakdown  # by what it is for, bytes, on its fullest device
+    fits: bool | None  # whether it is within the budget
+    memory: MemoryBreakdown  # bytes by purpose, on its fullest device
     time: dict[str, float]  # seconds by class; they add up to ``step_seconds``
-    parts: TimeAccount | None  # the same in detail; None where that cannot be said
-    made_from: str = ""  # the profile its own figures were made from; empty where it names none
+    parts: TimeAccount | None  # the same in detail; None if the plan cannot be explained in parts
+    made_from: str = ""  # the profile of its own prediction; empty if it names none
     notes: tuple[str, ...] = ()  # of its prediction
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference(Strict):
-    """Consecutive layers that plans do otherwise."""
+    """Consecutive layers that have different strategies in the plans."""
 
-    first: str  # first, last: names of the layers
-    last: str
+    first: str  # name of the first layer
+    last: str  # name of the last layer
     count: int
     strategies: tuple[str, ...]  # of each plan, in their order: ``stage 0: zero3x8``
 
 
 @dataclass(frozen=True, slots=True)
 class Buys(Strict):
-    """What a plan buys over the first one."""
+    """What a plan gains and costs compared with the first one."""
 
     name: str  # of the plan
-    added_step_seconds: float  # than the first plan; negative: it is quicker
+    added_step_seconds: float  # negative: it is quicker
     added_bytes: int  # on the fullest device
     said: str  # in a line
 
@@ -277,27 +269,25 @@ class Comparison(Strict):
     """Plans of one model side by side."""
 
     model: str  # its name
-    basis: str  # what all were priced with
-    budget_bytes: int  # a device, that all are held against
-    plans: tuple[Compared, ...]  # in the order they were given
+    basis: str  # the profile that all are priced with
+    budget_bytes: int  # a device, that all are compared with
+    plans: tuple[Compared, ...]
     layers: tuple[LayerDifference, ...]  # where they differ
-    buys: tuple[Buys, ...]  # each but the first against it
-    # where a plan was made from something else, or for another batch or number of devices
-    notes: tuple[str, ...] = field(default=())
+    buys: tuple[Buys, ...]  # of each plan but the first
+    notes: tuple[str, ...] = field(default=())  # on plans made from other profiles, or for other batches or devices
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedError:
     """The error of estimated step times."""
 
-    models: str  # the kind of model that it was found of
-    error: float | None  # mean absolute relative error; None where none was measured
-    source: str = ""  # what it was found on
+    models: str  # the kind of model
+    error: float | None  # mean absolute relative error; None if no runs of such models were scored
+    source: str = ""  # the runs that were scored
 
 
 def expected_error(graph: ModelGraph, calibration: Calibration) -> ExpectedError:
-    """The error of models like this one: with pixels, with attention and no pixels, or others, of which no published
-    run is scored."""
+    """The error of estimated step times of models like this: with pixels, with attention, or with neither."""
     errors = calibration.expected_error
     if any(kind.dims.height for kind in graph.kinds.values()):
         source = "published runs, by some of which constants of convolutions were chosen"

@@ -1,4 +1,4 @@
-"""What the points of a sweep share, how one point is planned, and which numbers of devices a cluster offers."""
+"""What all searches of a sweep share, how one point is searched, and which device counts a cluster offers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Delay
 
+SAMPLES_PER_DEVICE, IMAGES_PER_DEVICE = 8, 32  # of a step, by default
+
+Progress = Callable[[int, int, str], None]
+
 
 def device_counts(cluster: Cluster, *, divide_well: bool = False) -> tuple[int, ...]:
-    """Numbers of devices that fill whole members of each level: 1 to a node, then whole nodes; ascending.
+    """Return device counts that fill whole members of each level, ascending: 1 to a node, then whole nodes.
 
-    ``divide_well``: those alone that are 2^a or 3 * 2^a members of a level, and whole levels.
+    ``divide_well``: only counts of 2^a or 3 * 2^a members of a level, and whole levels.
     """
     counts, unit = [1], 1
     for level in cluster.levels:
-        every = range(2, level.size + 1)
-        counts += [unit * size for size in every if not divide_well or even(size) or size == level.size]
+        sizes = range(2, level.size + 1)
+        counts += [unit * size for size in sizes if not divide_well or is_even(size) or size == level.size]
         unit *= level.size
     return tuple(counts)
 
 
-def even(number: int) -> bool:
+def is_even(number: int) -> bool:
     """Whether a number is 2^a or 3 * 2^a."""
     while number % 2 == 0:
         number //= 2
@@ -38,70 +42,60 @@ def even(number: int) -> bool:
 
 
 def first_devices(cluster: Cluster, devices: int) -> Cluster:
-    """The cluster that the first devices in rank order make."""
+    """Return the cluster of the first devices in rank order.
+
+    Raises:
+        InputError: there are not so many devices, or they do not fill whole nodes.
+    """
     if devices == cluster.devices:
         return cluster
     if not 1 <= devices < cluster.devices:
         raise InputError("--gpus", devices, f"The cluster has {cluster.devices}; give 1 to that many.")
-    levels, groups = _levels(cluster.levels, devices), _groups(cluster, devices)
-    if len(groups) == 1 and groups[0].levels:
-        levels, groups = groups[0].levels, (replace(groups[0], levels=()),)
-    return replace(cluster, levels=levels, groups=groups)
-
-
-def _levels(levels_above: Sequence[Level], devices: int) -> tuple[Level, ...]:
-    levels, wanted = list[Level](), devices
-    for level in levels_above:
-        if wanted <= level.size:
-            return (*levels, replace(level, size=wanted))
-        if wanted % level.size:
-            raise InputError(
-                "--gpus", devices, f"A {level.name} has {level.size} members; give a number of whole ones."
-            )
-        levels.append(level)
-        wanted //= level.size
-    return tuple(levels)
-
-
-def _groups(cluster: Cluster, devices: int) -> tuple[DeviceGroup, ...]:
-    groups, left = list[DeviceGroup](), devices
+    levels, groups, left = _first_levels(cluster.levels, devices), list[DeviceGroup](), devices
     for group in cluster.groups:
         if left > 0:
-            levels = _levels(group.levels, devices) if group.levels else ()
-            groups.append(replace(group, count=min(left, group.count), levels=levels))
+            group_levels = _first_levels(group.levels, devices) if group.levels else ()
+            groups.append(replace(group, count=min(left, group.count), levels=group_levels))
         left -= group.count
-    return tuple(groups)
+    if len(groups) == 1 and groups[0].levels:
+        levels, groups = groups[0].levels, [replace(groups[0], levels=())]
+    return replace(cluster, levels=levels, groups=tuple(groups))
 
 
-SAMPLES_PER_DEVICE, PICTURES_PER_DEVICE = 8, 32  # a step, where no batch is given
-
-Progress = Callable[[int, int, str], None]
+def _first_levels(levels: Sequence[Level], devices: int) -> tuple[Level, ...]:
+    kept, members = list[Level](), devices
+    for level in levels:
+        if members <= level.size:
+            return (*kept, replace(level, size=members))
+        if members % level.size:
+            remedy = f"A {level.name} has {level.size} members; give a number of whole ones."
+            raise InputError("--gpus", devices, remedy)
+        kept.append(level)
+        members //= level.size
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSetting:
-    """What does not change from point to point."""
+    """What all searches of a sweep share."""
 
-    profile: Profile  # of the largest cluster that is asked about
-    budget: int | Budget  # bytes a device; of each type of device where they are unlike
-    pins: Pins = NOTHING  # what is not left to the search
-    # to choose from where there is a pipeline; None: those that the search takes by itself
-    schedules: tuple[Schedule, ...] | None = None
-    backend: str = "galvatron"  # what is to run the plans
-    # the budget as it was asked for, where fewer devices may have another one: a share of their own memory
+    profile: Profile  # of the largest cluster
+    budget: int | Budget  # bytes a device; by type of device if they differ
+    pins: Pins = NOTHING  # choices that are not left to the search
+    schedules: tuple[Schedule, ...] | None = None  # to choose from in a pipeline; None: the search's default
+    backend: str = "galvatron"  # what runs the plans
+    # the budget as the user wrote it; a share of the devices' memory is another number of bytes on fewer devices
     memory: str | int | None = None
-    # the profile of so many devices, where it is not just that of the first of all: fewer devices may all be of one
-    # type, and train in a better precision
+    # gives the profile of a number of devices; needed if fewer devices are of one type and train in another precision
     source: Callable[[int], Profile] | None = None
-    mode: Mode = Mode.TRAINING  # what the plans are for
-    delay: Delay | None = None  # which rules of delayed gradients are allowed; None: none
-    margin: float = 0.0  # share of budgets that predictions keep free
-    tolerance: float = 0.0  # share of the step time that plans may be from the best
-    # what earlier points have priced, by devices
-    sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
+    mode: Mode = Mode.TRAINING
+    delay: Delay | None = None  # allowed rules of delayed gradients; None: none
+    margin: float = 0.0  # share of the budget that predictions keep free
+    tolerance: float = 0.0  # share of the step time by which plans may be slower than the best
+    sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)  # prices, by device count
 
     def session(self, devices: int) -> Session:
-        """The session of the cluster that the first devices make."""
+        """The session of the first ``devices`` devices of the cluster."""
         if devices not in self.sessions:
             cluster = self.profile.cluster
             if self.source is not None and devices != cluster.devices and not cluster.alike:
@@ -112,7 +106,7 @@ class PlanSetting:
         return self.sessions[devices]
 
     def budget_at(self, devices: int) -> int | Budget:
-        """Bytes a device of the first devices."""
+        """The budget on the first ``devices`` devices, in bytes a device."""
         if self.memory is None:
             return self.budget
         return budget_on(self.session(devices).profile.cluster, self.memory)
@@ -120,49 +114,54 @@ class PlanSetting:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The fastest plan for a number of devices, a batch and a budget; or why there is none."""
+    """The fastest plan for a device count, a batch and a budget, or the reason why there is none."""
 
     devices: int
     batch: int  # samples a step
-    budget: int  # bytes a device; the least where types of devices have unlike ones
-    plan: Plan | None = None  # the fastest; None where there is none, or where it was not looked for
-    reason: str = ""  # why there is no plan; empty where there is one
-    needs: int | None = None  # bytes a device that would be enough, where that is known and the reason
+    budget: int  # bytes a device; the least if types of devices have different budgets
+    plan: Plan | None = None  # None if there is none, or if it was not searched for
+    reason: str = ""  # why there is no plan
+    needs: int | None = None  # bytes a device that would be enough, if known
 
     @property
     def prediction(self) -> Prediction | None:
-        """Of the plan; None where there is none."""
+        """The plan's prediction; None without a plan."""
         return None if self.plan is None else self.plan.prediction
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinite without a plan."""
+        """Seconds of a step; infinite without a plan."""
         return float("inf") if self.prediction is None else self.prediction.step_seconds
 
     @property
     def rate(self) -> float:
-        """Samples a second, 0 without a plan."""
+        """Samples a second; 0 without a plan."""
         return self.batch / self.seconds
 
     @property
     def peak(self) -> int:
-        """Bytes on the fullest device, 0 without a plan."""
+        """Bytes on the fullest device; 0 without a plan."""
         return 0 if self.prediction is None else self.prediction.peak_memory
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """What a sweep has looked at."""
+    """The points of a sweep, in the order of their searches."""
 
-    points: tuple[Point, ...] = ()  # in the order they were looked at
-    complete: bool = True  # False where it was interrupted: what was not looked at may hold better ones
+    points: tuple[Point, ...] = ()
+    complete: bool = True  # False if the sweep was interrupted: the points that are missing may be better
+
+    def require_plan(self) -> None:
+        """Raise ``InfeasibleError`` if no point has a plan."""
+        if self.points and all(point.plan is None for point in self.points):
+            raise InfeasibleError(self.points[-1].reason, self.points[-1].needs)
 
 
 def batch_for(setting: PlanSetting, devices: int, batch: int | None) -> int:
-    """Samples a step: those given, else 8 a device, and 32 where a sample is a picture and not a sequence of tokens."""
+    """The batch, or by default 8 samples a device; 32 if a sample is an image and not a sequence of tokens."""
     if batch is not None:
         return batch
-    return (PICTURES_PER_DEVICE if setting.profile.graph.sequence == 1 else SAMPLES_PER_DEVICE) * devices
+    return (IMAGES_PER_DEVICE if setting.profile.graph.sequence == 1 else SAMPLES_PER_DEVICE) * devices
 
 
 def ask(
@@ -178,7 +177,7 @@ def ask(
     effort: int = MOST_WORK,
     tolerance: float | None = None,
 ) -> Plan:
-    """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``."""
+    """Search the fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``."""
     session = setting.session(devices)
     plan = find_plan(
         session.profile,
@@ -204,10 +203,10 @@ def ask(
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, *setting.pins.notes)))
 
 
-def look(
+def search_point(
     setting: PlanSetting, devices: int, batch: int, budget: int | Budget | None = None, progress: Progress | None = None
 ) -> Point:
-    """A point of a sweep: one without a plan says why."""
+    """Search one point of a sweep; without a plan it has the reason."""
     point = Point(devices, batch, bytes_on(setting.budget if budget is None else budget, ""))
     try:
         limit = setting.budget_at(devices) if budget is None else budget
@@ -220,28 +219,21 @@ def look(
 
 
 def with_progress(values: Sequence[int], label: str, progress: Progress | None) -> Iterator[int]:
-    """The values one by one; what is looked at is told as ``label``, which has the value's place in it."""
+    """Yield the values, and report each as the ``label``, formatted with the value."""
     for number, value in enumerate(values):
         if progress is not None:
             progress(number, len(values), label.format(value))
         yield value
 
 
-def gathered(points: Iterator[Point]) -> Points:
-    """The points of a sweep; those so far where it is interrupted (Ctrl-C), once one of them has a plan."""
+def collect(points: Iterator[Point]) -> Points:
+    """Collect the points of a sweep until its end or Ctrl-C; an interrupt before any plan is raised again."""
     done: list[Point] = []
     try:
         for point in points:
-            done.append(point)  # one by one: what an interrupt leaves must be there
+            done.append(point)  # one at a time, so that an interrupt keeps them
     except KeyboardInterrupt:
         if all(point.plan is None for point in done):
             raise
         return Points(tuple(done), complete=False)
     return Points(tuple(done))
-
-
-def require_plan(points: Points) -> None:
-    """Raise where no point has a plan."""
-    if points.points and all(point.plan is None for point in points.points):
-        last = points.points[-1]
-        raise InfeasibleError(last.reason, last.needs)

@@ -1,18 +1,11 @@
-"""An explanation and a comparison as lines and tables: what the terminal and the report show of them."""
+"""Explanations and comparisons as lines and tables, for the terminal and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from galvatron_lite.analysis.explanation import (
-    Comparison,
-    Explanation,
-    MemoryPrice,
-    TimeClass,
-    Trust,
-    WhatIf,
-)
+from galvatron_lite.analysis.explanation import Comparison, Explanation, MemoryPrice, TimeAccount, TimeClass, Trust
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
 
 _UNKNOWN = "–"
@@ -25,16 +18,16 @@ class Table:
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    kinds: str = ""  # of columns, a letter each: ``n`` for figures
+    kinds: str = ""  # one letter for each column: ``n`` for numbers
 
 
 def signed_seconds(seconds: float) -> str:
-    """A difference with its sign."""
+    """A difference in seconds with its sign."""
     return "0" if abs(seconds) < 5e-8 else f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def step_line(explanation: Explanation) -> str:
-    """Step time and throughput, and what is lost on the fastest plan where that is known."""
+    """Step time and throughput, and the loss against the fastest plan if that is known."""
     rate = format_count(explanation.samples_per_second)
     line = f"{format_seconds(explanation.step_seconds)} a step, {rate} samples/s"
     if explanation.best_step_seconds is None:
@@ -46,7 +39,7 @@ def step_line(explanation: Explanation) -> str:
 
 
 def price_lines(price: MemoryPrice) -> Iterator[str]:
-    """What more and less memory would do."""
+    """What more memory saves, each faster plan on the way there, and what less memory costs."""
 
     def against(seconds: float) -> str:
         return "as long" if seconds == price.step_seconds else signed_seconds(seconds - price.step_seconds)
@@ -64,24 +57,23 @@ def price_lines(price: MemoryPrice) -> Iterator[str]:
     for step in price.steps:
         yield f"from {format_budget(step.budget_bytes, up=True)}: {against(step.step_seconds)}  {step.summary}"
     if price.less_bytes:
-        lost = price.less_step_seconds
-        yield f"with {format_budget(price.less_bytes)} less: {'no plan fits' if lost is None else against(lost)}"
+        slower = price.less_step_seconds
+        yield f"with {format_budget(price.less_bytes)} less: {'no plan fits' if slower is None else against(slower)}"
 
 
 def tables(explanation: Explanation, most_runs: int | None = None) -> Iterator[Table]:
-    """Where the step goes, what each choice gains, runner-ups and what-ifs, as far as they were looked for.
+    """Where the step goes, what each choice gains, runners-up and what-ifs; those that the explanation has.
 
     Args:
         explanation: of a plan.
-        most_runs: runs of layers that are shown with their neighbours, those that take most of the step; None: all.
+        most_runs: show only this many runs of layers, those that take most of the step; None: all.
     """
     if explanation.time is not None:
-        time = explanation.time
-        note = "; classes of operation shared out by data sheets" if time.operations == "shared out" else ""
-        title = f"Where the step goes (devices of group {time.group}, the busiest{note})"
-        yield Table(title, ("", "", "", ""), tuple(_times(explanation)), " nn")
+        note = "; classes of operation shared out by data sheets" * (explanation.time.operations == "shared out")
+        title = f"Where the step goes (devices of group {explanation.time.group}, the busiest{note})"
+        yield Table(title, ("", "", "", ""), tuple(_time_rows(explanation.time)), " nn")
     if explanation.runs:
-        rows = tuple(_choices(explanation, most_runs))
+        rows = tuple(_run_rows(explanation, most_runs))
         yield Table("What each choice gains (all else equal)", ("", "step", "a device", ""), rows, " nn")
     if explanation.runners_up:
         rows = tuple(
@@ -92,19 +84,13 @@ def tables(explanation: Explanation, most_runs: int | None = None) -> Iterator[T
             for other in explanation.runners_up
         )  # fmt: skip
         quicker = any(other.fits and other.added_step_seconds < 0 for other in explanation.runners_up)
-        simpler = "; negative: quicker" * quicker
-        title = f"Runner-up in each dimension (quick searches, not proven{simpler})"
+        title = f"Runner-up in each dimension (quick searches, not proven{'; negative: quicker' * quicker})"
         yield Table(title, ("", "here", "instead", "loses", "memory", "plan"), rows, "   nn")
     if explanation.what_ifs:
-        unproven = any(other.gap for other in explanation.what_ifs)
-        heads = ("", "step", "samples/s", "memory", *["may be quicker by"] * unproven, "plan")
-        rows = tuple(_what_if(other, explanation, unproven) for other in explanation.what_ifs)
-        yield Table("What if (a search for each)", heads, rows, " nnn" + "n" * unproven)
+        yield _what_if_table(explanation)
 
 
-def _times(explanation: Explanation) -> Iterator[tuple[str, ...]]:
-    time = explanation.time
-    assert time is not None
+def _time_rows(time: TimeAccount) -> Iterator[tuple[str, ...]]:
     for what in TimeClass:
         names = [
             f"{part.name} {format_seconds(part.seconds)}"
@@ -117,7 +103,8 @@ def _times(explanation: Explanation) -> Iterator[tuple[str, ...]]:
             yield what.value, format_seconds(seconds), f"{seconds / time.step_seconds:.1%}", ", ".join(names)
 
 
-def _choices(explanation: Explanation, most: int | None) -> Iterator[tuple[str, ...]]:
+def _run_rows(explanation: Explanation, most: int | None) -> Iterator[tuple[str, ...]]:
+    """A row for each run of layers, and one for each of its neighbours."""
     largest = sorted(explanation.runs, key=lambda run: -run.step_seconds * len(run.stages))[:most]
     for run in (run for run in explanation.runs if run in largest):
         layers = run.first if run.layers == 1 else f"{run.first} … {run.last} ({run.layers})"
@@ -135,20 +122,25 @@ def _choices(explanation: Explanation, most: int | None) -> Iterator[tuple[str, 
             )
 
 
-def _what_if(other: WhatIf, explanation: Explanation, unproven: bool) -> tuple[str, ...]:
-    if other.step_seconds is None or other.samples_per_second is None or other.peak_bytes is None:
-        return (other.change, *[_UNKNOWN] * (3 + unproven), other.why)
-    more = [f"{other.devices} devices"] * (other.devices != explanation.devices)
-    more += [f"batch {other.batch}"] * (other.batch != explanation.batch)
-    change = f"{other.change} ({', '.join(more)})" if more else other.change
-    rate = format_count(other.samples_per_second) + ("" if other.gain is None else f" ({other.gain:+.1%})")
-    gap = "0, proven" if not other.gap else f"{other.gap:.2%}" if other.gap >= 1e-4 else "under 0.01%"
-    size, gaps = format_bytes(other.peak_bytes), [gap] * unproven
-    return (change, format_seconds(other.step_seconds), rate, size, *gaps, other.summary)
+def _what_if_table(explanation: Explanation) -> Table:
+    unproven, rows = any(other.gap for other in explanation.what_ifs), []
+    for other in explanation.what_ifs:
+        if other.step_seconds is None or other.samples_per_second is None or other.peak_bytes is None:
+            rows.append((other.change, *[_UNKNOWN] * (3 + unproven), other.why))
+            continue
+        more = [f"{other.devices} devices"] * (other.devices != explanation.devices)
+        more += [f"batch {other.batch}"] * (other.batch != explanation.batch)
+        change = f"{other.change} ({', '.join(more)})" if more else other.change
+        rate = format_count(other.samples_per_second) + ("" if other.gain is None else f" ({other.gain:+.1%})")
+        gap = "0, proven" if not other.gap else f"{other.gap:.2%}" if other.gap >= 1e-4 else "under 0.01%"
+        step, size = format_seconds(other.step_seconds), format_bytes(other.peak_bytes)
+        rows.append((change, step, rate, size, *[gap] * unproven, other.summary))
+    heads = ("", "step", "samples/s", "memory", *["may be quicker by"] * unproven, "plan")
+    return Table("What if (a search for each)", heads, tuple(rows), " nnn" + "n" * unproven)
 
 
 def trust_lines(trust: Trust) -> Iterator[str]:
-    """How sure the prediction is."""
+    """How accurate the prediction is."""
     spread = f", spread of repetitions {trust.spread:.1%}" if trust.spread else ""
     yield f"layers: {trust.layers}, {trust.layers_source}{spread}"
     residual = "" if trust.links_residual is None else f", fitted lines off by {trust.links_residual:.0%} (median)"
@@ -163,9 +155,9 @@ def trust_lines(trust: Trust) -> Iterator[str]:
 
 
 def comparison_tables(comparison: Comparison) -> Iterator[Table]:
-    """Figures of plans side by side, then the layers that they do otherwise."""
+    """The figures of plans side by side, then the layers that differ."""
     names = tuple(plan.name for plan in comparison.plans)
-    yield Table("", ("", *names), tuple(_figures(comparison)))
+    yield Table("", ("", *names), tuple(_figure_rows(comparison)))
     rows = tuple(
         (row.first if row.count == 1 else f"{row.first} … {row.last} ({row.count})", *row.strategies)
         for row in comparison.layers
@@ -173,7 +165,7 @@ def comparison_tables(comparison: Comparison) -> Iterator[Table]:
     yield Table("" if rows else "All layers are split alike.", ("layers that differ", *names), rows)
 
 
-def _figures(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+def _figure_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     plans = comparison.plans
     yield ("step", *(format_seconds(plan.step_seconds) for plan in plans))
     yield ("samples/s", *(format_count(plan.samples_per_second) for plan in plans))

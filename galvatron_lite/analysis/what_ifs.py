@@ -1,8 +1,8 @@
-"""Planning again, within a time limit: the price of memory, and the best plan after a change of memory, links or batch.
+"""Planning again within a time limit: the price of memory, and the best plan after a change of memory, links or batch.
 
-Plans are discrete, so step time is a staircase over the budget and a price is a difference: of the fastest plan
-within the budget and the fastest within a larger one. The stairs between are found from above, as in
-``sweeps.pareto_front``. Where a proof takes long the search ends before it, and the gap is reported.
+Plans are discrete, so step time is a staircase over the memory budget. A price is therefore a difference between the
+fastest plans of two budgets. The steps between them are searched from the larger budget down, as in
+``sweeps.pareto_front``. A search may end before its proof; its gap is then reported.
 """
 
 from __future__ import annotations
@@ -28,58 +28,42 @@ from galvatron_lite.search.pins import Pins
 from galvatron_lite.search.result import summary
 from galvatron_lite.units import format_budget
 
-RUNNERS_UP = 5
-"""Of every plan made here: as many as ``galvatron plan`` shows, since the quickest of all is the plan."""
+RUNNERS_UP = 5  # of each search, as in ``galvatron plan``: the quickest of them all is the plan
 NOT_TRIED = "not tried: out of time (--seconds)"
 QUICK = 200_000
-"""Labels of a search that need not be proven (``search.best_first``): a second or two where a proof takes ten. Most
-models need fewer for a proof."""
+"""Labels of a search that needs no proof (``search.best_first``): one or two seconds, where a proof takes ten."""
+GIB = 2**30
+SHARE = 8  # a price is of 1 GiB, or of 1/8 of the budget for small models
+MOST_STEPS = 4  # plans between two budgets that are searched for
+MEMORY_CHANGE = 0.1  # of memory, more or less
 Progress = Callable[[int, int, str], None]
 
 
 class OutOfTimeError(GalvatronError):
-    """A search was left because the time given for all of them was over."""
+    """A search was left because the time for all searches is over."""
 
 
 @dataclass(slots=True)
 class TimeLimit:
-    """Time for planning anew."""
+    """The time limit of several searches."""
 
-    seconds: float | None = None  # in all; None: no end
-    progress: Progress | None = None  # told what is looked at; None: nobody
-    total: int = 0  # how many things are to be looked at
-    done: int = 0  # how many have been
+    seconds: float | None = None  # None: no limit
+    progress: Progress | None = None  # called with (done, total, label)
+    total: int = 0  # searches that are expected
+    done: int = 0  # searches that have begun
     _begun: float = field(default_factory=monotonic)
 
-    @property
-    def over(self) -> bool:
-        """Whether the time is over."""
-        return self.seconds is not None and monotonic() - self._begun >= self.seconds
+    def check(self, *_: object) -> None:
+        """Raise ``OutOfTimeError`` once the time is over; searches call it as their progress function."""
+        if self.seconds is not None and monotonic() - self._begun >= self.seconds:
+            raise OutOfTimeError(NOT_TRIED)
 
     def begin(self, label: str) -> None:
-        """Say what is looked at next."""
-        if self.over:
-            raise OutOfTimeError(NOT_TRIED)
+        """Report that a search begins, if there is time left for it."""
+        self.check()
         if self.progress is not None:
             self.progress(min(self.done, self.total), self.total, label)
         self.done += 1
-
-    def look(self, *_: object) -> None:
-        """What a search calls as it goes on."""
-        if self.over:
-            raise OutOfTimeError(NOT_TRIED)
-
-
-def _plan_anew(
-    setting: PlanSetting,
-    clock: TimeLimit,
-    devices: int,
-    batch: int,
-    budget: int | Budget | None = None,
-    effort: int = MOST_WORK,
-) -> Plan:
-    """The fastest plan, as ``galvatron plan`` finds it, or as near to it as so many labels come."""
-    return ask(setting, devices, batch, budget=budget, runners_up=RUNNERS_UP, progress=clock.look, effort=effort)
 
 
 def peak_of(plan: Plan) -> int:
@@ -91,39 +75,78 @@ def _gap_of(plan: Plan) -> float:
     return 0.0 if plan.provenance is None else plan.provenance.gap
 
 
-def with_faster_links(profile: Profile, place: int, factor: float = 2.0) -> Profile:
-    """The profile of a cluster whose links of one level carry more bytes a second; latencies stay.
+@dataclass(frozen=True, slots=True)
+class Replanner:
+    """Searches again for the devices and the batch of a plan."""
 
-    Measured collectives that go over that level take the latency of the straight line that was fitted to them, and the
-    rest of their seconds by the factor less; where there is no line, the cluster's levels stand for them.
+    setting: PlanSetting  # what the plan was searched from
+    clock: TimeLimit
+    plan: Plan
+    budget: Budget  # the plan's
+
+    def fastest(self, label: str, budget: Budget) -> Plan:
+        """The fastest plan within a budget, as ``galvatron plan`` finds it; ``label``: for the progress bar."""
+        self.clock.begin(label)
+        return self.search(self.setting, self.plan.devices, self.plan.global_batch, budget, MOST_WORK)
+
+    def search(self, setting: PlanSetting, devices: int, batch: int, budget: Budget, effort: int) -> Plan:
+        """The fastest plan that a search of at most ``effort`` labels finds in the time that is left."""
+        return ask(
+            setting, devices, batch, budget=budget, runners_up=RUNNERS_UP, progress=self.clock.check, effort=effort
+        )
+
+    def in_same_shape(self) -> Replanner:
+        """The same among plans with the plan's pipeline, micro-batches and schedule alone, which is quick."""
+        pipelined = self.plan.pipeline > 1
+        fixed = replace(
+            self.setting.pins.fixed,
+            pipeline=self.plan.pipeline,
+            microbatches=self.plan.microbatches,
+            schedule=self.plan.schedule if pipelined else None,
+            virtual=self.plan.virtual_stages if pipelined else None,
+        )
+        schedules = (self.plan.schedule,) if pipelined else self.setting.schedules
+        return replace(self, setting=replace(self.setting, pins=Pins(fixed=fixed), schedules=schedules))
+
+
+def with_faster_links(profile: Profile, level: int, factor: float = 2.0) -> Profile:
+    """The profile of a cluster whose links of one level have ``factor`` times the bandwidth; latencies stay.
+
+    Measured collectives over that level keep the latency of the line fitted to them, and the rest of their seconds is
+    divided by the factor. Without a fitted line they are dropped, and the cluster's levels stand in for them.
     """
     cluster = profile.cluster
 
     def faster(levels: Sequence[Level]) -> tuple[Level, ...]:
-        one = (replace(level, bandwidth=level.bandwidth * factor) for level in levels[place : place + 1])
-        return (*levels[:place], *one, *levels[place + 1 :])
+        return tuple(
+            replace(one, bandwidth=one.bandwidth * factor) if number == level else one
+            for number, one in enumerate(levels)
+        )
 
     groups = tuple(replace(group, levels=faster(group.levels)) for group in cluster.groups)
     changed = profile.on(replace(cluster, levels=faster(cluster.levels), groups=groups))
     fits = tuple(
-        replace(fit, bandwidth=fit.bandwidth * factor) if _level_of(cluster, fit) == place else fit
+        replace(fit, bandwidth=fit.bandwidth * factor) if _level_of(cluster, fit) == level else fit
         for fit in profile.fits
     )
-    points = (_point(point, profile, factor) if _level_of(cluster, point) == place else point
-              for point in profile.collectives)  # fmt: skip
+    points = (
+        _faster_point(point, profile, factor) if _level_of(cluster, point) == level else point
+        for point in profile.collectives
+    )
     return replace(changed, fits=fits, collectives=tuple(point for point in points if point is not None))
 
 
 def _level_of(cluster: Cluster, measured: CollectiveFit | CollectivePoint) -> int:
-    reach, inside = (measured.group - 1) * measured.stride, 1
-    for place, level in enumerate(cluster.levels):
-        inside *= level.size
-        if reach < inside:
-            return place
+    """The outermost level that a collective's ranks span."""
+    reach, devices = (measured.group - 1) * measured.stride, 1
+    for number, level in enumerate(cluster.levels):
+        devices *= level.size
+        if reach < devices:
+            return number
     return len(cluster.levels) - 1
 
 
-def _point(point: CollectivePoint, profile: Profile, factor: float) -> CollectivePoint | None:
+def _faster_point(point: CollectivePoint, profile: Profile, factor: float) -> CollectivePoint | None:
     key = (point.collective, point.group, point.stride, point.siblings)
     for fit in profile.fits:
         if (fit.collective, fit.group, fit.stride, fit.siblings) == key:
@@ -133,19 +156,21 @@ def _point(point: CollectivePoint, profile: Profile, factor: float) -> Collectiv
 
 
 def with_one_more(profile: Profile) -> Profile | None:
-    """The profile of a cluster with one member more at its outermost level (one node); None where nothing says how it
-    would be joined. Estimated layers are estimated anew, measured ones stay."""
-    cluster = _larger(profile.cluster)
+    """The profile of a cluster with one more node; None if nothing says how that would be connected.
+
+    Estimated layers are estimated again, measured layers stay.
+    """
+    cluster = _with_one_more_node(profile.cluster)
     if cluster is None:
         return None
     if profile.origin.kind is not OriginKind.ESTIMATED:
         return profile.on(cluster)
-    anew = estimate_profile(profile.graph, cluster, precision=profile.graph.precision, name=profile.name)
-    return replace(anew, origin=profile.origin)
+    estimate = estimate_profile(profile.graph, cluster, precision=profile.graph.precision, name=profile.name)
+    return replace(estimate, origin=profile.origin)
 
 
-def _larger(cluster: Cluster) -> Cluster | None:
-    """With one node more; of a single node two like it, joined as its data sheet says."""
+def _with_one_more_node(cluster: Cluster) -> Cluster | None:
+    """Add a member to the outermost level; double a single node, connected as its data sheet says."""
     if not cluster.alike or len(cluster.groups) != 1:
         return None
     *inner, outer = cluster.levels
@@ -161,59 +186,26 @@ def _larger(cluster: Cluster) -> Cluster | None:
     return larger if same and len(larger.levels) > 1 else None
 
 
-GIB = 2**30
-SHARE = 8
-"""A price is of 1 GiB, or of this part of the budget where that is less: a model that takes 100 MB is another one with
-1 GiB more."""
-MOST_STAIRS = 4  # plans between the two budgets that are looked for
-
-
 def added_bytes(budget: Budget) -> int:
-    """The memory whose price is told."""
+    """The memory, in bytes a device, that a price is of."""
     return min(GIB, max(budget.least // SHARE, 1))
 
 
-def in_its_shape(setting: PlanSetting, plan: Plan) -> PlanSetting:
-    """The same question, asked of the plan's own pipeline, micro-batches and schedule alone: soon answered."""
-    pipelined = plan.pipeline > 1
-    fixed = replace(
-        setting.pins.fixed,
-        pipeline=plan.pipeline,
-        microbatches=plan.microbatches,
-        schedule=plan.schedule if pipelined else None,
-        virtual=plan.virtual_stages if pipelined else None,
-    )
-    return replace(setting, pins=Pins(fixed=fixed), schedules=(plan.schedule,) if pipelined else setting.schedules)
-
-
-def price_of_memory(
-    setting: PlanSetting,
-    clock: TimeLimit,
-    plan: Plan,
-    budget: Budget,
-    added: int | None = None,
-    *,
-    same_shape: bool = False,
-) -> MemoryPrice:
-    """The price of memory on every device, without the stairs between.
+def price_of_memory(replanner: Replanner, added: int | None = None, *, same_shape: bool = False) -> MemoryPrice:
+    """The price of more memory on every device, without the steps between the two budgets.
 
     Args:
-        setting: what the plan is chosen from.
-        clock: time for it.
-        plan: for its devices and batch.
-        budget: a device.
-        added: bytes; ``added_bytes`` if not given.
-        same_shape: whether plans of the plan's own pipeline, micro-batches and schedule alone are looked at, which
-            takes less time and tells the least that memory is worth.
+        replanner: for the plan.
+        added: bytes a device; ``added_bytes`` by default.
+        same_shape: search only plans with the plan's pipeline, micro-batches and schedule. That is quick and gives the
+            least that memory is worth.
     """
+    plan, budget = replanner.plan, replanner.budget
     size = added_bytes(budget) if added is None else added
-    setting = in_its_shape(setting, plan) if same_shape else setting
-    clock.begin("the fastest plan within the budget")
-    now = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget)
-    clock.begin(f"{format_budget(size)} more on every device")
-    then = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(size))
+    replanner = replanner.in_same_shape() if same_shape else replanner
+    now = replanner.fastest("the fastest plan within the budget", budget)
+    then = replanner.fastest(f"{format_budget(size)} more on every device", budget.plus(size))
     quicker = then if seconds_of(then) < seconds_of(now) else now
-    saved = seconds_of(now) - seconds_of(quicker)
     full = [number for number, stage in enumerate(quicker.stages) if stage.memory.total > budget.of(stage.device)]
     groups = dict.fromkeys(group_of(quicker.schedule, quicker.pipeline, number) for number in full)
     return MemoryPrice(
@@ -221,7 +213,7 @@ def price_of_memory(
         added_bytes=size,
         step_seconds=seconds_of(now),
         then_step_seconds=seconds_of(quicker),
-        seconds_per_gib=saved / (size / GIB),
+        seconds_per_gib=(seconds_of(now) - seconds_of(quicker)) / (size / GIB),
         steps=() if quicker is now else (_memory_step(quicker, budget),),
         wanted_groups=tuple(groups) if quicker.pipeline == plan.pipeline else (),
         proven=_gap_of(now) == _gap_of(then) == 0.0,
@@ -230,12 +222,11 @@ def price_of_memory(
     )
 
 
-def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
-    """The price with what as much memory less would cost; as it is where the time is over."""
+def with_less(price: MemoryPrice, replanner: Replanner) -> MemoryPrice:
+    """The price with the cost of as much memory less; unchanged if there is no time."""
     size = price.added_bytes
     try:
-        clock.begin(f"{format_budget(size)} less on every device")
-        smaller = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
+        smaller = replanner.fastest(f"{format_budget(size)} less on every device", replanner.budget.plus(-size))
     except OutOfTimeError:
         return price
     except InfeasibleError:
@@ -243,14 +234,13 @@ def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: 
     return replace(price, less_bytes=size, less_step_seconds=max(seconds_of(smaller), price.step_seconds))
 
 
-def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
-    """The price with the fastest plans between the two budgets, by memory; fewer where the time is over."""
-    steps: list[MemoryStep] = list(price.steps)
-    alike = not budget.by_device  # budgets of unlike devices have no one order
-    while alike and steps and len(steps) <= MOST_STAIRS and steps[0].budget_bytes - 1 > budget.least:
+def with_steps(price: MemoryPrice, replanner: Replanner) -> MemoryPrice:
+    """The price with the fastest plans between the two budgets, by memory; fewer if time runs out."""
+    steps, budget = list(price.steps), replanner.budget
+    ordered = not budget.by_device  # budgets of several types of device have no order
+    while ordered and steps and len(steps) <= MOST_STEPS and steps[0].budget_bytes - 1 > budget.least:
         try:
-            clock.begin("where it gets quicker")
-            smaller = _plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(steps[0].budget_bytes - 1))
+            smaller = replanner.fastest("where it gets quicker", Budget(steps[0].budget_bytes - 1))
         except (OutOfTimeError, InfeasibleError):
             break
         if seconds_of(smaller) >= price.step_seconds:
@@ -263,66 +253,53 @@ def _memory_step(plan: Plan, budget: Budget) -> MemoryStep:
     return MemoryStep(max(peak_of(plan), budget.least), seconds_of(plan), summary(plan))
 
 
-MEMORY_CHANGE = 0.1  # of memory, more or less
+Change = tuple[str, str, int, Budget, Callable[[Profile], Profile | None] | None]
+"""Name and text of a ``WhatIf``, batch, budget, and a function that changes the profile (None: as it is)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Variation:
-    name: str  # name, change: see ``WhatIf``
-    change: str
-    batch: int  # samples a step
-    budget: Budget  # a device; None: the plan's
-    # makes that of the changed cluster; None: as it is. It gives None where nothing says what it would be
-    profile: Callable[[Profile], Profile | None] | None = None
-
-
-def _changes(setting: PlanSetting, plan: Plan, budget: Budget) -> Iterator[_Variation]:
-    batch, cluster = plan.global_batch, setting.profile.cluster
-    yield _Variation("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE))
-    yield _Variation("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE))
-    for place, level in reversed(list(enumerate(cluster.levels))):
+def _changes(replanner: Replanner) -> Iterator[Change]:
+    batch, budget, cluster = replanner.plan.global_batch, replanner.budget, replanner.setting.profile.cluster
+    yield "memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE), None
+    yield "memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE), None
+    for number, level in reversed(list(enumerate(cluster.levels))):
         if level.size > 1:
             text = f"links of each {level.name} twice as fast"
-            yield _Variation(f"links_{level.name}", text, batch, budget, partial(with_faster_links, place=place))
-    yield _Variation("batch_twice", "twice the batch", 2 * batch, budget)
+            yield f"links_{level.name}", text, batch, budget, partial(with_faster_links, level=number)
+    yield "batch_twice", "twice the batch", 2 * batch, budget, None
     if batch % 2 == 0:
-        yield _Variation("batch_half", "half the batch", batch // 2, budget)
-    yield _Variation("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
+        yield "batch_half", "half the batch", batch // 2, budget, None
+    yield "node_more", "one node more, as many samples a device", batch, budget, with_one_more
 
 
-def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
-    """What each change would give."""
-    return tuple(_what_if(setting, clock, plan, change, rate) for change in _changes(setting, plan, budget))
+def what_ifs(replanner: Replanner, rate: float) -> tuple[WhatIf, ...]:
+    """Search for the best plan after each change; ``rate``: samples a second of the plan now."""
+    return tuple(_what_if(replanner, change, rate) for change in _changes(replanner))
 
 
-def _what_if(setting: PlanSetting, clock: TimeLimit, plan: Plan, change: _Variation, rate: float) -> WhatIf:
-    answer = WhatIf(change.name, change.change, plan.devices, change.batch)
+def _what_if(replanner: Replanner, change: Change, rate: float) -> WhatIf:
+    name, text, batch, budget, change_profile = change
+    setting, devices = replanner.setting, replanner.plan.devices
+    answer = WhatIf(name, text, devices, batch)
     try:
-        clock.begin(change.change)
-        asked = _changed(setting, plan, change)
-        if asked is None:
-            return replace(answer, why="unknown: no data sheet says how it would be connected")
-        other, devices, batch = asked
-        answer = replace(answer, devices=devices, batch=batch)
-        plan_again = _plan_anew(other, clock, devices, batch, change.budget, QUICK)
+        replanner.clock.begin(text)
+        if change_profile is not None:
+            profile = change_profile(setting.session(devices).profile)
+            if profile is None:
+                return replace(answer, why="unknown: no data sheet says how it would be connected")
+            setting = replace(setting, profile=profile, source=None, memory=None, sessions={})
+            devices, before = profile.cluster.devices, devices
+            batch = batch * devices // before if devices > before else batch
+            answer = replace(answer, devices=devices, batch=batch)
+        plan = replanner.search(setting, devices, batch, budget, QUICK)
     except (OutOfTimeError, InfeasibleError, InputError) as error:
         return replace(answer, why=str(error))
-    assert plan_again.prediction is not None
-    per_second = plan_again.prediction.samples_per_second
+    assert plan.prediction is not None
     return replace(
-        answer, step_seconds=plan_again.prediction.step_seconds, samples_per_second=per_second,
-        gain=per_second / rate - 1.0,
-        summary=summary(plan_again), peak_bytes=plan_again.prediction.peak_memory, gap=_gap_of(plan_again),
-    )  # fmt: skip
-
-
-def _changed(setting: PlanSetting, plan: Plan, change: _Variation) -> tuple[PlanSetting, int, int] | None:
-    """The question after a change: setting, devices, batch; None where there is no profile for it."""
-    if change.profile is None:
-        return setting, plan.devices, change.batch
-    profile = change.profile(setting.session(plan.devices).profile)
-    if profile is None:
-        return None
-    devices = profile.cluster.devices
-    batch = change.batch * devices // plan.devices if devices > plan.devices else change.batch
-    return replace(setting, profile=profile, source=None, memory=None, sessions={}), devices, batch
+        answer,
+        step_seconds=plan.prediction.step_seconds,
+        samples_per_second=plan.prediction.samples_per_second,
+        gain=plan.prediction.samples_per_second / rate - 1.0,
+        summary=summary(plan),
+        peak_bytes=plan.prediction.peak_memory,
+        gap=_gap_of(plan),
+    )

@@ -1,4 +1,4 @@
-"""The command line: one file a command. Nothing heavy is imported until a command runs."""
+"""The command line. Commands import what they need when they run, so that the program starts quickly."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from galvatron_lite.cli.verify import verify_command
 from galvatron_lite.errors import GalvatronError, suggestion
 from galvatron_lite.launch.error_reports import keep
 
-_CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
-
-
+_CLOSED_PIPE = 128 + 13  # exit status of a program ended by SIGPIPE
 _ORDER = (
     "profile", "plan", "launch", "verify", "explain", "report", "evaluate", "compare", "export", "diagnose",
     "checkpoint", "adapt", "validate", "calibrate", "oracle", "profile-import", "profile-transfer",
 )  # fmt: skip
-"""The order of use, in which the help lists commands."""
+"""Order of the commands in the help."""
 _TRAIN, _PLANS, _RUNS = "Plan and train", "Understand a plan", "Understand a run"
 _ACCURACY = "Understand the predictions"
 
 
 def _hide_types(parameters: list[Any]) -> list[Any]:
-    """Show flags without a type, as they take no value."""
+    """Show flags without a type in the help, as they take no value."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -45,27 +43,27 @@ def _hide_types(parameters: list[Any]) -> list[Any]:
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; ``profile import`` and ``profile transfer`` are beside ``profile MODEL``."""
+    """The commands. ``profile import`` and ``profile transfer`` are commands of their own beside ``profile MODEL``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command that the words name, its name and the words that are left for it."""
+        """Return the name of a command, the command, and its arguments."""
         if args[:1] == ["profile"] and args[1:2] in (["import"], ["transfer"]):
             return f"profile {args[1]}", self.commands[f"profile-{args[1]}"], args[2:]
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command by its name."""
+        """Return a command by its name."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             _hide_types(command.get_params(ctx))
         return command
 
     def get_params(self, ctx: Any) -> Any:
-        """Options beside the commands."""
+        """Return the options of the program."""
         return _hide_types(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order of use."""
+        """Return the names of the commands in the order of the help."""
         return sorted(super().list_commands(ctx), key=_ORDER.index)
 
 
@@ -106,10 +104,10 @@ def root(
 
 
 def main() -> None:
-    """Entry point of ``galvatron``: errors end in one line on standard error and exit status 1, or 2 for wrong usage.
+    """Entry point of ``galvatron``: errors print one line to standard error; exit status 1, or 2 for wrong usage.
 
-    Output that nobody reads on (``| head -1``) ends quietly, as a shell's tools do. What the terminal's encoding has no
-    character for (``LC_ALL=C``) is shown as a question mark.
+    A closed pipe (``| head -1``) ends the program quietly. Characters that the terminal's encoding lacks (``LC_ALL=C``)
+    are printed as question marks.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -117,7 +115,7 @@ def main() -> None:
     try:
         _run()
     except BrokenPipeError:
-        # As SIGPIPE would have; what is still buffered goes nowhere, so that the interpreter's last flush succeeds.
+        # Drop what is still buffered, so that the interpreter's last flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_CLOSED_PIPE)
     except GalvatronError as error:
@@ -134,7 +132,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 def _run() -> None:
-    """Run the command; a closed pipe is a BrokenPipeError, also where typer and rich end with status 1 for it."""
+    """Run the command; raise ``BrokenPipeError`` for a closed pipe, for which typer and rich exit with status 1."""
     try:
         status = app(prog_name="galvatron", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
@@ -148,12 +146,14 @@ def _run() -> None:
 
 
 def _refuse_usage(error: Any) -> NoReturn:
-    """End with what is wrong in the command line, the nearest name, and where all are listed."""
-    if not error.format_message():  # a group without a command, whose help is printed
+    """Exit with an error of the command line, the nearest name, and the help that lists all names."""
+    if not error.format_message():  # a group without a command has printed its help
         sys.exit(2)
     path = "galvatron" if error.ctx is None else error.ctx.command_path
-    words = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".")
     if hasattr(error, "option_name") and getattr(error, "possibilities", None) is not None:
-        words = " ".join((f"No such option: {error.option_name}.", suggestion(error.option_name, error.possibilities)))
-    print(f"{path}: {words.strip().rstrip('.?')}{'?' if '?' in words else '.'} See {path} --help.", file=sys.stderr)
+        message = " ".join(
+            (f"No such option: {error.option_name}.", suggestion(error.option_name, error.possibilities))
+        )
+    print(f"{path}: {message.strip().rstrip('.?')}{'?' if '?' in message else '.'} See {path} --help.", file=sys.stderr)
     sys.exit(2)

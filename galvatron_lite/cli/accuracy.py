@@ -1,4 +1,4 @@
-"""``galvatron validate`` and ``calibrate``: the cost model held against published runs, and corrected by one's own."""
+"""``galvatron validate`` and ``calibrate``: score the cost model against published runs, and correct it by your own."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ LEGEND = (
     "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
     "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
 )
-"""A line for each group of columns."""
+"""Explanations of the columns."""
 
 EPILOG = "Columns. " + ". ".join(LEGEND) + ". Exit status: 0, or 1 where nothing is scored or a value is wrong."
-"""What stands below the options."""
-
 POINTER = "What the columns mean: galvatron validate --help"
 
 _COLUMNS = (
@@ -70,19 +68,8 @@ def validate_command(
     from galvatron_lite.files import write_text
     from galvatron_lite.folders import profile_folder
     from galvatron_lite.svg import check_target
+    from galvatron_lite.validate import report
     from galvatron_lite.validate.predict import validate_runs
-    from galvatron_lite.validate.report import (
-        as_data,
-        assumed,
-        implausible,
-        passed_over,
-        read_file,
-        scatter,
-        unscored,
-        unscored_rows,
-        worst_lines,
-        worst_runs,
-    )
     from galvatron_lite.validate.results import macros, score_families
 
     if by not in _GROUPINGS:
@@ -94,8 +81,8 @@ def validate_command(
         return str(getattr(run, by) or "not stated")
 
     runs = runs or profile_folder("published") / "runs.jsonl"
-    every, odd = read_file(runs)
-    chosen = _chosen(every, family or [], quality)
+    all_runs, file_notes = report.read_file(runs)
+    chosen = _filtered(all_runs, family or [], quality)
     if not chosen:
         raise InputError("runs", str(runs), "It holds no row to score.")
     if scale_up:
@@ -107,42 +94,43 @@ def validate_command(
     with progress_bar("Predicting") as move:
 
         def progress(done: int, total: int, label: str) -> None:
-            if done % 50 == 0 or done == total:  # drawing costs more than predicting
+            if done % 50 == 0 or done == total:  # drawing the bar takes longer than predicting
                 move(done, total, label)
 
         judged = validate_runs(chosen, load_calibration(calibration), progress)
-    notes, scores, means = [*odd, *implausible(judged)], score_families(judged, key), macros(judged, key)
+    notes = [*file_notes, *report.implausible(judged)]
+    scores, means = score_families(judged, key), macros(judged, key)
     if as_json:
-        more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
-        print_json(as_data(scores, means, judged, worst) | more)
+        more = {"unscored": report.unscored(judged), "assumed": report.assumed(judged), "notes": notes}
+        print_json(report.as_data(scores, means, judged, worst) | more)
     else:
         print_scores(scores, means, by)
-        for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
+        for line in (*notes, *report.passed_over(judged), *report.unscored_rows(judged, skipped)):
             typer.echo(line)
-        for worst_run in worst_runs(judged, worst):
-            typer.echo("\n".join(("", *worst_lines(worst_run))))
-    if not any(one.scored for one in judged):
+        for worst_run in report.worst_runs(judged, worst):
+            typer.echo("\n".join(("", *report.worst_lines(worst_run))))
+    if not any(run.scored for run in judged):
         raise InputError("runs", str(runs), "None of its rows is scored; see why above.")
     if plot is not None:
-        if all(one.time is None for one in judged):
+        if all(run.time is None for run in judged):
             raise InputError("--plot", str(plot), "No step time is scored, so that there is nothing to draw.")
-        write_text(plot, scatter(judged, key))
+        write_text(plot, report.scatter(judged, key))
 
 
-def _chosen(runs: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
-    known = list(dict.fromkeys(run.family for run in runs))
+def _filtered(runs: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
+    all_families = list(dict.fromkeys(run.family for run in runs))
     for name in families:
-        if name not in known:
-            raise unknown("--family", name, known)
+        if name not in all_families:
+            raise unknown("--family", name, all_families)
     if quality is not None and (not quality or set(quality.upper()) - set("ABC")):
         raise InputError("--quality", quality, "Give grades: A, B or AB.")
     grades = set((quality or "").upper())
-    wanted = [run for run in runs if not families or run.family in families]
-    return [run for run in wanted if not grades or (run.quality or "")[:1] in grades]
+    runs = tuple(run for run in runs if not families or run.family in families)
+    return [run for run in runs if not grades or (run.quality or "")[:1] in grades]
 
 
 def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
-    """A table of families with the means below, what was not scored and why, and where the columns are explained."""
+    """Print a table of families with the means below, what was not scored, and where the columns are explained."""
     from galvatron_lite.validate.report import unscored_lines
 
     table = plain_table()
@@ -153,7 +141,7 @@ def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: st
         figures = [_number(getattr(family, field), field) for _, field in _COLUMNS]
         table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
     table.add_section()
-    # Means over one family are that family's own figures.
+    # The means over a single family repeat its figures.
     for name, mean in means.items() if len(scores) > 1 else ():
         figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
         totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
@@ -166,7 +154,7 @@ def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: st
 
 
 def _number(value: float | int | None, field: str) -> str:
-    """Percentages with one digit after the point, correlations with two; never a minus before nought."""
+    """A percentage with one decimal, or a correlation with two; never ``-0.0``."""
     if value is None:
         return ""
     digits = 2 if field in _CORRELATIONS else 1
@@ -189,9 +177,9 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
         print_json({"pairs": [asdict(pair) for pair in pairs], "scores": [asdict(score) for score in scores]})
         return
     table = plain_table("pairs of", "pairs", "same batch", "error %", "median", "same batch %", "by peak rates %")
-    for one in scores:
-        shown = (one.error, one.median, one.same_error, one.peak_error)
-        table.add_row(one.name, str(one.pairs), str(one.same), *(_number(value, "") for value in shown))
+    for score in scores:
+        errors = (score.error, score.median, score.same_error, score.peak_error)
+        table.add_row(score.name, str(score.pairs), str(score.same), *(_number(error, "") for error in errors))
     wide_console().print(table)
     typer.echo(
         "error: mean of |predicted / measured - 1| of steps there, both ways; same batch: pairs that agree in it, too"

@@ -1,4 +1,4 @@
-"""``galvatron evaluate`` and ``compare``: what plans cost, and how they differ."""
+"""``galvatron evaluate`` and ``compare``: predict the cost of plans, and how they differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.explanation import Comparison
-    from galvatron_lite.plans.schema import Plan
 
 
 def evaluate_command(
@@ -43,34 +42,27 @@ def evaluate_command(
     from galvatron_lite import api
     from galvatron_lite.cli.plan_output import accuracy, print_plan
     from galvatron_lite.plans.describe import fits_line
-    from galvatron_lite.plans.io import write_plan
+    from galvatron_lite.plans.io import check_runs, write_plan
     from galvatron_lite.request import PlanRequest
 
-    evaluation, priced = api.evaluated(plan, PlanRequest.parse(profile, setup), setup)
+    evaluation, used = api.evaluated(plan, PlanRequest.parse(profile, setup), setup)
     if output is not None:
         write_plan(evaluation, output)
     if as_json:
         print_json(evaluation, fits=evaluation.fits)
         return
-    print_plan(
-        evaluation, f"{priced.name}: {priced.origin.kind.value}, {priced.origin.source}", accuracy(priced), verbose
-    )
+    source = f"{used.name}: {used.origin.kind.value}, {used.origin.source}"
+    print_plan(evaluation, source, accuracy(used), verbose)
     typer.echo(fits_line(evaluation))
     if evaluation.provenance is not None and evaluation.provenance.stack:
         typer.echo(f"Priced as {evaluation.provenance.stack} runs it.")
     else:
-        typer.echo(f"galvatron can run it: {_runs(evaluation)}")
+        try:
+            check_runs(evaluation)
+            typer.echo("galvatron can run it: yes")
+        except InputError as error:
+            typer.echo(f"galvatron can run it: no. {error}")
     written(output)
-
-
-def _runs(plan: Plan) -> str:
-    from galvatron_lite.plans.io import check_runs
-
-    try:
-        check_runs(plan)
-    except InputError as error:
-        return f"no. {error}"
-    return "yes"
 
 
 def compare_command(

@@ -1,4 +1,4 @@
-"""``galvatron explain``: why a plan is as it is."""
+"""``galvatron explain``: what limits a plan, and what each of its choices gains."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from galvatron_lite.cli.terminal import print_json, print_table, progress_bar, w
 if TYPE_CHECKING:
     from galvatron_lite.analysis.explanation import Explanation
 
-_SHOWN_RUNS = 8
-"""Runs of layers that are shown with their neighbours; of more the ones that take most of the step."""
+_SHOWN_RUNS = 8  # runs of layers that are shown, those that take most of the step
 
 
 def explain_command(

@@ -1,4 +1,4 @@
-"""``galvatron export``, ``plan import``, ``plan export`` and ``profile import``: other tools' files."""
+"""``galvatron export``, ``plan import``, ``plan export`` and ``profile import``: files of other software."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def profile_import_command(
 
     _check_peer(peer)
     sizes = sizes_for(folder, layers, hidden, sequence)
-    room = parse_bytes(memory, "--device-memory")
-    imported = import_profile(folder, sizes, nodes, gpus, hardware, _engine(engine), room)
+    device_memory = parse_bytes(memory, "--device-memory")
+    imported = import_profile(folder, sizes, nodes, gpus, hardware, _engine(engine), device_memory)
     if output is None:
         where = save_profile(imported, profiles, f"{imported.cluster.name}-hetu")
     else:
@@ -125,11 +125,11 @@ def plan_import_command(
     if not isinstance(data, dict):
         raise InputError(str(path), type(data).__name__, "It must hold a JSON object.")
     devices = gpus or (priced_with.cluster.devices if priced_with else 0)
-    theirs = read_hetu_plan(data, str(path), devices, batch)
-    for option, value, has in (("--gpus", gpus, theirs.devices), ("--batch", batch, theirs.batch)):
-        if value not in (0, has):
-            raise InputError(option, value, f"The file says {has}: leave it out.")
-    converted = to_plan(theirs, priced_with)
+    hetu_plan = read_hetu_plan(data, str(path), devices, batch)
+    for option, value, stated in (("--gpus", gpus, hetu_plan.devices), ("--batch", batch, hetu_plan.batch)):
+        if value not in (0, stated):
+            raise InputError(option, value, f"The file says {stated}: leave it out.")
+    converted = to_plan(hetu_plan, priced_with)
     converted = converted if priced_with is None else priced(converted, priced_with)
     write_plan(converted, output)
     typer.echo(f"{headline(converted)}\nWritten to {output}.")

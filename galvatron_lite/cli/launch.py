@@ -1,4 +1,4 @@
-"""``galvatron launch``: start the world that a plan is for."""
+"""``galvatron launch``: start the processes of a plan."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import typer
 
 from galvatron_lite.errors import unknown
 
-WRONG = ("InputError: ", "FileFormatError: ", "InfeasibleError: ")
-"""Errors that come again where nothing is changed."""
-SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What follows the script is the script's."""
+LASTING_ERRORS = ("InputError: ", "FileFormatError: ", "InfeasibleError: ")  # that a restart does not help
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # options after the script are its own
 
 
 def launch_command(
@@ -49,22 +47,22 @@ def launch_command(
     from galvatron_lite.launch.commands import Through, shown
     from galvatron_lite.launch.jobs import check_job, job_of, start_job
 
-    choices = [one.value for one in Through]
-    if through not in (None, *choices):
-        raise unknown("--through", through, choices)
-    chosen = None if through is None else Through(through)
-    job = job_of(program, plan, gpus, per_node, hostfile, chosen, srun or (), port, restarts)
+    launchers = [launcher.value for launcher in Through]
+    if through not in (None, *launchers):
+        raise unknown("--through", through, launchers)
+    launcher = None if through is None else Through(through)
+    job = job_of(program, plan, gpus, per_node, hostfile, launcher, srun or (), port, restarts)
     for command in job.commands():
         typer.echo(shown(command, job.environment), err=not dry_run)
     if dry_run:
         return
     if check:
         check_job(job, timeout)
-    status, words = start_job(job)
+    status, errors = start_job(job)
     if status:
-        why = words or "The rank that failed first tells why, above; a process that was killed tells nothing."
-        typer.echo(f"galvatron: the job ended with status {status}. {why}", err=True)
-        if not any(kind in words for kind in WRONG):
-            again = "A script that calls load_latest resumes from its last checkpoint; --max-restarts starts it again."
-            typer.echo(again, err=True)
+        reason = errors or "The rank that failed first tells why, above; a process that was killed tells nothing."
+        typer.echo(f"galvatron: the job ended with status {status}. {reason}", err=True)
+        if not any(kind in errors for kind in LASTING_ERRORS):
+            remedy = "A script that calls load_latest resumes from its last checkpoint; --max-restarts starts it again."
+            typer.echo(remedy, err=True)
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""Options, each declared once: what plans are priced with, pins, and the other questions of ``plan``."""
+"""Options that several commands share: the profile, the model, the budget, and pins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names of models that begin so, for the shell."""
+    """Complete the name of a model, for the shell."""
     from galvatron_lite.model.shapes import model_names
 
     return [name for name in model_names() if name.startswith(incomplete)]
@@ -114,7 +114,7 @@ Calibration = Annotated[
 
 
 def arguments(options: Mapping[str, object]) -> PlanArguments:
-    """Those options that were set and are arguments of ``api.plan``."""
+    """The options that are set and that are arguments of ``api.plan``."""
     from galvatron_lite.request import PlanArguments
 
     names = PlanArguments.__annotations__
@@ -127,8 +127,8 @@ shape = partial(typer.Option, rich_help_panel="Describe the model by its shape (
 
 Fix = Annotated[list[str] | None, _pin("--fix", "Fix a choice: pp=4, zero=3, layers.3.recompute=full. Repeatable.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Exclude a choice: tp, pipeline, recompute … Repeatable.")]
-_SOME = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
-Schedule = Annotated[list[str] | None, _pin("--schedule", f"Pipeline schedules to consider: {_SOME} … Repeatable.")]
+_EXAMPLES = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
+Schedule = Annotated[list[str] | None, _pin("--schedule", f"Pipeline schedules to consider: {_EXAMPLES} … Repeatable.")]
 Backend = Annotated[
     str, _pin("--backend", "What runs the plan: galvatron, deepspeed, or any (whatever can be priced).")
 ]

@@ -1,4 +1,4 @@
-"""``galvatron oracle``: how far data, spatial, pipeline, filter and channel parallelism scale, and what stops them."""
+"""``galvatron oracle``: forecast how data, spatial, pipeline, filter and channel parallelism scale."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from galvatron_lite.oracle.measured import RowCheck
     from galvatron_lite.oracle.rows import Forecast, ForecastRow
 
-_WIDE = 150  # columns that a table takes; lines are not broken
-_WORDS = "serial, data, spatial, layer, pipeline, filter, channel, data+filter, data+spatial"
+_WIDE = 150  # columns of a table
+_STRATEGIES = "serial, data, spatial, layer, pipeline, filter, channel, data+filter, data+spatial"
 
 
 def oracle_command(
@@ -34,7 +34,9 @@ def oracle_command(
         "--formulas",
         help="Formulas: galvatron (the planner's cost model) or paradl (closed forms of the paper).",
     ),
-    strategies: str | None = typer.Option(None, "--strategies", help=f"Comma-separated strategies, out of {_WORDS}."),
+    strategies: str | None = typer.Option(
+        None, "--strategies", help=f"Comma-separated strategies, out of {_STRATEGIES}."
+    ),
     strategy: list[str] | None = typer.Option(
         None, "--strategy", help="A strategy, such as 'data8 spatial2x1'. Repeatable."
     ),
@@ -81,12 +83,12 @@ def oracle_command(
         raise InputError("--cluster", None, "Say where the model is to run: abci, v100, or a YAML file.")
     if plot is not None:
         check_target(plot)
-    chosen = OracleOptions(
+    request = OracleOptions(
         counts_of(gpus), formulas, tuple(strategies.replace(" ", "").split(",")) if strategies else (),
         tuple(strategy or ()), batch, samples, group, segments, precision, image, network, tuple(quirk or ()),
         contention,
     )  # fmt: skip
-    table = forecast(model, cluster, chosen)
+    table = forecast(model, cluster, request)
     if plot is not None:
         from galvatron_lite.files import write_text
         from galvatron_lite.oracle.plot import figure
@@ -123,10 +125,10 @@ def _print_table(forecast: Forecast) -> None:
         names = [line.strategy, *[""] * len(line.rows)]
         for row, name in zip(line.complete, names, strict=False):
             table.add_row(name, *_cells(row))
-        # numbers of GPUs for which there are no figures: a line for each reason
-        out = [row for row in line.rows if row.problem]
-        for problem in dict.fromkeys(row.problem for row in out):
-            counts = ", ".join(f"{row.devices:,}" for row in out if row.problem == problem)
+        # One row for each reason why there is no forecast, with all its numbers of GPUs.
+        missing = [row for row in line.rows if row.problem]
+        for problem in dict.fromkeys(row.problem for row in missing):
+            counts = ", ".join(f"{row.devices:,}" for row in missing if row.problem == problem)
             table.add_row("" if line.complete else line.strategy, counts, *[""] * 8, problem)
         table.add_section()
     console.print(table)
@@ -150,11 +152,11 @@ def _print_findings(forecast: Forecast) -> None:
     from galvatron_lite.oracle.rows import findings, gpus
 
     typer.echo("Limits (L) and bottlenecks (B)")
-    every = findings(forecast)
-    for one in every:
-        mark = "L" if one.sort.value == "limitation" else "B"
-        typer.echo(f"{mark} {one.strategy}: {one.name}: {one.words}")
-    typer.echo("" if every else "none passes its threshold\n")
+    limits = findings(forecast)
+    for finding in limits:
+        mark = "L" if finding.sort.value == "limitation" else "B"
+        typer.echo(f"{mark} {finding.strategy}: {finding.name}: {finding.words}")
+    typer.echo("" if limits else "none passes its threshold\n")
     for line in forecast.lines:
         if line.limit.devices is not None:
             typer.echo(f"{line.strategy} scales to {gpus(line.limit.devices)}: {line.limit.reason}")
@@ -179,13 +181,14 @@ def _print_checks(checks: tuple[RowCheck, ...]) -> None:
     for name, note in software_notes().items():
         typer.echo(f"{name}: {note}")
     typer.echo()
-    every = rankings(checks)
+    groups = rankings(checks)
     for formulas in FORMULAS[:2]:
-        wrong = [one for one in every if not one.right[formulas]]
-        right = len(every) - len(wrong)
-        typer.echo(f"{formulas}: strategies in the right order in {right} of {len(every)} groups")
-        for one in wrong:
-            typer.echo(f"  {one.name}: measured {' < '.join(one.measured)}; {' < '.join(one.predicted[formulas])}")
+        wrong = [group for group in groups if not group.right[formulas]]
+        right = len(groups) - len(wrong)
+        typer.echo(f"{formulas}: strategies in the right order in {right} of {len(groups)} groups")
+        for group in wrong:
+            predicted = " < ".join(group.predicted[formulas])
+            typer.echo(f"  {group.name}: measured {' < '.join(group.measured)}; {predicted}")
 
 
 def _accuracy(predicted: float | None, accuracy: float | None) -> str:

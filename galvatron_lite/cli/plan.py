@@ -1,4 +1,4 @@
-"""``galvatron plan``: the fastest plan that fits, and the other questions to the planner."""
+"""``galvatron plan``: search the fastest plan that fits, or answer another question about plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from galvatron_lite.request import PlanRequest
 
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-"""The command and its sub-commands; without one of these it plans."""
+"""The command and its sub-commands; it plans if no sub-command is named."""
 
 
 @plan_app.callback(invoke_without_command=True)
@@ -148,10 +148,12 @@ def _run(options: SimpleNamespace) -> None:
 
 
 def _source(options: SimpleNamespace, request: PlanRequest, question: str = "") -> str:
-    """What a plan is made from, in words."""
+    """The profile that a plan is made from, in words."""
     profile = request.setting.profile
-    last = " (the last profile made here)" if options.profile is None and options.model is None else ""
-    source = f"{'the shape given' if request.shape else profile.name + last}: {profile.origin.kind.value}, "
+    name = "the shape given" if request.shape else profile.name
+    if not request.shape and options.profile is None and options.model is None:
+        name += " (the last profile made here)"
+    source = f"{name}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
     if options.profile is not None and options.cluster is not None:
         source += f"; communication {profile.communication_origin.source}"
@@ -167,31 +169,31 @@ def _source(options: SimpleNamespace, request: PlanRequest, question: str = "") 
     return source
 
 
-_TARGETS = ("fewest", "step", "rate", "tokens")
-_QUESTIONS = ("best_batch", *_TARGETS, "price", "pareto")
-_BELONG = {
+_TARGETS = ("step", "rate", "tokens")
+_QUESTIONS = ("best_batch", "fewest", *_TARGETS, "price", "pareto")
+_DETAILS = {
     "max_batch": ("best_batch",),
     "tokens_total": ("price",), "samples_total": ("price",), "steps": ("price",), "within": ("price",),
     "memory_step": ("pareto",),
     "plot": _QUESTIONS,
 }  # fmt: skip
-"""Options that say more about a question, and the questions."""
+"""Options that belong to a question, and the questions that they belong to."""
 
 
 def _question(options: Mapping[str, Any]) -> str:
-    """The question that is asked, by its option; empty: the fastest plan."""
-    values = {name: options[name] for name in (*_QUESTIONS, *_BELONG)}
+    """The option of the question; empty: the fastest plan."""
+    values = {name: options[name] for name in (*_QUESTIONS, *_DETAILS)}
     values = {name: value for name, value in values.items() if value is not None and value is not False}
-    # --fewest beside a target says the same as the target alone
-    targets = values.keys() & set(_TARGETS[1:])
-    asked = [name for name in _QUESTIONS if name in values and not (name == "fewest" and targets)]
-    if len(asked) > 1:
-        remedy = f"{_flag(asked[0])} asks something else: ask one thing."
-        raise InputError(_flag(asked[1]), values[asked[1]], remedy)
-    for name, questions in _BELONG.items():
-        if name in values and not set(asked) & set(questions):
-            raise InputError(_flag(name), values[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
-    return asked[0] if asked else ""
+    # --fewest together with a target means the same as the target alone.
+    has_target = not values.keys().isdisjoint(_TARGETS)
+    questions = [name for name in _QUESTIONS if name in values and not (name == "fewest" and has_target)]
+    if len(questions) > 1:
+        remedy = f"{_flag(questions[0])} asks something else: ask one thing."
+        raise InputError(_flag(questions[1]), values[questions[1]], remedy)
+    for name, belongs_to in _DETAILS.items():
+        if name in values and set(questions).isdisjoint(belongs_to):
+            raise InputError(_flag(name), values[name], f"It belongs to {' or '.join(map(_flag, belongs_to))}.")
+    return questions[0] if questions else ""
 
 
 def _flag(name: str) -> str:
@@ -199,7 +201,7 @@ def _flag(name: str) -> str:
 
 
 def _check(options: SimpleNamespace, question: str) -> None:
-    """Refuse options that do not go together, and files that cannot be written, before anything is searched."""
+    """Refuse options that exclude each other, and files that cannot be written, before the search."""
     from galvatron_lite.svg import check_target
 
     if options.output is not None and question == "pareto":
@@ -219,7 +221,7 @@ def _check(options: SimpleNamespace, question: str) -> None:
 
 
 def _shape_flags(options: SimpleNamespace) -> dict[str, str]:
-    """The flags of a model's shape that were set, as text."""
+    """The options of the model's shape that are set, as text."""
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "arch", "experts", "topk")
     values = {name: getattr(options, name) for name in names}
     values |= {"gated_mlp": options.gated, "tied_embeddings": options.tied}
@@ -243,8 +245,8 @@ def _show_plan(options: SimpleNamespace, plan: Plan, source: str, profile: Profi
     if options.as_json:
         print_json(plan)
         return
-    shown = RUNNERS_UP if options.best is None else options.best
-    print_plan(plan, source, accuracy(profile), options.verbose, shown)
+    runners_up = RUNNERS_UP if options.best is None else options.best
+    print_plan(plan, source, accuracy(profile), options.verbose, runners_up)
     if plan.provenance is not None and plan.provenance.certificate:
         typer.echo(f"Certificate: {plan.provenance.certificate}")
     for line in by_hand:
@@ -253,7 +255,7 @@ def _show_plan(options: SimpleNamespace, plan: Plan, source: str, profile: Profi
 
 
 def _show_answer(options: SimpleNamespace, answer: Answer, source: str, profile: Profile) -> None:
-    """Print and write the answer to another question; where nothing is enough, that is an error in the end."""
+    """Print and write the answer to another question, then raise ``InfeasibleError`` if there is none."""
     from galvatron_lite.analysis.answers import answer_text, as_data, figure
     from galvatron_lite.cli.plan_output import accuracy, print_answer
     from galvatron_lite.errors import InfeasibleError
@@ -305,9 +307,9 @@ def _show_phases(options: SimpleNamespace, plan: PhasedPlan) -> None:
         write_phased_plan(plan, options.output)
     if options.as_json:
         print_json(plan, seconds=plan.seconds)
-        return
-    _print_phases(plan)
-    written(options.output)
+    else:
+        _print_phases(plan)
+        written(options.output)
 
 
 def _print_phases(plan: PhasedPlan) -> None:
@@ -327,10 +329,10 @@ def _print_phases(plan: PhasedPlan) -> None:
     console.print(table)
     console.print()
     for phase in plan.phases:
-        switch = "" if phase.switch is None else (
-            f" (after a switch of {format_seconds(phase.switch.seconds)}, {format_bytes(phase.switch.received)} to "
-            "each device)"
-        )  # fmt: skip
+        switch = ""
+        if phase.switch is not None:
+            seconds, size = format_seconds(phase.switch.seconds), format_bytes(phase.switch.received)
+            switch = f" (after a switch of {seconds}, {size} to each device)"
         console.print(f"{phase.name}: {summary(phase.plan)}{switch}")
     single, always = plan.single_seconds, plan.always_seconds
     others = "no one plan fits all phases" if single is None else f"{format_duration(single)} under one plan throughout"

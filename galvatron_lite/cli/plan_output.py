@@ -1,4 +1,4 @@
-"""A plan in the terminal, in at most 15 lines or with every figure; and the answer to another question."""
+"""Print a plan, in at most 15 lines or in full, and the answer to another question."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
 
 MOST_LINES = 15  # of the short form
-LEAST_ROWS = 3
-MOST_NOTES = 3
-RUNNERS_UP = 2
+LEAST_ROWS, MOST_NOTES, RUNNERS_UP = 3, 3, 2  # of the short form: rows of layers, notes, runners-up
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
-_FULL = 0.97  # share of the memory that plans may use from which memory is named as a bound
+_FULL = 0.97  # share of the usable budget from which memory counts as a bound
 
 
 def accuracy(profile: Profile) -> str:
-    """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
+    """The error of estimated step times of such models, from published runs; empty for measured profiles."""
     from galvatron_lite.analysis.explanation import expected_error
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.profiler.schema import OriginKind
@@ -50,7 +48,7 @@ def accuracy(profile: Profile) -> str:
 
 
 def print_answer(text: AnswerText, source: str, accuracy: str) -> None:
-    """The table of an answer, the answer in a sentence, and what it is exact over."""
+    """Print the table of an answer, the answer in a sentence, and notes."""
     console = wide_console()
     console.print(f"From {source}.\n")
     table = plain_table(*text.columns)
@@ -67,7 +65,7 @@ def print_answer(text: AnswerText, source: str, accuracy: str) -> None:
 def print_plan(
     plan: Plan, source: str, accuracy: str = "", verbose: bool = False, runners_up: int = RUNNERS_UP
 ) -> None:
-    """Print a plan with its memory, its step time and its runner-ups."""
+    """Print a plan with its memory, step time and runners-up; ``source``: its profile in words."""
     console = wide_console()
     console.print(headline(plan), style="bold")
     if not verbose:
@@ -107,7 +105,8 @@ def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterato
     error = accuracy.partition(" (")[0]
     yield "costs", source.removeprefix(f"{plan.model}: ") + f"; {error}" * bool(error)
     if plan.prediction is not None:
-        for alternative in sorted(plan.alternatives, key=lambda one: (not one.fits, one.step_seconds))[:runners_up]:
+        order = sorted(plan.alternatives, key=lambda other: (not other.fits, other.step_seconds))
+        for alternative in order[:runners_up]:
             yield "runner-up", _runner_up(alternative, plan.prediction)
 
 
@@ -124,7 +123,7 @@ def _memory_line(plan: Plan, provenance: Provenance) -> str:
 
 
 def _bound_line(plan: Plan, prediction: Prediction, provenance: Provenance) -> str:
-    """What takes most of the step, and whether more memory may help."""
+    """What takes most of the step, and whether memory may limit it."""
     parts = time_parts(prediction.time)
     sums: dict[str, float] = {}
     for name, seconds in parts:
@@ -151,7 +150,7 @@ def _throughput(prediction: Prediction) -> str:
 
 
 def _expected(reason: str) -> bool:
-    """Whether a reason is of every plan: what lies before and after the blocks is small and splits in few ways."""
+    """Whether a reason is common to all plans: the layers around the blocks are small and split in few ways."""
     endings = (": ", " offers", " has no parameters")
     return any(f": {edge}{ending}" in reason for edge in ("before", "after") for ending in endings)
 
@@ -173,9 +172,9 @@ def _print_memory(console: Console, plan: Plan) -> None:
     provenance = plan.provenance
     console.print("Memory on each device of a stage", style="bold")
     fullest = fullest_of(plan.stages, provenance)
-    shown = shown_groups(plan, fullest)
-    width = max(3, *(len(group_label(group)) for group in shown if group))
-    for group in shown:
+    groups = shown_groups(plan, fullest)
+    width = max(3, *(len(group_label(group)) for group in groups if group))
+    for group in groups:
         console.print(f"  {group_label(group) if group else '…':>{width}} {_bar(plan, provenance, group)}".rstrip())
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest.memory))
     console.print(f"  fullest: {parts}")
@@ -187,7 +186,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
 
 
 def _bar(plan: Plan, provenance: Provenance, group: range | None) -> str:
-    """Memory of the fullest of some stages; nothing for those that are not shown."""
+    """The memory bar of the fullest stage of a group; empty for stages that are not shown."""
     if group is None:
         return ""
     stage = fullest_of([plan.stages[number] for number in group], provenance)
@@ -222,7 +221,7 @@ def _proof(provenance: Provenance, stages: int) -> str:
 
 
 def _range(of: Alternative | Provenance) -> str:
-    """The least and the most seconds of a step over scenarios; empty where nobody asked."""
+    """The least and the most seconds of a step over all scenarios; empty if not computed."""
     return f" ({format_seconds(of.least_seconds)} to {format_seconds(of.most_seconds)})" if of.most_seconds else ""
 
 

@@ -1,4 +1,4 @@
-"""``galvatron profile``: measure or estimate what a model's layers cost, and carry a profile to another device."""
+"""``galvatron profile``: measure or estimate the costs of a model's layers, or convert a profile to another device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def profile_command(
 
     Measures on this machine, alone or under torchrun. With --estimate, costs come from data sheets.
     """
-    # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on
+    # The allocator warns of every tensor that is older than memory tracking.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite import api
     from galvatron_lite.profiler.store import last_profile
@@ -101,16 +101,16 @@ def profile_transfer_command(
     show_profile(carried, where, as_json)
     if as_json:
         return
-    here, there = machines(source, cluster, precision)
     table = plain_table("class", "part here", "seconds there / here")
-    ratios = class_ratios(source, here, there)
+    ratios = class_ratios(source, *machines(source, cluster, precision))
+    total = sum(ratio.here for ratio in ratios)
     for ratio in ratios:
-        table.add_row(ratio.kind.value, f"{ratio.here / sum(each.here for each in ratios):.0%}", f"{ratio.ratio:.2f}")
+        table.add_row(ratio.kind.value, f"{ratio.here / total:.0%}", f"{ratio.ratio:.2f}")
     wide_console().print(table)
 
 
 def _target_cluster(target: str, gpus: int) -> Cluster:
-    """A cluster by name or file; of a device without a cluster of its name, its vendor's reference design."""
+    """A cluster by name or file, or for the name of a device its vendor's reference design."""
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.cluster.catalog import known_clusters, load_cluster, match_device
     from galvatron_lite.cluster.links import cluster_from_links
@@ -123,20 +123,19 @@ def _target_cluster(target: str, gpus: int) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class _BranchFigures:
-    branch: Branch  # of the model
+    branch: Branch
     parameters: int  # items
-    # forward and backward of one sample; None where the profile has no figures of some layer
-    seconds: tuple[float, float] | None
+    seconds: tuple[float, float] | None  # forward and backward of one sample; None if not all layers were profiled
 
 
 def _shown_point(profile: Profile, kind: str) -> LayerPoint | None:
-    """The figures of a kind of layer that tables show: of the fewest whole samples, not split; None: there are none."""
-    points = [entry for entry in profile.layers if entry.kind == kind]
-    return next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
+    """The point of a kind of layer that tables show: of the fewest samples, at least one; None without any."""
+    points = [point for point in profile.layers if point.kind == kind]
+    return next((point for point in points if point.samples >= 1), next(iter(points), None))
 
 
 def figures_of(profile: Profile, region: BranchRegion) -> Iterator[_BranchFigures]:
-    """Of every branch of a region."""
+    """The figures of every branch of a region."""
     graph = profile.graph
     for branch in region.branches:
         kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name in branch.layers]
@@ -148,17 +147,16 @@ def figures_of(profile: Profile, region: BranchRegion) -> Iterator[_BranchFigure
 
 
 def print_branches(console: Console, profile: Profile) -> None:
-    """The branches of a model, for one sample on one device, and what they could gain; nothing where it has none."""
+    """Print the branches of a model, for one sample on one device, and what running them at the same time gains."""
     regions = find_regions(profile.graph)
     if not regions:
         return
-    titles = ("branch", "layers", "parameters", "forward", "backward", "reads", "gives")
-    table = plain_table(*titles)
-    for one in (one for region in regions for one in figures_of(profile, region)):
-        times = [format_seconds(time) for time in one.seconds or ()] or ["", ""]
-        traffic = format_bytes(one.branch.input_bytes), format_bytes(one.branch.output_bytes)
-        items = format_count(one.parameters)
-        table.add_row(one.branch.name, str(len(one.branch.layers)), items, *times, *traffic)
+    table = plain_table("branch", "layers", "parameters", "forward", "backward", "reads", "gives")
+    for figures in (figures for region in regions for figures in figures_of(profile, region)):
+        branch, items = figures.branch, format_count(figures.parameters)
+        times = [format_seconds(time) for time in figures.seconds or ()] or ["", ""]
+        traffic = format_bytes(branch.input_bytes), format_bytes(branch.output_bytes)
+        table.add_row(branch.name, str(len(branch.layers)), items, *times, *traffic)
     console.print(table)
     for region in regions:
         names, gain = ", ".join(branch.name for branch in region.branches), best_gain(profile, region)
@@ -167,14 +165,14 @@ def print_branches(console: Console, profile: Profile) -> None:
 
 
 def best_gain(profile: Profile, region: BranchRegion) -> float:
-    """The sum of its branches' times, of one sample, over the longest; 0 where it is not known."""
-    own = [one.seconds for one in figures_of(profile, region)]
-    times = [sum(seconds) for seconds in own if seconds is not None]
-    return sum(times) / max(times) if len(times) == len(own) and max(times) > 0 else 0.0
+    """The sum of the times of its branches, for one sample, over the longest; 0 if not known."""
+    figures = list(figures_of(profile, region))
+    times = [sum(branch.seconds) for branch in figures if branch.seconds is not None]
+    return sum(times) / max(times) if len(times) == len(figures) and max(times) > 0 else 0.0
 
 
 def show_profile(profile: Profile, where: Path, as_json: bool = False) -> None:
-    """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals; or as JSON."""
+    """Print a profile in short: the machine, kinds of layers, branches and links; or as JSON."""
     if as_json:
         print_json(profile)
         return
@@ -190,8 +188,7 @@ def show_profile(profile: Profile, where: Path, as_json: bool = False) -> None:
     console.print(
         f"{origin.kind.value}: {origin.source}; {len(profile.layers)} layer points, spread {origin.spread:.1%}"
     )
-    names = ("kind", "layers", "samples", "forward", "backward", "kept")
-    table = plain_table(*names)
+    table = plain_table("kind", "layers", "samples", "forward", "backward", "kept")
     for kind in graph.kinds:
         point = _shown_point(profile, kind)
         count = sum(layer.kind == kind for layer in graph.layers)

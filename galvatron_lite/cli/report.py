@@ -1,4 +1,4 @@
-"""``galvatron report``: plans as one HTML file, and a step as a trace."""
+"""``galvatron report``: write plans as one HTML file, and steps as a trace."""
 
 from __future__ import annotations
 
@@ -58,42 +58,42 @@ def report_command(
     request = PlanRequest.parse(profile, setup)
     budget = None if mem is None else request.mem
     measured = None if run is None else read_run(run)
-    shown = [with_timeline(check_priced(PlanView(path.name, *read_priced(path, request, budget)))) for path in plans]
+    views = [with_timeline(check_priced(PlanView(path.name, *read_priced(path, request, budget)))) for path in plans]
     if search > 0 and (trace is None or output is not None):
-        shown = [with_answers(one, search) for one in shown]
+        views = [with_answers(view, search) for view in views]
     if measured is not None:
-        shown = [with_run(one, measured) for one in shown]
-    _print(shown, _written(shown, output, trace), as_json)
+        views = [with_run(view, measured) for view in views]
+    _print(views, _write(views, output, trace), as_json)
 
 
-def _written(shown: list[PlanView], output: Path | None, trace: Path | None) -> list[Path]:
-    """The files, written: the trace alone where no page is asked for."""
+def _write(views: list[PlanView], output: Path | None, trace: Path | None) -> list[Path]:
+    """Write the files and return their paths. A trace without an output is written alone."""
     from galvatron_lite.analysis.report.page import page
     from galvatron_lite.analysis.report.timeline_data import write_trace
     from galvatron_lite.files import write_text
 
     written = []
     if trace is not None:
-        steps = [(one.name, one.timeline) for one in shown if one.timeline is not None]
+        steps = [(view.name, view.timeline) for view in views if view.timeline is not None]
         if not steps:
-            raise InputError("--trace", trace, " ".join(shown[0].missing))
+            raise InputError("--trace", trace, " ".join(views[0].missing))
         write_trace(trace, steps)
         written.append(trace)
     if trace is None or output is not None:
         path = output or Path("report.html")
-        write_text(path, page(shown))
+        write_text(path, page(views))
         written.append(path)
     return written
 
 
-def _print(shown: list[PlanView], written: list[Path], as_json: bool) -> None:
+def _print(views: list[PlanView], written: list[Path], as_json: bool) -> None:
     if as_json:
         files = [{"file": str(path), "bytes": path.stat().st_size} for path in written]
-        notes = [{"plan": one.name, "not_shown": list(one.missing)} for one in shown]
+        notes = [{"plan": view.name, "not_shown": list(view.missing)} for view in views]
         print_json({"written": files, "plans": notes})
         return
-    for one in shown:
-        for line in one.missing:
-            typer.echo(f"{one.name}: {line}")
+    for view in views:
+        for line in view.missing:
+            typer.echo(f"{view.name}: {line}")
     for path in written:
         typer.echo(f"Written to {path} ({path.stat().st_size / 1000:,.0f} kB).")

@@ -1,4 +1,4 @@
-"""``galvatron diagnose``, ``checkpoint`` and ``adapt``: what a run did, and what it left."""
+"""``galvatron diagnose``, ``checkpoint`` and ``adapt``: look at a run, its checkpoints and its decisions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _collective(row: CollectiveRow) -> str:
-    """What collectives of a kind and group took."""
+    """The time of the collectives of one kind and group."""
     ranks, calls = ", ".join(map(str, row.ranks[:4])), f"{row.calls:g} x {row.collective.value}"
     ranks += f", … {row.ranks[-1]}" if len(row.ranks) > 4 else ""
     return (
@@ -99,25 +99,26 @@ def _collective(row: CollectiveRow) -> str:
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """What costs more than predicted, each advice where it is first wanted; then what costs less."""
+    """What costs more than predicted, each advice only once; then what costs less."""
     if not findings:
         yield "No cause costs or saves as much as a fiftieth of a step."
-    counts: dict[str, int] = {}
-    for number, one in enumerate((finding for finding in findings if finding.seconds > 0), start=1):
-        yield f"{number:>2}. {_line(one)}"
-        yield f"    {one.advice}" if one.advice not in counts else f"    As for {counts[one.advice]}."
-        counts.setdefault(one.advice, number)
+    first_numbers: dict[str, int] = {}
+    for number, finding in enumerate((finding for finding in findings if finding.seconds > 0), start=1):
+        advice = finding.advice
+        yield f"{number:>2}. {_line(finding)}"
+        yield f"    {advice}" if advice not in first_numbers else f"    As for {first_numbers[advice]}."
+        first_numbers.setdefault(advice, number)
     quicker = [finding for finding in findings if finding.seconds <= 0]
     if quicker:
         yield "Quicker than predicted (nothing to mend; --update corrects the profile):"
-    yield from (f"    {_line(one)}" for one in quicker)
+    yield from (f"    {_line(finding)}" for finding in quicker)
 
 
-def _line(one: Finding) -> str:
-    stage = f"stage {one.stage}: " if one.stage >= 0 else ""
-    measured, predicted = format_seconds(one.measured), format_seconds(one.predicted)
-    cause = "" if one.where.startswith(one.cause.value) else f"{one.cause.value}: "
-    return f"{_signed(one.seconds)}  {cause}{stage}{one.where}: {measured} a step, predicted {predicted}."
+def _line(finding: Finding) -> str:
+    stage = f"stage {finding.stage}: " if finding.stage >= 0 else ""
+    measured, predicted = format_seconds(finding.measured), format_seconds(finding.predicted)
+    cause = "" if finding.where.startswith(finding.cause.value) else f"{finding.cause.value}: "
+    return f"{_signed(finding.seconds)}  {cause}{stage}{finding.where}: {measured} a step, predicted {predicted}."
 
 
 def _signed(seconds: float) -> str:
@@ -168,7 +169,7 @@ def _describe(manifest: Manifest) -> str:
 
 
 adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-"""The command; its sub-commands read the log that ``Adapt(log=...)`` names."""
+"""The command; its sub-commands read the log of ``Adapt(log=...)``."""
 
 
 @adapt_app.callback()
@@ -186,22 +187,20 @@ def replay_command(
     from galvatron_lite.runtime.monitor.decide import read_log, replay
 
     replayed = replay(read_log(log))
-    for one in replayed:
-        line = json.dumps({**to_data(one.again), "same": one.same}) if as_json else _decision(one)
-        typer.echo(line)
-    other = sum(not one.same for one in replayed)
+    for decision in replayed:
+        data = {**to_data(decision.again), "same": decision.same}
+        typer.echo(json.dumps(data) if as_json else _decision(decision))
+    changed = sum(not decision.same for decision in replayed)
     if not as_json:
-        typer.echo(
-            f"{len(replayed)} decisions, {f'{other} of them otherwise than logged' if other else 'all as logged'}."
-        )
-    if other:
+        outcome = f"{changed} of them otherwise than logged" if changed else "all as logged"
+        typer.echo(f"{len(replayed)} decisions, {outcome}.")
+    if changed:
         raise typer.Exit(1)
 
 
-def _decision(one: Replayed) -> str:
-    again, logged = one.again, one.logged
-    text = f"step {again.step}: {again.action.value}. {again.reason}"
-    if one.same:
+def _decision(decision: Replayed) -> str:
+    replayed, logged = decision.again, decision.logged
+    text = f"step {replayed.step}: {replayed.action.value}. {replayed.reason}"
+    if decision.same:
         return text
-    was = "nothing" if logged is None else f"{logged.action.value}. {logged.reason}"
-    return f"{text}\n  logged: {was}"
+    return f"{text}\n  logged: {'nothing' if logged is None else f'{logged.action.value}. {logged.reason}'}"

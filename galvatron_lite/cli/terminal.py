@@ -1,4 +1,4 @@
-"""The terminal: how wide tables are, and progress bars for what takes two seconds or more."""
+"""Printing to the terminal: consoles, tables, JSON, and progress bars for work of two seconds or more."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 
 WIDE = 200
-"""Most columns of a table in a file or pipe; narrower ones take what they need. ``COLUMNS`` sets another number."""
+"""Columns of output to a file or pipe; the environment variable ``COLUMNS`` sets another number."""
+NO_PLAN = "Interrupted before a first plan was found."
+PATIENCE = 2.0  # seconds before a bar is shown
+_INTERRUPTED = 128 + 2  # exit status of a program ended by SIGINT
 
 
 def wide_console(folded: bool = True) -> Console:
-    """A console without markup, on standard output."""
+    """A console on standard output, without markup; ``folded``: in a pipe it is as wide as ``COLUMNS`` says."""
     from rich.console import Console
 
     colours: Any = None if os.environ.get("NO_COLOR") else "auto"
@@ -37,7 +40,7 @@ def wide_console(folded: bool = True) -> Console:
 
 
 def print_wrapped(console: Console, line: str, indent: int) -> None:
-    """Print a line in the terminal's width, the further rows indented; in a pipe as one line."""
+    """Print a line wrapped to the terminal's width, with indented continuation; in a pipe unwrapped."""
     if console.is_terminal:
         line = "\n".join(wrap(line, console.width, subsequent_indent=" " * indent, break_on_hyphens=False))
     console.print(line)
@@ -51,26 +54,21 @@ def plain_table(*columns: str) -> Table:
 
 
 def print_table(console: Console, table: TableText, indent: str = "") -> None:
-    """Print the heads and rows of a table."""
-    shown = plain_table(*table.heads)
+    """Print the heads and rows of a table; ``indent``: before the first cells."""
+    printed = plain_table(*table.heads)
     for first, *cells in table.rows:
-        shown.add_row(indent + first, *cells)
-    console.print(shown)
-
-
-NO_PLAN = "Interrupted before a first plan was found."
-PATIENCE = 2.0  # seconds before a bar is shown
-_INTERRUPTED = 128 + 2  # exit status of a program that SIGINT ended
+        printed.add_row(indent + first, *cells)
+    console.print(printed)
 
 
 @contextmanager
 def progress_bar(title: str, quiet: bool = False, lines: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error from the third second on, and the function (done, total, label) that moves it.
+    """Show a progress bar on standard error after two seconds; yields the function (done, total, label) that moves it.
 
     Args:
-        title: in front of it.
+        title: before the bar.
         quiet: show nothing.
-        lines: where standard error is no terminal (a log), write a line for each step instead of nothing.
+        lines: if standard error is not a terminal, print a line for each step instead of nothing.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -95,35 +93,35 @@ def progress_bar(title: str, quiet: bool = False, lines: bool = False) -> Iterat
 
 @contextmanager
 def search_progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """The bar of a search; Ctrl-C before there is a plan ends the command."""
+    """Show the progress bar of a search; Ctrl-C before there is a plan ends the command."""
     with interruptible(NO_PLAN), progress_bar("Searching", quiet) as move:
         yield move
 
 
 @contextmanager
-def interruptible(words: str) -> Iterator[None]:
-    """Ctrl-C ends the command with a line that says what becomes of the work done so far."""
+def interruptible(message: str) -> Iterator[None]:
+    """End the command with a message at Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        typer.echo(f"galvatron: {words}", err=True)
+        typer.echo(f"galvatron: {message}", err=True)
         raise typer.Exit(_INTERRUPTED) from stop
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Whether there is a folder to write a file to."""
+    """Raise ``InputError`` if the folder of a file to write does not exist."""
     if path is not None and not path.parent.is_dir():
         raise InputError(option, str(path), f"There is no folder {path.parent}: make it first.")
 
 
 def written(path: Path | None, what: str = "") -> None:
-    """Say that a file was written, where one was."""
+    """Print that a file was written, if there is one."""
     if path is not None:
         typer.echo(f"Written to {path}{what}.")
 
 
 def print_json(data: object, **more: object) -> None:
-    """A value of ours, or plain data, as JSON; ``more``: further fields."""
+    """Print a dataclass value, or plain data, as JSON; ``more``: additional fields."""
     import json
 
     from galvatron_lite.files import to_data

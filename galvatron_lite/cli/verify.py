@@ -1,4 +1,4 @@
-"""``galvatron verify``: whether a plan does what it says, tested without its cluster."""
+"""``galvatron verify``: check a plan without its cluster."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _print_memory(console: Console, role: RoleRun, plan: Plan) -> None:
 
 
 def _bytes_of(message: Message) -> int:
-    """What a message sends, or what this rank receives by it."""
+    """Bytes that a message sends, or that this rank receives."""
     from galvatron_lite.verify.schema import MessageType
 
     if message.bytes or message.kind is not MessageType.RECEIVE:
@@ -137,22 +137,22 @@ def verify_command(
     """
     import os
 
-    # processes of our own and tensors without storages make torch warn of what nobody here can act on
+    # torch warns about tensors without storages, and in the processes of the checks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite.api_plans import verify_plan
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.verify.schema import Checks, checks_named
 
-    wanted, read = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
+    chosen, loaded = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
     target: Any = model if model is None or not is_factory(model) else find_factory(model)
     with interruptible("interrupted"), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
         verification = verify_plan(
-            read, target, sequence=sequence, trainable=trainable, freeze=freeze or (), checks=wanted,
+            loaded, target, sequence=sequence, trainable=trainable, freeze=freeze or (), checks=chosen,
             processes=processes, progress=progress, profile=profile,
         )  # fmt: skip
     if as_json:
         print_json(verification, passed=verification.passed)
     else:
-        _print_verification(verification, read, moments)
+        _print_verification(verification, loaded, moments)
     if not verification.passed:
         raise typer.Exit(1)

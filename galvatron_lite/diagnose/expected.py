@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
-from galvatron_lite.analysis.step_time import PricedStages, explained_in_parts, taken_apart
+from galvatron_lite.analysis.step_time import PricedStages, explained_in_parts, price_in_parts
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
@@ -136,7 +136,7 @@ def expect(profile: Profile, plan: Plan) -> Expected:
     if not explained_in_parts(plan):
         remedy = "What a step's time goes to is only told apart for plans in stages; look at the steps' times alone."
         raise InputError("plan", "cyclic" if plan.cyclic is not None else "branches", remedy)
-    priced = taken_apart(LayerPricer(for_mode(profile, plan.mode)), plan)
+    priced = price_in_parts(LayerPricer(for_mode(profile, plan.mode)), plan)
     groups = tuple(_group(priced, number) for number in range(plan.pipeline))
     return Expected(priced.plan, priced.prediction.step_seconds, groups)
 

@@ -1,1 +1,1 @@
-"""Starting the world of processes that a plan is for: on this node, on hosts, under Slurm, on Ray. No torch here."""
+"""Launchers of the processes of a plan: on this node, over ssh, by Slurm or by Ray. No torch here."""

@@ -1,4 +1,4 @@
-"""The nodes of a job and the exact commands that start it, as lists of words. Nothing runs here."""
+"""The nodes of a job, and the exact commands that start it. Nothing runs here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from galvatron_lite.limits import DEVICES, FILE_BYTES, check_range
 _LINE = re.compile(
     r"(?P<name>[\w.@\[\]][\w.@\[\]-]*)(\s+slots\s*=\s*(?P<slots>\d{1,9}))?(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
 )
-"""What begins with ``-`` would be an option of ssh."""
+"""A line of a hostfile. A name does not begin with ``-``: it would be an option of ssh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +29,41 @@ class Host:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with a line ``NAME slots=N`` each, as DeepSpeed and MPI read it; else one slot."""
+    """Read a hostfile as DeepSpeed and MPI do: a line ``NAME slots=N`` for each host; one slot by default.
+
+    Raises:
+        InputError: a line that cannot be read, a host that is named twice, or no host.
+    """
     lines = read_text(path, FILE_BYTES).splitlines()
     hosts = list[Host]()
     for number, line in enumerate(lines, start=1):
         if text := line.split("#")[0].strip():
-            field, words = f"--hostfile {path}, line {number}", _LINE.fullmatch(text)
-            if words is None:
+            field, match = f"--hostfile {path}, line {number}", _LINE.fullmatch(text)
+            if match is None:
                 raise InputError(field, text, "Write `NAME slots=N`.")
-            slots = check_range(f"{field}, slots", int(words["slots"] or 1), DEVICES, "Write `NAME slots=N`.")
-            hosts.append(Host(words["name"], slots))
+            slots = check_range(f"{field}, slots", int(match["slots"] or 1), DEVICES, "Write `NAME slots=N`.")
+            hosts.append(Host(match["name"], slots))
     names = [host.name for host in hosts]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"--hostfile {path}", twice, "Name each host once, with all its slots.")
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InputError(f"--hostfile {path}", repeated, "Name each host once, with all its slots.")
     if not hosts:
         raise InputError("--hostfile", str(path), "It names no host: write a line `NAME slots=N` for each.")
     return tuple(hosts)
 
 
-def chosen(hosts: tuple[Host, ...], devices: int) -> tuple[Host, ...]:
-    """The first hosts that have so many slots together, all of them used."""
+def first_hosts(hosts: tuple[Host, ...], devices: int) -> tuple[Host, ...]:
+    """Return the first hosts whose slots are as many as the devices.
+
+    Raises:
+        LaunchError: too few slots, hosts with different numbers of slots, or slots that are left over.
+    """
     taken: list[Host] = []
+    total = 0
     for host in hosts:
-        if sum(one.slots for one in taken) < devices:
+        if total < devices:
             taken.append(host)
-    total = sum(host.slots for host in taken)
+            total += host.slots
     if total < devices:
         raise LaunchError(f"{devices} processes are to be started, but the hosts have {total} slots. Add hosts.")
     unlike = next((host for host in taken if host.slots != taken[0].slots), None)
@@ -75,7 +84,7 @@ PLAN_VARIABLE = "GALVATRON_PLAN"
 """Environment variable by which ``auto_parallelize`` finds the plan that a job was launched with."""
 THREADS = "OMP_NUM_THREADS"
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Gives every attempt a store of its own; torchrun's holds the keys by which killed workers met, which end the next."""
+"""Makes torchrun use a new store for every attempt: the old one has keys of killed workers, which end the next ones."""
 PORT = 29500
 _HEAD = 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
@@ -91,19 +100,19 @@ class Through(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to start, and how."""
+    """A program to start on many processes."""
 
     program: tuple[str, ...]  # the script and its arguments; ``-m MODULE`` and arguments for a module
-    devices: int  # processes in all
-    nodes: int = 1  # how many nodes they are spread over evenly
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that every process is given
-    port: int = PORT  # of the first node, where processes meet
-    restarts: int = 0  # how often a job whose process died starts again
+    devices: int  # number of processes
+    nodes: int = 1  # number of nodes, each with as many processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of every process
+    port: int = PORT  # of the first node, for the rendezvous
+    restarts: int = 0  # how often the job is restarted after a process died
     through: Through = Through.LOCAL
-    hosts: tuple[Host, ...] = ()  # of ``ssh``
+    hosts: tuple[Host, ...] = ()  # for ssh
     options: tuple[str, ...] = ()  # for srun: ``--partition=gpu``
-    plan: Path | None = None  # the plan file, absolute; None without one
-    needed: int = 0  # bytes a device of the plan takes; 0: not known
+    plan: Path | None = None  # absolute path of the plan file
+    needed: int = 0  # bytes that the plan needs on a device; 0: not known
     python: str = sys.executable  # the interpreter
     folder: str = field(default_factory=lambda: str(Path.cwd()))  # where the program runs
 
@@ -113,7 +122,7 @@ class Job:
         return self.devices // self.nodes
 
     def commands(self) -> list[list[str]]:
-        """The commands that start it from here, side by side."""
+        """The commands that start the job from this machine, to be run side by side."""
         if self.through is Through.LOCAL:
             return [[*self._torchrun(), "--standalone", *self.program]]
         if self.through is Through.RAY:
@@ -127,7 +136,7 @@ class Job:
         return [self._over_ssh(self._on_host(number), host.name) for number, host in enumerate(self.hosts)]
 
     def on_each_node(self, command: Sequence[str]) -> list[list[str]]:
-        """The commands that run one once on each node, with the job's folder and environment."""
+        """The commands that run a command once on each node, in the job's folder and environment."""
         if self.through is Through.SSH:
             return [self._over_ssh(command, host.name) for host in self.hosts]
         if self.through is not Through.SLURM:
@@ -140,17 +149,17 @@ class Job:
         """torchrun for one of several nodes."""
         first = self.hosts[0].name
         if self.restarts:
-            # nodes that come back after a failure find each other at the first one's port
-            place = ["--rdzv-backend", "c10d", "--rdzv-id", "galvatron", "--rdzv-endpoint", f"{first}:{self.port}"]
+            # Nodes find each other again after a failure at the port of the first one.
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "galvatron", "--rdzv-endpoint", f"{first}:{self.port}"]
         else:
-            place = ["--node-rank", str(number), "--master-addr", first, "--master-port", str(self.port)]
-        return [*self._torchrun(), "--nnodes", str(self.nodes), *place, *self.program]
+            meeting = ["--node-rank", str(number), "--master-addr", first, "--master-port", str(self.port)]
+        return [*self._torchrun(), "--nnodes", str(self.nodes), *meeting, *self.program]
 
     def _over_ssh(self, command: Sequence[str], host: str) -> list[str]:
         settings = [f"{name}={value}" for name, value in self.environment.items()]
         words = ["env", *settings, *command] if settings else list(command)
         line = f"cd {shlex.quote(self.folder)} && exec {shlex.join(words)}"
-        # with a terminal of its own the remote process ends when ssh does
+        # With a terminal (-tt), the remote process ends when ssh does.
         return ["ssh", "-tt", "-o", "BatchMode=yes", host, line]
 
     def _torchrun(self) -> list[str]:
@@ -159,6 +168,6 @@ class Job:
 
 
 def shown(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """A command as it can be pasted into a shell."""
+    """A command in the syntax of a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     return " ".join([*settings, shlex.join(command)])

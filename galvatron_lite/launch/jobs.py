@@ -1,4 +1,4 @@
-"""A job: what was requested, the checks on each node before it starts, its processes, and their end when one fails."""
+"""Jobs: made from the options of the user, checked on each node, and run until all processes end or one fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from galvatron_lite.launch.commands import (
     Host,
     Job,
     Through,
-    chosen,
+    first_hosts,
     read_hostfile,
 )
 from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words
@@ -35,44 +35,49 @@ from galvatron_lite.limits import DEVICES, Name, Size, check_range
 from galvatron_lite.plans.phases import PhasedPlan, read_training_plan
 from galvatron_lite.units import format_bytes
 
-_LOOK = 0.2
-"""Seconds between looks at what runs."""
-_GRACE = 10.0
-"""Seconds that what is told to end has to do so."""
+_POLL = 0.2  # seconds between looks at the processes
+_GRACE = 10.0  # seconds that a terminated process has to end
+PACKAGES = ("galvatron_lite", "torch", "deepspeed")  # whose versions must be equal on all nodes
+MARK = "galvatron-node: "  # begins the line of a report, among other output of logins and schedulers
 
 
 def run_all(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
-    """Run commands side by side, their output going where this process' goes.
+    """Run commands side by side, with the output of this process.
 
-    When one fails, or this process is interrupted, the others are ended.
+    If one fails, or this process is interrupted, the others are ended.
 
     Returns:
-        The first exit status that is not 0; 0 where all went well.
+        The first exit status that is not 0, or 0.
     """
-    started = [_start(command, environment) for command in commands]
+    processes = [_start(command, environment) for command in commands]
     try:
-        # every one is asked: one that fails while an earlier runs would not be seen otherwise
-        while None in [one.poll() for one in started] and not _failed(started):
-            time.sleep(_LOOK)
-        return _failed(started)
+        # Poll all processes, as a later one may fail while an earlier one runs.
+        while None in [process.poll() for process in processes] and not _first_failure(processes):
+            time.sleep(_POLL)
+        return _first_failure(processes)
     finally:
-        _end([one for one in started if one.poll() is None])
+        _end(processes)
 
 
 def output_of(commands: Sequence[Sequence[str]], environment: Mapping[str, str], timeout: float) -> str:
-    """What commands print, run side by side."""
-    started = [_start(command, environment, subprocess.PIPE) for command in commands]
+    """Run commands side by side and return what they print.
+
+    Raises:
+        LaunchError: a command fails, or does not end in ``timeout`` seconds.
+    """
+    processes = [_start(command, environment, subprocess.PIPE) for command in commands]
     deadline = time.monotonic() + timeout
     try:
-        outputs = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in started]
+        outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
     except subprocess.TimeoutExpired as error:
         remedy = "See that the node can be reached, or give it longer (--timeout)."
         raise LaunchError(f"No answer in {timeout:g} s: {_name(error.cmd)}. {remedy}") from error
     finally:
-        _end([one for one in started if one.poll() is None])
-    for one, text in zip(started, outputs, strict=True):
-        if one.returncode:
-            raise LaunchError(f"{_name(one.args)} ended with status {one.returncode}:\n{text.strip()[-2000:]}")
+        _end(processes)
+    for process, text in zip(processes, outputs, strict=True):
+        if process.returncode:
+            status = f"status {process.returncode}:\n{text.strip()[-2000:]}"
+            raise LaunchError(f"{_name(process.args)} ended with {status}")
     return "\n".join(outputs)
 
 
@@ -87,22 +92,24 @@ def _start(command: Sequence[str], environment: Mapping[str, str], output: int |
         raise LaunchError(f"There is no program {command[0]!r} here. Install it, or launch another way.") from error
 
 
-def _failed(started: Sequence[subprocess.Popen[str]]) -> int:
-    """The first exit status that tells of a failure; a signal's as shells give it."""
-    codes = [one.returncode for one in started if one.returncode]
+def _first_failure(processes: Sequence[subprocess.Popen[str]]) -> int:
+    """The first exit status that is not 0, for a signal as shells report it; or 0."""
+    codes = [process.returncode for process in processes if process.returncode]
     return (codes[0] if codes[0] > 0 else 128 - codes[0]) if codes else 0
 
 
-def _end(running: Sequence[subprocess.Popen[str]]) -> None:
-    for one in running:
-        one.terminate()
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Terminate the processes that still run, and kill those that do not end."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
     deadline = time.monotonic() + _GRACE
-    for one in running:
+    for process in running:
         try:
-            one.wait(max(0.1, deadline - time.monotonic()))
+            process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+            process.kill()
+            process.wait()
 
 
 def _name(command: object) -> str:
@@ -110,25 +117,20 @@ def _name(command: object) -> str:
     return " ".join(str(word) for word in words)[:200]
 
 
-PACKAGES = ("galvatron_lite", "torch", "deepspeed")
-MARK = "galvatron-node: "
-"""Begins the line that holds a report, whatever else a login or a scheduler prints."""
-
-
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node has."""
+    """The plan, software and devices of a node."""
 
-    host: Name  # its name
-    plan: Name  # SHA-256 of the plan file, empty where there is no such file
-    versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages that must be alike
-    devices: Size = 0  # GPUs; 0 where there are none
+    host: Name
+    plan: Name  # SHA-256 of the plan file; empty without such a file
+    versions: dict[str, str] = field(default_factory=dict)  # of Python and of ``PACKAGES``
+    devices: Size = 0  # number of GPUs
     device_memory: Size = 0  # bytes of the smallest GPU
-    host_memory: Size = 0  # bytes of free host memory; 0 where it is not known
+    host_memory: Size = 0  # bytes of free host memory; 0: not known
 
 
 def report(plan: Path | None) -> NodeReport:
-    """What this node has."""
+    """Report on this node."""
     import torch
 
     versions = {"python": platform.python_version()}
@@ -139,13 +141,11 @@ def report(plan: Path | None) -> NodeReport:
             versions[name] = "missing"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
-    return NodeReport(
-        socket.gethostname(), plan_digest(plan), versions, count, min(sizes, default=0), _free_memory()
-    )  # fmt: skip
+    return NodeReport(socket.gethostname(), plan_digest(plan), versions, count, min(sizes, default=0), _free_memory())
 
 
 def plan_digest(plan: Path | None) -> str:
-    """SHA-256 of a plan file; empty where there is no such file."""
+    """SHA-256 of a plan file; empty without such a file."""
     return hashlib.sha256(plan.read_bytes()).hexdigest() if plan is not None and plan.is_file() else ""
 
 
@@ -159,59 +159,63 @@ def _free_memory() -> int:
 
 
 def read_reports(output: str) -> list[NodeReport]:
-    """The reports among the lines that nodes printed."""
+    """Find and parse the reports in what nodes print."""
     lines = [line.split(MARK, 1)[1] for line in output.splitlines() if MARK in line]
     return [from_data(NodeReport, parse_line(line, "a node's report"), "a node's report") for line in lines]
 
 
 def check_nodes(reports: Sequence[NodeReport], nodes: int, each: int, plan_hash: str, needed: int) -> None:
-    """Refuse nodes that do not go together.
+    """Check that all nodes are ready for a job.
 
     Args:
-        nodes: how many there should be.
+        reports: of the nodes.
+        nodes: expected number of nodes.
         each: processes of a node.
-        plan_hash: of the plan file where the job is launched; empty: without a plan.
-        needed: bytes that a device of the plan takes; 0: not known.
+        plan_hash: of the plan file on the launching node; empty without a plan.
+        needed: bytes that the plan needs on a device; 0: not known.
+
+    Raises:
+        LaunchError: lists what is wrong on each node.
     """
-    wrong = [] if len(reports) == nodes else [f"{len(reports)} of {nodes} nodes answered."]
-    for one in reports:
-        wrong += [f"{one.host}: {what}" for what in _problems(one, reports[0], each, plan_hash, needed)]
-    if wrong:
-        raise LaunchError("The nodes are not ready:\n  " + "\n  ".join(wrong))
+    problems = [] if len(reports) == nodes else [f"{len(reports)} of {nodes} nodes answered."]
+    for node in reports:
+        problems += [f"{node.host}: {problem}" for problem in _problems(node, reports[0], each, plan_hash, needed)]
+    if problems:
+        raise LaunchError("The nodes are not ready:\n  " + "\n  ".join(problems))
 
 
-def _problems(one: NodeReport, first: NodeReport, each: int, plan_hash: str, needed: int) -> Iterator[str]:
-    if one.plan != plan_hash:
-        what = "does not have the plan file" if not one.plan else "has another plan file"
-        yield f"{what}: copy it to the same path on every node, or use a shared file system."
-    for name, version in first.versions.items():
-        own = one.versions.get(name, "missing")
-        if own != version:
-            yield f"has {name} {own}, {first.host} has {version}: install the same everywhere."
-    if one.devices and one.devices < each:
-        yield f"has {one.devices} GPUs for {each} processes: launch {one.devices} a node."
-    if one.devices and needed > one.device_memory:
-        yield f"a GPU has {format_bytes(one.device_memory)}, the plan takes {format_bytes(needed)}: plan with --mem."
-    if not one.devices and one.host_memory and needed * each > one.host_memory:
-        free, wanted = format_bytes(one.host_memory), format_bytes(needed * each)
-        yield f"{free} of memory are free, {each} processes of the plan take {wanted}: plan with a smaller --mem."
+def _problems(node: NodeReport, first: NodeReport, each: int, plan_hash: str, needed: int) -> Iterator[str]:
+    if node.plan != plan_hash:
+        problem = "does not have the plan file" if not node.plan else "has another plan file"
+        yield f"{problem}: copy it to the same path on every node, or use a shared file system."
+    for name, expected in first.versions.items():
+        version = node.versions.get(name, "missing")
+        if version != expected:
+            yield f"has {name} {version}, {first.host} has {expected}: install the same everywhere."
+    if node.devices and node.devices < each:
+        yield f"has {node.devices} GPUs for {each} processes: launch {node.devices} a node."
+    if node.devices and needed > node.device_memory:
+        yield f"a GPU has {format_bytes(node.device_memory)}, the plan takes {format_bytes(needed)}: plan with --mem."
+    if not node.devices and node.host_memory and needed * each > node.host_memory:
+        free, total = format_bytes(node.host_memory), format_bytes(needed * each)
+        yield f"{free} of memory are free, {each} processes of the plan take {total}: plan with a smaller --mem."
 
 
 def check_job(job: Job, timeout: float) -> None:
-    """See that all nodes have what a job needs; Ray starts workers where it likes, and is not asked.
+    """Check that all nodes are ready for a job, except under Ray, which chooses the nodes itself.
 
     Raises:
-        LaunchError: a node is not ready, or does not answer in so many seconds.
+        LaunchError: a node is not ready, or does not answer in ``timeout`` seconds.
     """
     if job.through is Through.RAY:
         return
-    ask = [job.python, "-m", "galvatron_lite.launch.jobs", *([] if job.plan is None else [str(job.plan)])]
-    reports = read_reports(output_of(job.on_each_node(ask), job.environment, timeout))
+    command = [job.python, "-m", "galvatron_lite.launch.jobs", *([] if job.plan is None else [str(job.plan)])]
+    reports = read_reports(output_of(job.on_each_node(command), job.environment, timeout))
     check_nodes(reports, job.nodes, job.each, plan_digest(job.plan), job.needed)
 
 
 def start_job(job: Job) -> tuple[int, str]:
-    """Run a job to its end; its exit status, and the last words of ranks of this machine that failed."""
+    """Run a job to its end; return its exit status, and the errors of ranks of this machine."""
     with TemporaryDirectory(prefix="galvatron-") as folder:
         status = run_all(job.commands(), {**job.environment, FOLDER_VARIABLE: folder})
         return status, last_words(Path(folder))
@@ -228,11 +232,11 @@ def job_of(
     port: int = PORT,
     restarts: int = 0,
 ) -> Job:
-    """What to start for what the user typed; see ``galvatron launch --help`` for the arguments.
+    """Make the job of a user's options; see ``galvatron launch --help`` for the arguments.
 
     Raises:
-        InputError: they do not go together, or name no file.
-        LaunchError: the hosts do not have the slots.
+        InputError: options that exclude each other, or a file that does not exist.
+        LaunchError: the hosts do not have enough slots.
     """
     devices, needed = _size(plan, gpus)
     check_range("--port", port, 2**16 - 1)
@@ -242,9 +246,9 @@ def job_of(
         if per_node is not None:
             slots = check_range("--per-node", per_node, DEVICES)
             hosts = tuple(replace(host, slots=slots) for host in hosts)
-        hosts = chosen(hosts, devices)
+        hosts = first_hosts(hosts, devices)
     plan = None if plan is None else plan.resolve()
-    # one thread a process where nothing is said: torchrun's own choice, which it warns of
+    # One thread a process is torchrun's default, too, but it prints a warning about it.
     environment = {THREADS: os.environ.get(THREADS, "1")}
     environment |= {} if plan is None else {PLAN_VARIABLE: str(plan)}
     environment |= NEW_STORE if restarts else {}
@@ -258,17 +262,18 @@ def job_of(
 
 
 def _size(plan: Path | None, gpus: int | None) -> tuple[int, int]:
-    """Processes, and the bytes that a device takes."""
+    """The number of processes, and the bytes that the plan needs on a device (0: not known)."""
     if plan is None:
         if gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")
         return check_range("--gpus", gpus, DEVICES), 0
-    read = read_training_plan(plan)
-    plans = [phase.plan for phase in read.phases] if isinstance(read, PhasedPlan) else [read]
+    loaded = read_training_plan(plan)
+    plans = [phase.plan for phase in loaded.phases] if isinstance(loaded, PhasedPlan) else [loaded]
     devices = plans[0].devices
     if gpus not in (None, devices):
         raise InputError("--gpus", gpus, f"The plan is for {devices}: leave it out, or make another plan.")
-    return devices, max((one.prediction.peak_memory for one in plans if one.prediction is not None), default=0)
+    peaks = (phase.prediction.peak_memory for phase in plans if phase.prediction is not None)
+    return devices, max(peaks, default=0)
 
 
 def _through(through: Through | None, hostfile: Path | None) -> Through:
@@ -284,15 +289,15 @@ def _through(through: Through | None, hostfile: Path | None) -> Through:
 def _nodes(per_node: int | None, through: Through, devices: int) -> int:
     if through is Through.LOCAL:
         return 1
-    each = _slurm_each() or devices if per_node is None else per_node
+    each = _slurm_gpus() or devices if per_node is None else per_node
     check_range("--per-node", each, DEVICES)
     if devices % each:
         raise InputError("--per-node", each, f"{devices} processes are not a multiple of it.")
     return devices // each
 
 
-def _slurm_each() -> int | None:
-    """GPUs of a node as Slurm has it: ``8``, or ``a100:8``; None where it says nothing."""
+def _slurm_gpus() -> int | None:
+    """GPUs of a node from Slurm's variables (``8``, or ``a100:8``); None if they are not set."""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         text = os.environ.get(name, "")
         number = re.fullmatch(r"([\w-]+:)?(\d{1,9})", text, re.ASCII)
@@ -305,5 +310,4 @@ def _slurm_each() -> int | None:
 
 if __name__ == "__main__":
     print(MARK + json.dumps(to_data(report(Path(sys.argv[1]) if len(sys.argv) > 1 else None))), flush=True)
-    # CUDA's and gloo's threads have nothing to say
-    os._exit(0)
+    os._exit(0)  # without waiting for the threads of CUDA and gloo

@@ -1,4 +1,4 @@
-"""A training script as the workers of a Ray Train job.
+"""Run a training script as the workers of a Ray Train job.
 
 ``python -m galvatron_lite.launch.ray_job --workers N --each M -- SCRIPT ARGUMENTS``.
 """
@@ -18,7 +18,7 @@ from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start the workers and wait for them."""
+    """Start the workers and wait for their end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--each", type=int, required=True, help="workers of a node")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_program(settings: dict[str, Any]) -> None:
-    """One worker: the script, as torchrun would run it (Ray Train sets RANK, WORLD_SIZE and the others)."""
+    """Run the script in a worker, as torchrun does; Ray Train sets RANK, WORLD_SIZE and the other variables."""
     os.environ.update(settings["environment"])
     os.chdir(settings["folder"])
     program = settings["program"]

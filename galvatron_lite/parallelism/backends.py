@@ -53,7 +53,7 @@ class Backend:
         beside: whether it runs plans that are not stages in the order of the model: branches on separate devices, and
             delayed gradients.
         split_backward: fields of ``Strategy`` with the value that schedules with a split backward require.
-        reserved: fields of ``Strategy`` with the value that the search uses while a plan fits, unless another is pinned.
+        reserved: fields of ``Strategy`` with the value that the search uses while a plan fits, unless one is pinned.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Other planners' profiles and plans: read, priced by their own formulas, turned into ours and back."""
+"""Profiles and plans of other planners, converted to ours and back."""

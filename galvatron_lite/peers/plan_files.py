@@ -1,8 +1,8 @@
-"""Prices plans that somebody gives: ours, written by hand, or of another planner."""
+"""Predict the cost of existing plans: ours, written by hand, or of other software."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,14 @@ from galvatron_lite.search.result import provenance
 
 
 def any_plan(data: object, path: Path, profile: Profile, batch: int | None = None) -> Plan:
-    """A plan from what a file holds: ours, one written by hand (``plans.written``), or Hetu-Galvatron's."""
+    """Parse the content of a file as a plan: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
+
+    Args:
+        data: the content.
+        path: of the file, for errors.
+        profile: of the model.
+        batch: samples a step, if Hetu-Galvatron's file does not say.
+    """
     if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
         return to_plan(read_hetu_plan(dict(data), str(path), profile.cluster.devices, batch or 0), profile)
     try:
@@ -30,37 +37,37 @@ def any_plan(data: object, path: Path, profile: Profile, batch: int | None = Non
         name = data.get("model") if isinstance(data, Mapping) else None
         if name in (None, profile.graph.name):
             raise
-        other = f"The plan is of {name}, profile {profile.name} of {profile.graph.name}."
-        other = f"{other} Give --profile or --model of the plan's own model."
-        raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
+        models = f"The plan is of {name}, profile {profile.name} of {profile.graph.name}."
+        remedy = f"{error.remedy} {models} Give --profile or --model of the plan's own model."
+        raise InputError(error.field, error.value, remedy) from error
 
 
 def priced_settings(
     path: Path, target: str, find: Callable[[str], Profile], mem: str | int | None = None, batch: int | None = None
 ) -> Plan:
-    """A plan from another tool's settings with its prediction, priced as that software runs it.
+    """Read settings of other software as a plan, and predict its cost under that software.
 
     Args:
         path: of the settings.
-        target: whose.
-        find: the profile of a stack.
+        target: name of the software.
+        find: returns the profile of a software stack.
         mem: see ``priced``.
-        batch: samples a step, where the file does not say, or where they are to be others.
+        batch: samples a step; by default those of the file.
     """
     stack = target_named(target).stack
-    settings = find(stack)
-    plan, reading = read_settings(path, target, settings.graph, settings.cluster.devices, batch)
+    profile = find(stack)
+    plan, reading = read_settings(path, target, profile.graph, profile.cluster.devices, batch)
     if reading.settings.deepspeed and stack != DEEPSPEED_FILE.stack:
-        settings = find(DEEPSPEED_FILE.stack)
-    done = priced(plan, settings, mem, batch)
-    assert done.provenance is not None
+        profile = find(DEEPSPEED_FILE.stack)
+    plan = priced(plan, profile, mem, batch)
+    assert plan.provenance is not None
     ignored = (f"not looked at: {', '.join(reading.ignored)}",) if reading.ignored else ()
-    notes = (f"read: {', '.join(reading.read)}", *ignored, *reading.notes, *done.provenance.notes)
-    return replace(done, provenance=replace(done.provenance, notes=notes))
+    notes = (f"read: {', '.join(reading.read)}", *ignored, *reading.notes, *plan.provenance.notes)
+    return replace(plan, provenance=replace(plan.provenance, notes=notes))
 
 
 def _at_batch(plan: Plan, batch: int) -> Plan:
-    """The plan at another number of samples a step: as many micro-batches of the same size as make it up."""
+    """The plan at another batch, with another number of micro-batches of the same size."""
     if batch == plan.global_batch:
         return plan
     check_range("--batch", batch, SAMPLES)
@@ -75,7 +82,7 @@ def _at_batch(plan: Plan, batch: int) -> Plan:
 
 
 def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None:
-    """Whether a cluster has the devices that a plan is made for."""
+    """Raise ``InputError`` if a plan is not for ``gpus`` devices, or the cluster has fewer than the plan."""
     if gpus is not None and gpus != plan.devices:
         raise InputError("--gpus", gpus, f"The plan is for {plan.devices} devices: plan anew for {gpus}.")
     if plan.devices > profile.cluster.devices:
@@ -83,33 +90,35 @@ def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None
         raise InputError("plan, devices", plan.devices, remedy)
 
 
-def _notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
-    graph, cluster = profile.graph, profile.cluster
-    notes = (
-        (plan.global_batch != at.global_batch,
-         f"the plan is of batch {plan.global_batch} in {plan.microbatches} micro-batches, "
-         f"priced at {at.global_batch} in {at.microbatches}"),
-        (plan.model not in (graph.name, UNNAMED), f"the plan is of {plan.model}, priced for {graph.name}"),
-        (plan.precision != graph.precision, f"the plan is in {plan.precision}, priced in {graph.precision}"),
-        (plan.devices < cluster.devices,
-         f"the plan takes {plan.devices} of the {cluster.devices} devices of {cluster.name}"),
-    )  # fmt: skip
-    return tuple(line for holds, line in notes if holds)
-
-
 def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: int | None = None) -> Plan:
-    """The plan with its prediction, and what it was priced with.
+    """Predict the cost of a plan; its provenance names the profile, and notes differences from the plan.
 
     Args:
         plan: for the profile's model and at most its devices.
         profile: what layers and communication cost.
-        mem: budget a device to compare its memory with: a size, a share, or bytes; 95 % of its memory if not given.
-        batch: samples a step, where they are to be others than the plan's.
+        mem: budget a device: a size, a share, or bytes; by default 95 % of its memory.
+        batch: samples a step; by default the plan's.
+
+    Raises:
+        InputError: more devices than the cluster has, or a batch that the plan's micro-batches do not divide.
     """
     check_devices(plan, profile)
-    at = plan if batch is None else _at_batch(plan, batch)
+    changed = plan if batch is None else _at_batch(plan, batch)
     budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
-    done = evaluate(profile, replace(at, model=profile.graph.name, precision=profile.graph.precision))
-    notes = (*_notes_of(plan, at, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
-    made_from = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
-    return replace(done, provenance=made_from, alternatives=(), left_out=())
+    done = evaluate(profile, replace(changed, model=profile.graph.name, precision=profile.graph.precision))
+    notes = (*_difference_notes(plan, changed, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
+    source = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
+    return replace(done, provenance=source, alternatives=(), left_out=())
+
+
+def _difference_notes(plan: Plan, changed: Plan, profile: Profile) -> Iterator[str]:
+    graph, cluster = profile.graph, profile.cluster
+    if plan.global_batch != changed.global_batch:
+        before = f"the plan is of batch {plan.global_batch} in {plan.microbatches} micro-batches"
+        yield f"{before}, priced at {changed.global_batch} in {changed.microbatches}"
+    if plan.model not in (graph.name, UNNAMED):
+        yield f"the plan is of {plan.model}, priced for {graph.name}"
+    if plan.precision != graph.precision:
+        yield f"the plan is in {plan.precision}, priced in {graph.precision}"
+    if plan.devices < cluster.devices:
+        yield f"the plan takes {plan.devices} of the {cluster.devices} devices of {cluster.name}"

@@ -1,4 +1,4 @@
-"""A plan in words and rows, and what its reader should know of the model under it."""
+"""A plan as lines and rows for people, and notes on how a model trains under it."""
 
 from __future__ import annotations
 
@@ -26,33 +26,39 @@ from galvatron_lite.plans.schema import (
 )
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
-_BAR = 24
-_ALIKE = 3  # stages that do the same and are shown as one, at the least
-_MANY = 8  # memory bars at most; of more, as many of each end as ``_ENDS``, and the fullest
-_ENDS = 3
-_SHOWN = {"context": "driver context"}
-"""Parts of the memory that have another name in print: to a reader, context alone is a way to parallelise."""
+_BAR = 24  # characters of a memory bar
+_LEAST_MERGED = 3  # consecutive equal stages from which they are shown as one
+_MOST_STRATEGIES = 3  # in the line of a plan
+_MOST_BARS, _END_BARS = 8, 3  # of more groups of stages, those at each end and the fullest one
+_PRINTED_NAMES = {"context": "driver context"}  # as context alone is a way to parallelise
+_SAME_SIZE = 0.02  # share by which a published model and a module of that name may differ (biases, padded vocabulary)
+_UNEVEN = 0.005  # share by which the slowest stage must be slower than the mean for a note
+_RULES = {
+    CyclicRule.V1: "CDP-v1: every micro-batch uses the parameters of the step before",
+    CyclicRule.V2: "CDP-v2: micro-batch i of {count} uses the newest parameters of stage j where i + j > {count}, else "
+    "those of the step before",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One run of layers of one stage, or of several that do the same, in words."""
+    """One run of layers of a stage, or of consecutive equal stages, as text."""
 
-    # numbers of the stages, from 0, with its devices where they are of several types; empty for further runs
-    stage: str
-    layers: str  # names of the layers
-    strategy: str  # what they do
+    stage: str  # numbers of the stages and the type of their devices; empty for all runs but the first
+    layers: str
+    strategy: str
 
 
 def headline(plan: Plan) -> str:
-    """The whole plan in a line: devices, pipeline, micro-batches."""
+    """The plan in a line: devices, pipeline, micro-batches."""
     stages = len(plan.stages)
     pipeline = f"{stages} stages ({plan.schedule.value})" if stages > 1 else "no pipeline"
     if plan.virtual_stages > 1:
         groups = stages // plan.virtual_stages
         pipeline = f"pipeline of {groups}, {plan.virtual_stages} stages each ({plan.schedule.value})"
-    several = f"{len(plan.branches)} branches" if len(plan.branches) > 1 else "1 branch"
-    pipeline = f"{several} on devices of their own" if plan.branches else pipeline
+    if plan.branches:
+        count = f"{len(plan.branches)} branches" if len(plan.branches) > 1 else "1 branch"
+        pipeline = f"{count} on devices of their own"
     if plan.cyclic is not None:
         pipeline = f"delayed gradients ({plan.cyclic.rule.value}, {plan.cyclic.setting.value}) in {stages} stages"
     return (
@@ -62,43 +68,102 @@ def headline(plan: Plan) -> str:
     )
 
 
-def stage_groups(plan: Plan) -> list[range]:
-    """Numbers of consecutive stages that do the same with their layers, all stages in order.
+def plan_line(plan: Plan) -> str:
+    """The plan in a line: its headline, the strategies of most layers, predicted time and memory."""
+    layers = Counter[str]()
+    for run in (run for stage in plan.stages for run in stage.runs):
+        layers[str(run.strategy)] += run.count
+    most = ", ".join(f"{name} ({count})" for name, count in layers.most_common(_MOST_STRATEGIES))
+    parts = [headline(plan), most + ", …" * (len(layers) > _MOST_STRATEGIES)]
+    if plan.prediction is not None and plan.provenance is not None:
+        fullest = fullest_of(plan.stages, plan.provenance)
+        budget = plan.provenance.budget_of(fullest)
+        memory = f"{format_bytes(fullest.memory.total)} of {format_bytes(budget)} a device"
+        seconds = f"{format_seconds(plan.prediction.step_seconds)} a {_step_name(plan)}"
+        parts.append(f"predicted {seconds}, {memory} (costs {plan.provenance.profile_origin})")
+    return "; ".join(parts)
 
-    Fewer than three alike stay apart.
-    """
-    does = [(stage.device, *(run.strategy for run in stage.runs)) for stage in plan.stages]
-    same = groupby(range(len(plan.stages)), key=does.__getitem__)
+
+def _step_name(plan: Plan) -> str:
+    return "pass" if plan.mode is Mode.INFERENCE else "step"
+
+
+def fits_line(plan: Plan) -> str:
+    """Whether the plan is within its budget, with the figures of the fullest stage; empty without a prediction."""
+    if plan.provenance is None or plan.prediction is None:
+        return ""
+    fullest = fullest_of(plan.stages, plan.provenance)
+    figures = f"{format_bytes(fullest.memory.total)} of {format_bytes(plan.provenance.budget_of(fullest))}"
+    if plan.fits:
+        return f"fits: yes, {figures}"
+    return f"fits: no, {figures}; too full: stage {', '.join(map(str, plan.overfull))}"
+
+
+def time_line(plan: Plan) -> str:
+    """The predicted step time and its parts in a line; empty without a prediction."""
+    if plan.prediction is None:
+        return ""
+    total = plan.prediction.step_seconds
+    parts = [f"{name} {seconds / total:.0%}" for name, seconds in time_parts(plan.prediction.time)]
+    return f"{format_seconds(total)} a {_step_name(plan)}: " + ", ".join(parts)
+
+
+def time_parts(time: TimeBreakdown) -> list[tuple[str, float]]:
+    """The parts of a step in seconds, largest first, without those of 0."""
+    parts = [(field.name, float(getattr(time, field.name))) for field in fields(time)]
+    return sorted((part for part in parts if part[1] > 0), key=lambda part: -part[1])
+
+
+def memory_parts(memory: MemoryBreakdown) -> list[tuple[str, int]]:
+    """The parts of memory in bytes, largest first, without those of 0."""
+    parts = [(_PRINTED_NAMES.get(field.name, field.name), int(getattr(memory, field.name))) for field in fields(memory)]
+    return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+
+
+def stage_groups(plan: Plan) -> list[range]:
+    """Numbers of all stages in order; three or more consecutive stages with the same strategies are one group."""
+    splits = [(stage.device, *(run.strategy for run in stage.runs)) for stage in plan.stages]
     groups: list[range] = []
-    for numbers in (list(alike) for _, alike in same):
-        merges = len(numbers) >= _ALIKE
-        groups += [range(numbers[0], numbers[-1] + 1)] if merges else [range(number, number + 1) for number in numbers]
+    for _, equal in groupby(range(len(plan.stages)), key=splits.__getitem__):
+        numbers = list(equal)
+        merged = len(numbers) >= _LEAST_MERGED
+        groups += [range(numbers[0], numbers[-1] + 1)] if merged else [range(number, number + 1) for number in numbers]
     return groups
 
 
+def group_label(group: range) -> str:
+    """``3``, or ``3 … 62 (60)`` for several stages."""
+    return str(group[0]) if len(group) == 1 else f"{group[0]} … {group[-1]} ({len(group)})"
+
+
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """Every run of layers of every stage; stages that do the same have one row for all of them."""
+    """A row for each run of layers of each group of stages."""
     rows = []
     for group in stage_groups(plan):
         stages = [plan.stages[number] for number in group]
-        labels = [" ".join(filter(None, (group_label(group), stages[0].device)))] + [""] * (len(stages[0].runs) - 1)
-        rows += [
-            StageRow(label, _layers([stage.runs[place] for stage in stages]), str(stages[0].runs[place].strategy))
-            for place, label in enumerate(labels[: len(stages[0].runs)])
-        ]
+        for index, run in enumerate(stages[0].runs):
+            label = "" if index else " ".join(filter(None, (group_label(group), stages[0].device)))
+            rows.append(StageRow(label, _layers([stage.runs[index] for stage in stages]), str(run.strategy)))
     return rows
 
 
+def _layers(runs: Sequence[LayerRun]) -> str:
+    """The layers of a run, or of the runs at the same place of several equal stages."""
+    first, counts = runs[0], sorted({run.count for run in runs})
+    if len(runs) == 1:
+        return first.first if first.count == 1 else f"{first.first} … {first.last} ({first.count})"
+    each = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    return f"{first.first} … {runs[-1].last} ({each} a stage)"
+
+
 def branch_rows(plan: Plan) -> list[StageRow]:
-    """Every run of layers of every branch with devices of its own; the first of each says where it is, what it takes
-    and what it holds."""
+    """A row for each run of layers of each branch; the first has the branch's devices, seconds and memory."""
     rows = []
     for branch in plan.branches:
         figures = f", {format_seconds(branch.seconds)}, {format_bytes(branch.memory.total)}" if branch.seconds else ""
-        labels = [f"{branch.name}: {device_range(branch)}{figures}"] + [""] * (len(branch.runs) - 1)
-        rows += [
-            StageRow(label, _layers([run]), str(run.strategy)) for label, run in zip(labels, branch.runs, strict=True)
-        ]
+        for index, run in enumerate(branch.runs):
+            label = "" if index else f"{branch.name}: {device_range(branch)}{figures}"
+            rows.append(StageRow(label, _layers([run]), str(run.strategy)))
     return rows
 
 
@@ -108,21 +173,20 @@ def device_range(branch: BranchPlacement) -> str:
     return f"device {last}" if branch.devices == 1 else f"devices {branch.first} … {last}"
 
 
-def group_label(group: range) -> str:
-    """``3``, or ``3 … 62 (60)`` for several stages."""
-    return str(group[0]) if len(group) == 1 else f"{group[0]} … {group[-1]} ({len(group)})"
+def fullest_of(stages: Sequence[Stage], provenance: Provenance) -> Stage:
+    """The stage that fills the largest share of its budget."""
+    return max(stages, key=lambda stage: stage.memory.total / provenance.budget_of(stage))
 
 
 def shown_groups(plan: Plan, fullest: Stage) -> list[range | None]:
-    """Stages to draw a memory bar for: all groups, or of many the ends and that of the fullest; None for what is not
-    shown."""
+    """The groups of stages that have a memory bar; None for those left out between them."""
     if plan.cyclic is not None and plan.pipeline == 1:
         return [range(len(plan.stages))]  # every device runs all stages
     groups = stage_groups(plan)
-    if len(groups) <= _MANY:
+    if len(groups) <= _MOST_BARS:
         return list(groups)
-    place = next(place for place, group in enumerate(groups) if any(plan.stages[one] is fullest for one in group))
-    kept = sorted({*range(_ENDS), place, *range(len(groups) - _ENDS, len(groups))})
+    full = next(index for index, group in enumerate(groups) if any(plan.stages[number] is fullest for number in group))
+    kept = sorted({*range(_END_BARS), full, *range(len(groups) - _END_BARS, len(groups))})
     shown: list[range | None] = []
     for before, after in zip([-1, *kept], kept, strict=False):
         shown += [None] * (after > before + 1) + [groups[after]]
@@ -130,198 +194,113 @@ def shown_groups(plan: Plan, fullest: Stage) -> list[range | None]:
 
 
 def memory_bar(stage: Stage, budget: int) -> str:
-    """Memory of a stage's devices as a bar against the budget, with both figures."""
+    """The memory of a stage's devices as a bar against the budget, with both figures."""
     share = stage.memory.total / budget if budget else 0.0
     full = min(_BAR, round(share * _BAR))
     bar = "█" * full + "·" * (_BAR - full)
     return f"{bar} {format_bytes(stage.memory.total)} of {format_bytes(budget)} ({share:.0%})"
 
 
-def memory_parts(memory: MemoryBreakdown) -> list[tuple[str, int]]:
-    """What fills the memory, largest first; parts that are zero left out. Bytes."""
-    parts = [(_SHOWN.get(field.name, field.name), int(getattr(memory, field.name))) for field in fields(memory)]
-    return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
-
-
-def fullest_of(stages: Sequence[Stage], made_from: Provenance) -> Stage:
-    """The stage that fills most of its budget."""
-    return max(stages, key=lambda stage: stage.memory.total / made_from.budget_of(stage))
-
-
-def plan_line(plan: Plan) -> str:
-    """The whole plan in a line: how it splits, what most of its layers do, time and memory as predicted."""
-    layers = Counter[str]()
-    for stage in plan.stages:
-        for run in stage.runs:
-            layers[str(run.strategy)] += run.count
-    most = [f"{name} ({count})" for name, count in layers.most_common(_ALIKE)]
-    parts = [headline(plan), ", ".join(most) + ", …" * (len(layers) > _ALIKE)]
-    made_from = plan.provenance
-    if plan.prediction is not None and made_from is not None:
-        full = fullest_of(plan.stages, made_from)
-        memory = f"{format_bytes(full.memory.total)} of {format_bytes(made_from.budget_of(full))} a device"
-        what = "pass" if plan.mode is Mode.INFERENCE else "step"
-        seconds = format_seconds(plan.prediction.step_seconds)
-        parts.append(f"predicted {seconds} a {what}, {memory} (costs {made_from.profile_origin})")
-    return "; ".join(parts)
-
-
-def fits_line(plan: Plan) -> str:
-    """Whether a priced plan is within its budget, with both figures of the fullest stage; empty for one without."""
-    made_from = plan.provenance
-    if made_from is None or plan.prediction is None:
-        return ""
-    fullest = fullest_of(plan.stages, made_from)
-    figures = f"{format_bytes(fullest.memory.total)} of {format_bytes(made_from.budget_of(fullest))}"
-    if plan.fits:
-        return f"fits: yes, {figures}"
-    return f"fits: no, {figures}; too full: stage {', '.join(map(str, plan.overfull))}"
-
-
-def time_parts(time: TimeBreakdown) -> list[tuple[str, float]]:
-    """Where the step's time goes, largest first; parts that are zero left out. Seconds."""
-    parts = [(field.name, float(getattr(time, field.name))) for field in fields(time)]
-    return sorted((part for part in parts if part[1] > 0), key=lambda part: -part[1])
-
-
-def time_line(plan: Plan) -> str:
-    """The predicted step time and its parts in a line; empty for a plan without a prediction."""
-    if plan.prediction is None:
-        return ""
-    total = plan.prediction.step_seconds
-    parts = [f"{name} {seconds / total:.0%}" for name, seconds in time_parts(plan.prediction.time)]
-    return f"{format_seconds(total)} a {'pass' if plan.mode is Mode.INFERENCE else 'step'}: " + ", ".join(parts)
-
-
-def _layers(runs: Sequence[LayerRun]) -> str:
-    """Layers of the runs of stages that do the same; where others lie between, only where they begin."""
-    first, counts = runs[0], sorted({run.count for run in runs})
-    if len(runs) == 1:
-        return first.first if first.count == 1 else f"{first.first} … {first.last} ({first.count})"
-    each = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    return f"{first.first} … {runs[-1].last} ({each} a stage)"
-
-
 def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
-    """The branches that a plan places, in its order."""
+    """The branches of the model that a plan places, in the plan's order.
+
+    Raises:
+        InputError: the model has no such branch, or it is placed twice.
+    """
     regions = find_regions(graph) if plan.branches else ()
     branches = {branch.name: branch for region in regions for branch in region.branches}
     placed: list[Branch] = []
-    for number, one in enumerate(plan.branches):
-        if one.name not in branches:
+    for number, placement in enumerate(plan.branches):
+        field, name = f"branches.{number}.name", placement.name
+        if name not in branches:
             has = f"has {', '.join(branches)}" if branches else "has no independent branches"
-            raise InputError(f"branches.{number}.name", one.name, f"The model {graph.name} {has}.")
-        if any(one.name == other.name for other in placed):
-            raise InputError(f"branches.{number}.name", one.name, "It is placed already.")
-        placed.append(branches[one.name])
+            raise InputError(field, name, f"The model {graph.name} {has}.")
+        if any(name == other.name for other in placed):
+            raise InputError(field, name, "It is placed already.")
+        placed.append(branches[name])
     return placed
 
 
 def layers_of_parts(graph: ModelGraph, plan: Plan) -> list[tuple[Layer, ...]]:
-    """The layers of the trunk, then those of each branch that a plan places, in its order."""
+    """The layers outside all branches, then those of each branch that a plan places, in the plan's order."""
     placed = placed_branches(graph, plan)
     by_name = {layer.name: layer for layer in graph.layers}
     return [trunk_of(graph, placed), *(tuple(by_name[name] for name in branch.layers) for branch in placed)]
 
 
-_SAME_SIZE = 0.02
-"""Share by which the published shape of a model and the module of that name may differ (biases, padded words)."""
-
-
 def has_batch_norms(kind: LayerKind) -> bool:
-    """Whether a kind of layer takes statistics of all samples that it is given: captured, or of known shapes."""
-    last = [operator.name.rpartition(".")[2] for operator in kind.operators if operator.statistics]
-    return any("batch_norm" in name or name.startswith("norm") for name in last)
+    """Whether a kind of layer, captured or of a known shape, takes statistics over the samples of a batch."""
+    names = [operator.name.rpartition(".")[2] for operator in kind.operators if operator.statistics]
+    return any("batch_norm" in name or name.startswith("norm") for name in names)
 
 
 def shares_batch(plan: Plan) -> bool:
-    """Whether a plan works on a batch in more than one share."""
+    """Whether a plan divides the batch among devices or micro-batches."""
     degrees = (run.strategy.batch_degree for stage in plan.stages for run in stage.runs)
     return plan.microbatches > 1 or plan.cyclic is not None or any(degree > 1 for degree in degrees)
 
 
-def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    """What results under a plan of a model's own layers are otherwise than those of one process, and what is not run; a
-    line each."""
-    norms = [strategy for kind, strategy in _kinds_of_parts(graph, plan) if has_batch_norms(kind)]
-    return (*_delayed(plan), *norm_notes(plan, norms), *_compared(graph, plan))
-
-
-def _compared(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    if not graph.compares or not shares_batch(plan):
-        return ()
-    return (
-        f"a number made of all samples decides what {graph.compares} runs, and each share of the batch would decide by "
-        "its own: auto_parallelize tries whether that trains otherwise, and then refuses this plan (--fix dp=1 --fix "
-        "microbatches=1 keeps the batch whole)",
-    )
-
-
 def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
-    """That a plan was made for a model of the same layers and another width, where it was: a sentence, or nothing."""
-    known = 0 if plan.provenance is None else plan.provenance.parameters
-    if not known or abs(parameters - known) <= _SAME_SIZE * known:
+    """A note if a plan was made for a model with another number of parameters."""
+    planned = 0 if plan.provenance is None else plan.provenance.parameters
+    if not planned or abs(parameters - planned) <= _SAME_SIZE * planned:
         return ()
-    return (
-        f"The plan was made for a model of {format_count(known)} parameters, this one has {format_count(parameters)}: "
-        "its times and memory are another model's. Profile and plan this one.",
-    )
+    sizes = f"a model of {format_count(planned)} parameters, this one has {format_count(parameters)}"
+    remedy = "its times and memory are another model's. Profile and plan this one."
+    return (f"The plan was made for {sizes}: {remedy}",)
 
 
-def _delayed(plan: Plan) -> tuple[str, ...]:
-    """What changes under delayed gradients, and what the step time does not tell."""
-    if plan.cyclic is None:
-        return ()
-    count = len(plan.stages)
-    return (
-        f"trains by delayed gradients: the rule changes, {_RULES[plan.cyclic.rule].format(count=count)}",
-        *([] if plan.prediction is None else _in_time(plan, plan.prediction.step_seconds)),
-    )
-
-
-_RULES = {
-    CyclicRule.V1: "CDP-v1: every micro-batch uses the parameters of the step before",
-    CyclicRule.V2: "CDP-v2: micro-batch i of {count} uses the newest parameters of stage j where i + j > {count}, else "
-    "those of the step before",
-}
-
-
-def _in_time(plan: Plan, step: float) -> tuple[str, ...]:
-    count = len(plan.stages)
-    # The first backward of the last micro-batch, 2(N - 1) of a step's 2N time steps later than in steady state.
-    begins = f"a run begins with {2 * (count - 1)} time steps, {format_seconds((count - 1) / count * step)}, until all "
-    begins += f"{count} micro-batches are under way; the step time is that of all later steps"
-    over = unevenness([stage.microbatch_seconds for stage in plan.stages])
-    uneven = f"the slowest of the {count} stages takes {over:.0%} longer than they take on average"
-    return (begins, uneven) if over >= _UNEVEN else (begins,)
-
-
-_UNEVEN = 0.005
-"""Stages whose slowest one takes longer than the mean by less than this share are called equal."""
-
-
-def norm_notes(plan: Plan, strategies: Sequence[Strategy]) -> tuple[str, ...]:
-    """Of which samples batch norms of layers with these strategies take statistics, where that is not all of a step. In
-    inference they take none."""
-    replicas = max((strategy.batch_degree for strategy in strategies), default=1)
-    if plan.mode is not Mode.TRAINING or not strategies or replicas * plan.microbatches == 1:
-        return ()
-    samples = plan.microbatch // replicas
-    ways = [
-        *(["nn.SyncBatchNorm.convert_sync_batchnorm(model) takes those of all replicas"] if replicas > 1 else []),
-        *(["--fix microbatches=1 those of all micro-batches"] if plan.microbatches > 1 and not plan.cyclic else []),
-    ]
-    more = f": {', '.join(ways)}" if ways else ""
-    return (
-        f"batch norms take statistics of as few as {samples} of the {plan.global_batch} samples of a step, those of "
-        f"one replica and micro-batch, as under DDP and gradient accumulation{more}",
-    )
-
-
-def _kinds_of_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
-    """The kind and strategy of each layer: of the trunk's, then of those of each branch."""
-    runs = [[run for stage in plan.stages for run in stage.runs], *(branch.runs for branch in plan.branches)]
+def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    """Notes on where training under a plan gives other results than one process."""
+    norms, runs = [], [[run for stage in plan.stages for run in stage.runs], *(branch.runs for branch in plan.branches)]
     for part, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
         strategies = [run.strategy for run in part for _ in range(run.count)]
         for layer, strategy in zip(layers, strategies, strict=True):
-            yield graph.kind_of(layer), strategy
+            if has_batch_norms(graph.kind_of(layer)):
+                norms.append(strategy)
+    notes = [*_delay_notes(plan), *norm_notes(plan, norms)]
+    if graph.compares and shares_batch(plan):
+        notes.append(
+            f"a number made of all samples decides what {graph.compares} runs, and each share of the batch would "
+            "decide by its own: auto_parallelize tries whether that trains otherwise, and then refuses this plan "
+            "(--fix dp=1 --fix microbatches=1 keeps the batch whole)"
+        )
+    return tuple(notes)
+
+
+def _delay_notes(plan: Plan) -> Iterator[str]:
+    """Notes on delayed gradients: the training rule, and what the step time leaves out."""
+    if plan.cyclic is None:
+        return
+    count = len(plan.stages)
+    yield f"trains by delayed gradients: the rule changes, {_RULES[plan.cyclic.rule].format(count=count)}"
+    if plan.prediction is None:
+        return
+    # The first backward of the last micro-batch is 2(N - 1) of a step's 2N time steps later than in steady state.
+    begins = f"a run begins with {2 * (count - 1)} time steps, "
+    begins += f"{format_seconds((count - 1) / count * plan.prediction.step_seconds)}, until all "
+    yield f"{begins}{count} micro-batches are under way; the step time is that of all later steps"
+    uneven = unevenness([stage.microbatch_seconds for stage in plan.stages])
+    if uneven >= _UNEVEN:
+        yield f"the slowest of the {count} stages takes {uneven:.0%} longer than they take on average"
+
+
+def norm_notes(plan: Plan, strategies: Sequence[Strategy]) -> tuple[str, ...]:
+    """A note if batch norms take statistics over fewer samples than a step has; none for inference.
+
+    Args:
+        plan: the plan.
+        strategies: of the layers with batch norms.
+    """
+    replicas = max((strategy.batch_degree for strategy in strategies), default=1)
+    if plan.mode is not Mode.TRAINING or not strategies or replicas * plan.microbatches == 1:
+        return ()
+    remedies = ["nn.SyncBatchNorm.convert_sync_batchnorm(model) takes those of all replicas"] * (replicas > 1)
+    if plan.microbatches > 1 and not plan.cyclic:
+        remedies.append("--fix microbatches=1 those of all micro-batches")
+    more = f": {', '.join(remedies)}" if remedies else ""
+    samples = f"{plan.microbatch // replicas} of the {plan.global_batch} samples of a step"
+    return (
+        f"batch norms take statistics of as few as {samples}, those of one replica and micro-batch, as under DDP and "
+        f"gradient accumulation{more}",
+    )

@@ -1,4 +1,4 @@
-"""Reading, checking and writing plans, and whether a backend trains by one."""
+"""Reading, checking and writing plans, and whether a backend can train with a plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy
-from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, LayerRun, Plan, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, LayerRun, Plan
 from galvatron_lite.units import ITEM_BYTES
 
 
 def read_plan(path: Path | str) -> Plan:
-    """A plan from a YAML or JSON file, checked.
+    """Read and check a plan from a YAML or JSON file.
 
     Raises:
         FileFormatError: missing, corrupt, truncated, or of another version.
@@ -30,19 +30,29 @@ def read_plan(path: Path | str) -> Plan:
 
 
 def plan_in(data: Any, path: Path) -> Plan:
-    """A plan from what its file holds, checked; see ``read_plan``."""
+    """Parse and check the content of a file as a plan; see ``read_plan``."""
     from galvatron_lite.plans.written import spelled_out
 
     refuse_phases(data, path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:
-        raise FileFormatError(f"{path}, version", version, _remedy(data, path))
+        remedy = f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
+        if isinstance(data, dict) and "version" not in data and data.keys() & {"runs", "stages"}:
+            command = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"
+            remedy = f"A plan written by hand is held against the model and priced first: {command}; "
+            remedy += "then give priced.yaml."
+        raise FileFormatError(f"{path}, version", version, remedy)
     return check_plan(from_data(Plan, spelled_out(data, str(path)), str(path)), str(path))
 
 
-def refuse_phases(data: object, path: Path) -> None:
-    """Refuse a plan in phases where one plan is needed."""
-    if isinstance(data, dict) and "phases" in data:
+def is_phased(data: object) -> bool:
+    """Whether the content of a file is a plan in phases."""
+    return isinstance(data, dict) and "phases" in data
+
+
+def refuse_phases(data: Any, path: Path) -> None:
+    """Raise ``InputError`` for a plan in phases."""
+    if is_phased(data):
         remedy = (
             "It holds the plans of several phases, and one is needed. Copy what stands under the plan: of a phase into "
             "a file of its own, or plan the phase alone: galvatron plan --batch BATCH --seq TOKENS -o FILE."
@@ -52,7 +62,7 @@ def refuse_phases(data: object, path: Path) -> None:
 
 @contextmanager
 def file_named(plan: object) -> Iterator[None]:
-    """While a plan from a file is put to use: errors about parts of it (``plan.stages[1]: layers``) name the file."""
+    """Name the file of a plan in errors on its parts (``plan.stages[1]: layers``) that are raised in the context."""
     try:
         yield
     except InputError as error:
@@ -62,33 +72,34 @@ def file_named(plan: object) -> Iterator[None]:
         raise InputError(f"{plan}, {part}", error.value, error.remedy) from error
 
 
-def _remedy(data: object, path: Path) -> str:
-    if not isinstance(data, dict) or "version" in data or not data.keys() & {"runs", "stages"}:
-        return f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
-    command = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"
-    return f"A plan written by hand is held against the model and priced first: {command}; then give priced.yaml."
-
-
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan as YAML (or JSON where the name ends so), whole or not at all."""
+    """Write a plan as YAML, or JSON if the name ends so, atomically."""
     write_value(path, plan)
 
 
 def check_plan(plan: Plan, field: str = "plan") -> Plan:
-    """The plan itself, once its numbers agree with one another.
+    """Return the plan if its numbers agree with one another.
 
     Raises:
         InputError: names the first number that does not fit, and what would.
     """
     _check_counts(plan, field)
-    for index, stage in enumerate(plan.stages):
-        _check_stage(plan, stage, f"{field}, stages.{index}")
+    for number, stage in enumerate(plan.stages):
+        name = f"{field}, stages.{number}"
+        if not stage.runs and not plan.branches:
+            raise InputError(f"{name}, runs", "none", "A stage has at least one layer.")
+        # Beside branches every device may run the other layers on all samples.
+        unsplit = plan.branches and all(run.strategy == Strategy() for run in stage.runs)
+        devices = 1 if unsplit else plan.stage_devices
+        for index, run in enumerate(stage.runs):
+            _check_run(plan, run, f"{name}.runs.{index}", devices, "each stage")
     if plan.branches:
         _check_branches(plan, field)
     return plan
 
 
 def _check_counts(plan: Plan, field: str) -> None:
+    stages = len(plan.stages)
     if plan.precision not in ITEM_BYTES:
         raise InputError(f"{field}, precision", plan.precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
     for name in ("devices", "global_batch", "microbatches"):
@@ -96,24 +107,20 @@ def _check_counts(plan: Plan, field: str) -> None:
             raise InputError(f"{field}, {name}", getattr(plan, name), "It is at least 1.")
     if not plan.stages:
         raise InputError(f"{field}, stages", "none", "A plan has at least one stage.")
-    if plan.virtual_stages < 1 or len(plan.stages) % plan.virtual_stages:
-        raise InputError(
-            f"{field}, virtual_stages", plan.virtual_stages, f"It must divide the {len(plan.stages)} stages."
-        )
+    if plan.virtual_stages < 1 or stages % plan.virtual_stages:
+        raise InputError(f"{field}, virtual_stages", plan.virtual_stages, f"It must divide the {stages} stages.")
     if plan.global_batch % plan.microbatches:
-        raise InputError(
-            f"{field}, microbatches", plan.microbatches, f"It must divide the global batch, {plan.global_batch}."
-        )
+        remedy = f"It must divide the global batch, {plan.global_batch}."
+        raise InputError(f"{field}, microbatches", plan.microbatches, remedy)
     if plan.cyclic is not None or not plan.schedule.executable:
         _check_cyclic(plan, field)
     elif plan.devices % plan.pipeline:
-        raise InputError(
-            f"{field}, devices", plan.devices, f"It must be a multiple of the number of stages, {plan.pipeline}."
-        )
+        remedy = f"It must be a multiple of the number of stages, {plan.pipeline}."
+        raise InputError(f"{field}, devices", plan.devices, remedy)
 
 
 def _check_cyclic(plan: Plan, field: str) -> None:
-    """Cyclic data parallelism: as many micro-batches as stages, on as many devices as its setting takes."""
+    """Cyclic data parallelism has as many micro-batches as stages; its setting determines the number of devices."""
     count = len(plan.stages)
     if plan.cyclic is None:
         remedy = "It needs cyclic: {rule: cdp-v1 or cdp-v2, setting: single, data, zero or stages}."
@@ -130,17 +137,8 @@ def _check_cyclic(plan: Plan, field: str) -> None:
         raise InputError(f"{field}, devices", plan.devices, remedy)
 
 
-def _check_stage(plan: Plan, stage: Stage, field: str) -> None:
-    if not stage.runs and not plan.branches:
-        raise InputError(f"{field}, runs", "none", "A stage has at least one layer.")
-    # Beside branches every device may work on all samples of the other layers.
-    alone = plan.branches and all(run.strategy == Strategy() for run in stage.runs)
-    for index, run in enumerate(stage.runs):
-        _check_run(plan, run, f"{field}.runs.{index}", 1 if alone else plan.stage_devices, "each stage")
-
-
 def _check_branches(plan: Plan, field: str) -> None:
-    """Branches with devices of their own: in a plan of one stage, on devices that there are."""
+    """Branches on devices of their own need a plan of one stage, and devices of the plan."""
     if len(plan.stages) != 1 or plan.cyclic is not None:
         remedy = "Beside branches there is one stage, that of the layers outside them."
         raise InputError(f"{field}, stages", len(plan.stages), remedy)
@@ -155,35 +153,25 @@ def _check_branches(plan: Plan, field: str) -> None:
             _check_run(plan, run, f"{name}.runs.{index}", branch.devices, branch.name)
 
 
-def _factors(strategy: Strategy) -> str:
-    """The product that must be the devices of a stage: degrees of every layer, and those of pictures that are used."""
-    names = [name for name in DEGREES if name in DEGREES[:4] or getattr(strategy, name) > 1]
-    return " x ".join((*dict(strategy.more), *names))
-
-
 def _check_run(plan: Plan, run: LayerRun, field: str, devices: int, owner: str) -> None:
+    """Check one run of layers on the ``devices`` of a stage or branch, the ``owner``."""
     strategy = run.strategy
     if run.count < 1:
         raise InputError(f"{field}.count", run.count, "It is at least 1.")
-    more = dict(strategy.more)
-    if strategy.more != tuple((name, more[name]) for name in ADDED if more.get(name, 1) > 1):
+    added = dict(strategy.more)
+    if strategy.more != tuple((name, added[name]) for name in ADDED if added.get(name, 1) > 1):
         remedy = f"Give degrees above 1 of added dimensions, in their order: {', '.join(ADDED) or 'there are none'}."
-        raise InputError(f"{field}.strategy.more", str(more), remedy)
+        raise InputError(f"{field}.strategy.more", str(added), remedy)
     for name in ("expert", *DEGREES):
         if getattr(strategy, name) < 1:
             raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), "A degree is at least 1.")
     if strategy.devices != devices:
-        raise InputError(
-            f"{field}.strategy",
-            str(strategy),
-            f"{_factors(strategy)} is {strategy.devices}, but {owner} has {devices} device{'s' * (devices > 1)}.",
-        )
+        factors = " x ".join((*added, *DEGREES[:4], *(name for name in DEGREES[4:] if getattr(strategy, name) > 1)))
+        remedy = f"{factors} is {strategy.devices}, but {owner} has {devices} device{'s' * (devices > 1)}."
+        raise InputError(f"{field}.strategy", str(strategy), remedy)
     if plan.microbatch % strategy.batch_degree:
-        raise InputError(
-            f"{field}.strategy",
-            str(strategy),
-            f"A micro-batch has {plan.microbatch} samples, which {strategy.batch_degree} replicas cannot share evenly.",
-        )
+        replicas = f"which {strategy.batch_degree} replicas cannot share evenly."
+        raise InputError(f"{field}.strategy", str(strategy), f"A micro-batch has {plan.microbatch} samples, {replicas}")
     if strategy.zero > 1 and strategy.zero_stage not in (1, 2, 3):
         raise InputError(f"{field}.strategy.zero_stage", strategy.zero_stage, "It is 1, 2 or 3 where zero is above 1.")
     if strategy.sequence_parallel and strategy.tensor == 1:
@@ -191,11 +179,11 @@ def _check_run(plan: Plan, run: LayerRun, field: str, devices: int, owner: str) 
 
 
 def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
-    """The plan itself, once the backend can train with it, or run forward passes where it is for inference.
+    """Return the plan if a backend, by default the plan's, can train with it, or run it for inference.
 
     Raises:
-        InputError: a mode, strategy or schedule that it does not run, a pipeline in inference, layers that differ in
-            what it does to all alike.
+        InputError: a mode, strategy or schedule that the backend does not run, a pipeline in inference, or layers that
+            differ in a setting that the backend has only once.
     """
     backend = BACKENDS[plan.backend] if backend is None else backend
     _check_kind(plan, backend)
@@ -204,26 +192,23 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
     for part, runs in parts:
         for run in runs:
             if not backend.runs(run.strategy):
-                place = f"plan, {part}, strategy of {run.first}"
-                raise InputError(place, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
-    _check_alike(plan, backend)
-    _check_required(plan, backend)
-    return plan
-
-
-def _check_required(plan: Plan, backend: Backend) -> None:
+                field = f"plan, {part}, strategy of {run.first}"
+                raise InputError(field, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
+    _check_uniform(plan, backend)
     required = backend.required(plan.schedule) if len(plan.stages) > 1 else ()
     for number, stage in enumerate(plan.stages):
         for run in stage.runs:
             for name, value in required:
                 if getattr(run.strategy, name) != value:
-                    place = f"plan, stages.{number}, strategy of {run.first}"
+                    field = f"plan, stages.{number}, strategy of {run.first}"
                     remedy = f"Under {plan.schedule} {backend.name} needs {name} {value}; "
                     remedy += f"{DEFAULT_SCHEDULE} takes it as it is."
-                    raise InputError(place, str(run.strategy), remedy)
+                    raise InputError(field, str(run.strategy), remedy)
+    return plan
 
 
 def _check_kind(plan: Plan, backend: Backend) -> None:
+    """Check the mode, pipeline, schedule and kind of plan."""
     check_mode(plan.mode, backend, "plan, mode")
     if len(plan.stages) > 1 and plan.mode not in backend.pipelines:
         remedy = f"{backend.name} runs no pipelines in {plan.mode.value}, only prices them: plan with --fix pp=1."
@@ -232,12 +217,12 @@ def _check_kind(plan: Plan, backend: Backend) -> None:
         schedules = ", ".join(schedule.value for schedule in backend.schedules)
         raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {schedules}.")
     if (plan.branches or plan.cyclic is not None) and not backend.beside:
-        what = "branches" if plan.branches else "cyclic"
-        raise InputError(f"plan, {what}", "given", f"{backend.name} trains with all layers one after the other alone.")
+        field = f"plan, {'branches' if plan.branches else 'cyclic'}"
+        raise InputError(field, "given", f"{backend.name} trains with all layers one after the other alone.")
 
 
-def _check_alike(plan: Plan, backend: Backend) -> None:
-    """A layer without parameters may be plain beside sharded ones: it has nothing to shard or to keep elsewhere."""
+def _check_uniform(plan: Plan, backend: Backend) -> None:
+    """Check settings that are the same for all layers; layers without parameters may be unsplit beside sharded ones."""
     runs = [run for stage in plan.stages for run in stage.runs]
     sharded = [run for run in runs if run.strategy.zero_stage or run.strategy.offloads_states] or runs
     for name in backend.uniform:
@@ -249,11 +234,11 @@ def _check_alike(plan: Plan, backend: Backend) -> None:
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
-    """How the stages of a plan are spread, and in which order they work."""
+    """The placement of a plan's stages on groups of devices, and the order of their passes."""
     return Pipeline(plan.schedule, plan.pipeline, plan.virtual_stages, plan.order)
 
 
 def layer_ranges(plan: Plan) -> tuple[range, ...]:
-    """Places in the model of each stage's layers."""
+    """Indices in the model of each stage's layers."""
     ends = list(accumulate(sum(run.count for run in stage.runs) for stage in plan.stages))
     return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))

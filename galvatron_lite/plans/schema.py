@@ -1,4 +1,4 @@
-"""The plan: how every layer is split, what that is predicted to cost, and what it was made from."""
+"""The plan: how every layer is split, its predicted cost, and its provenance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAN_VERSION = 1
 
 
 class Proof(StrEnum):
-    """How sure the search is that nothing better exists in its space."""
+    """What a search proves: that no plan of its space is better, or only that this one is feasible."""
 
     PROVEN = "proven"
     FEASIBLE = "feasible"
@@ -52,9 +52,9 @@ class LayerRun(Strict):
 
     Attributes:
         first: name of the first layer.
-        last: name of the last layer (the same for a single one).
-        count: how many layers.
-        strategy: what each of them does with the stage's devices.
+        last: name of the last layer; the same for a single layer.
+        count: number of layers.
+        strategy: of each layer, on the devices of the stage.
     """
 
     first: Name
@@ -65,16 +65,16 @@ class LayerRun(Strict):
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown(Strict):
-    """Bytes on one device at the stage's worst moment; the parts add up to ``total``.
+    """Bytes on one device of a stage at its worst moment; the parts add up to ``total``.
 
     Attributes:
-        parameters: held at rest, and gathered ones.
+        parameters: at rest, and gathered.
         gradients: at rest.
-        optimizer: its states.
-        activations: kept between forward and backward.
-        temporary: the worst moment's working memory.
-        communication: gather and reduce buffers.
-        context: driver context and library workspaces.
+        optimizer: optimizer states.
+        activations: saved from forward to backward.
+        temporary: working memory at the worst moment.
+        communication: buffers of gathers and reductions.
+        context: driver context and workspaces of libraries.
     """
 
     parameters: Size = 0
@@ -87,7 +87,7 @@ class MemoryBreakdown(Strict):
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return (
             self.parameters + self.gradients + self.optimizer + self.activations
             + self.temporary + self.communication + self.context
@@ -95,7 +95,7 @@ class MemoryBreakdown(Strict):
 
     @property
     def tensors(self) -> int:
-        """All parts but the context."""
+        """The sum of all parts except the context."""
         return self.total - self.context
 
 
@@ -106,9 +106,9 @@ class TimeBreakdown(Strict):
     Attributes:
         forward: compute.
         backward: compute, without recomputation.
-        recompute: computing again what was thrown away.
+        recompute: recomputation in backward.
         communication: exposed (not hidden behind compute): tensor, ZeRO, data, redistribution.
-        pipeline: waiting for other stages: bubble and exposed transfers.
+        pipeline: bubble, and exposed transfers between stages.
         optimizer: the update.
         other: fixed host costs, and waiting for the slowest of many devices.
     """
@@ -123,7 +123,7 @@ class TimeBreakdown(Strict):
 
     @property
     def total(self) -> float:
-        """All parts together."""
+        """The sum of all parts."""
         return (
             self.forward + self.backward + self.recompute + self.communication
             + self.pipeline + self.optimizer + self.other
@@ -136,9 +136,9 @@ class Stage(Strict):
 
     Attributes:
         runs: its layers, in order.
-        memory: predicted bytes on each of its devices.
-        microbatch_seconds: predicted forward + backward of one micro-batch.
-        device: name of its devices in a cluster of several types; empty where all are alike or a stage has several.
+        memory: predicted bytes on each device.
+        microbatch_seconds: predicted seconds of forward and backward of one micro-batch.
+        device: type of its devices in a cluster of several types; empty if there is one type, or the stage has several.
     """
 
     runs: tuple[LayerRun, ...]
@@ -149,9 +149,9 @@ class Stage(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Cyclic(Strict):
-    """Cyclic data parallelism: as many micro-batches as stages, each two time steps behind the one before it."""
+    """Cyclic data parallelism: as many micro-batches as stages, each two time steps after the one before it."""
 
-    rule: CyclicRule  # which parameters a micro-batch uses. Both train by gradients that are partly one step old
+    rule: CyclicRule  # which parameters a micro-batch uses; gradients are partly one step old under both
     setting: CyclicSetting  # where its passes run
 
 
@@ -159,22 +159,22 @@ class Cyclic(Strict):
 class BranchPlacement(Strict):
     """An independent branch of the model on devices of its own."""
 
-    name: Name  # of the branch
-    roots: tuple[Name, ...]  # paths of the modules that hold its layers, and nothing else, in the order they run
+    name: Name
+    roots: tuple[Name, ...]  # paths of the modules that hold its layers and no others, in the order they run
     first: Size  # number of its first device
-    devices: Devices  # how many consecutive devices it has
+    devices: Devices  # number of its consecutive devices
     runs: tuple[LayerRun, ...]  # its layers, in order
-    memory: MemoryBreakdown = MemoryBreakdown()  # predicted bytes on each of its devices, for it alone
-    seconds: Seconds = 0.0  # predicted time of its passes in a step
+    memory: MemoryBreakdown = MemoryBreakdown()  # predicted bytes on each of its devices, without other layers
+    seconds: Seconds = 0.0  # predicted, of its passes in a step
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction(Strict):
-    """What a step is predicted to cost.
+    """The predicted cost of a step.
 
     Attributes:
-        step_seconds: one optimizer step.
-        time: where it goes.
+        step_seconds: seconds of one optimizer step.
+        time: the parts of the step.
         samples_per_second: of the whole cluster.
         tokens_per_second: of the whole cluster.
         mfu: model FLOPs utilisation, 0..1: forward and backward FLOPs without recomputation over the devices' peak.
@@ -193,50 +193,44 @@ class Prediction(Strict):
 class Alternative(Strict):
     """A runner-up."""
 
-    summary: str  # what it does, in a line
-    step_seconds: StepSeconds  # what it would have cost
+    summary: str  # the plan in a line
+    step_seconds: StepSeconds
     peak_memory: Size  # bytes on its fullest device
-    fits: bool  # whether that is within the budget
-    # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
-    least_seconds: Seconds = 0.0
+    fits: bool  # whether it is within the budget
+    least_seconds: Seconds = 0.0  # of a step over all scenarios (``search.scenarios``); 0.0: not computed
     most_seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance(Strict):
-    """What a plan was made from."""
+    """What a plan was made from, and how sure it is."""
 
     galvatron: Name  # version of this package
     profile: Name  # name of the profile
     profile_hash: Name  # SHA-256 of its canonical JSON, shortened
-    profile_origin: str  # ``measured`` or ``estimated`` and from what
-    cluster: Name  # its name
-    fingerprint: dict[str, str]  # of the machine the profile was measured on; empty for data-sheet clusters
-    budget: BudgetBytes  # bytes a device; the least of them where ``budgets`` are unlike
-    proof: Proof  # whether the search proved that no plan of its space is better by more than ``tolerance``
+    profile_origin: str  # ``measured`` or ``estimated``, and its source
+    cluster: Name  # name of the cluster
+    fingerprint: dict[str, str]  # of the machine the profile was measured on; empty for data sheets
+    budget: BudgetBytes  # bytes a device; the least of ``budgets`` if there are several
+    proof: Proof  # whether no plan of the search space is better by more than ``tolerance``
     gap: Share = 0.0  # by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one
-    # what an integer programme of the same shape said (``search.certify.ilp``); empty where none was asked
-    certificate: str = ""
-    # bytes on each type of device by its name, where they are unlike
-    budgets: dict[Name, BudgetBytes] = field(default_factory=dict)
-    # where a plan that was given is priced otherwise than it says (another batch, model or number of devices), and
-    # where results under it are not those of one process (``plans.describe``)
+    certificate: str = ""  # result of the integer program (``search.certify.ilp``); empty if there was none
+    budgets: dict[Name, BudgetBytes] = field(default_factory=dict)  # by type of device, if they differ
+    # on prices for another batch, model or device count than the plan's, and on results that differ from those of one
+    # process (``plans.describe``)
     notes: tuple[str, ...] = ()
-    interrupted: bool = False  # whether the user stopped the search before its end
-    parameters: Size = 0  # items of the model's parameters, by which another width of it is told; 0: not known
-    tolerance: Amount = 0.0  # share of the step time that was given up for a simpler plan at the most
+    interrupted: bool = False  # whether the user stopped the search
+    parameters: Size = 0  # of the model, in items; 0: not known
+    tolerance: Amount = 0.0  # share of the step time that may be given up for a simpler plan
     margin: Share = 0.0  # share of the budget that the prediction keeps free
-    # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
-    least_seconds: Seconds = 0.0
+    least_seconds: Seconds = 0.0  # of a step over all scenarios (``search.scenarios``); 0.0: not computed
     most_seconds: Seconds = 0.0
-    stack: str = ""  # training software whose costs it was priced with (``stacks.catalog``); empty: our own runtime
-    # which parameters of a model by name train, as ``--trainable`` and then ``--freeze`` say; empty: all
-    trains: tuple[str, ...] = ()
-    # written by earlier versions, whose plans, also those in checkpoints, are read; it says nothing any more
-    simulated: bool = False
+    stack: str = ""  # training software with whose costs it was priced (``stacks.catalog``); empty: our own runtime
+    trains: tuple[str, ...] = ()  # of a model by name: ``--trainable``, then every ``--freeze``; empty: all trains
+    simulated: bool = False  # not used: plans and checkpoints of earlier versions hold it
 
     def budget_of(self, stage: Stage) -> int:
-        """Bytes that a device of a stage may take."""
+        """The budget of a stage's devices, in bytes."""
         return self.budgets.get(stage.device, self.budget)
 
 
@@ -245,27 +239,26 @@ class Plan(Strict):
     """How a model is trained on a cluster.
 
     Attributes:
-        version: of this schema.
+        version: version of this schema.
         model: name of the model.
-        devices: the world size it is made for.
+        devices: number of devices, the world size.
         global_batch: samples a step.
-        microbatches: how many parts the global batch is worked through in.
+        microbatches: number of micro-batches of the global batch.
         schedule: order of micro-batches in the pipeline.
-        precision: of compute.
-        stages: the pipeline in the order the model runs; with ``virtual_stages`` v there are v times the pipeline
-            degree of them, and stage i runs on the i-th (modulo the pipeline degree) group of consecutive ranks
-            (``zb-v``: forth and back).
-        prediction: what it is predicted to cost; None for a plan written by hand.
-        alternatives: runner-ups.
+        precision: precision of compute.
+        stages: the pipeline in the order of the model. With ``virtual_stages`` v there are v times the pipeline degree
+            of them, and stage i runs on the i-th (modulo the pipeline degree) group of consecutive ranks (``zb-v``:
+            back and forth).
+        prediction: predicted cost; None for a plan written by hand.
+        alternatives: runners-up.
         left_out: dimensions that were not offered, and why.
         provenance: what it was made from; None for a plan written by hand.
-        virtual_stages: stages that each group of devices runs (interleaved schedules); 1 elsewhere.
-        cyclic: how cyclic data parallelism runs; its ``stages`` are then those whose passes go round, as many as
-            there are micro-batches. None elsewhere.
-        branches: branches on devices of their own; the one stage then holds the other layers.
-        mode: what the plan is for.
-        backend: what trains by it: this package's own runtime, or DeepSpeed's engine.
-        order: what the order of passes of a zero-bubble schedule is made from; None: passes that all take as long.
+        virtual_stages: stages that each group of devices runs (interleaved schedules); else 1.
+        cyclic: settings of cyclic data parallelism, which has as many micro-batches as stages; else None.
+        branches: branches on devices of their own; the one stage then has the other layers.
+        mode: training or inference.
+        backend: what trains with it: this package's runtime, or DeepSpeed's engine.
+        order: durations from which the order of passes of a zero-bubble schedule is made; None: equal durations.
     """
 
     version: int
@@ -289,7 +282,7 @@ class Plan(Strict):
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
-        """The plan of a YAML or JSON file, checked.
+        """Read and check a plan from a YAML or JSON file.
 
         Raises:
             FileFormatError: missing, corrupt, truncated, or of another version.
@@ -300,7 +293,7 @@ class Plan(Strict):
         return read_plan(path)
 
     def save(self, path: Path | str) -> None:
-        """Write the plan, once checked, as YAML (or JSON where the name ends so), whole or not at all.
+        """Check the plan, and write it as YAML, or JSON if the name ends so, atomically.
 
         Raises:
             InputError: its numbers contradict one another.
@@ -311,41 +304,39 @@ class Plan(Strict):
 
     @property
     def overfull(self) -> tuple[int, ...]:
-        """Numbers of the stages that need more than the budget; none where there is no prediction or budget."""
-        made_from = self.provenance
-        if made_from is None or self.prediction is None:
+        """Numbers of the stages that exceed the budget; empty if there is no prediction or budget."""
+        source = self.provenance
+        if source is None or self.prediction is None:
             return ()
-        return tuple(
-            number for number, stage in enumerate(self.stages) if stage.memory.total > made_from.budget_of(stage)
-        )
+        return tuple(number for number, stage in enumerate(self.stages) if stage.memory.total > source.budget_of(stage))
 
     @property
     def fits(self) -> bool | None:
-        """Whether every stage is within the budget it was priced with; None where there is no prediction or budget."""
+        """Whether every stage is within its budget; None if there is no prediction or budget."""
         return None if self.prediction is None or self.provenance is None else not self.overfull
 
     @property
     def pipeline(self) -> int:
-        """Groups of devices that the stages are spread over; 1 where every device runs all stages."""
+        """The pipeline degree: groups of devices that run the stages; 1 if every device runs all stages."""
         if self.cyclic is not None and self.cyclic.setting is not CyclicSetting.STAGES:
             return 1
         return len(self.stages) // self.virtual_stages
 
     @property
     def microbatch(self) -> int:
-        """Samples of one micro-batch, over all devices of a stage."""
+        """Samples of one micro-batch, on all devices of a stage together."""
         return self.global_batch // self.microbatches
 
     @property
     def stage_devices(self) -> int:
-        """Devices that share one pass of a stage; one under cyclic data parallelism, however many run the stage."""
+        """Devices that share one pass of a stage; 1 under cyclic data parallelism."""
         return 1 if self.cyclic is not None else self.devices // self.pipeline
 
 
 def layer_runs(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> Iterator[LayerRun]:
-    """Neighbouring layers of equal strategy as one run each."""
-    place = 0
-    for strategy, same in groupby(strategies):
-        count = len(list(same))
-        yield LayerRun(layers[place].name, layers[place + count - 1].name, count, strategy)
-        place += count
+    """Group consecutive layers of the same strategy into runs."""
+    start = 0
+    for strategy, equal in groupby(strategies):
+        count = len(list(equal))
+        yield LayerRun(layers[start].name, layers[start + count - 1].name, count, strategy)
+        start += count

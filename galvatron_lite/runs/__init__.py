@@ -1,1 +1,1 @@
-"""What a training run leaves in its folder: records, and how they are read."""
+"""Records of a training run in its folder, and their reader."""

@@ -1,14 +1,14 @@
-"""Records of a training run, a JSON line each, and their reading: strict and bounded. No torch here.
+"""Records of a training run, one JSON line each, and their reader. No torch here.
 
-In its folder (``auto_parallelize(..., log=FOLDER)``):
+The folder of a run (``auto_parallelize(..., log=FOLDER)``):
 
-    FOLDER/steps-00001.jsonl           by rank 0: a RunHeader, then a StepRecord of every step, and PlanRecords
-    FOLDER/rank-00003-00001.jsonl      by every rank: a RankHeader, then a RankRecord every few seconds
-    FOLDER/profile.yaml                what the plan was made from, where it is known
-    FOLDER/traces/rank-00003-step-00010.json.gz    of ``torch.profiler``, where steps were profiled
+    FOLDER/steps-00001.jsonl           of rank 0: a RunHeader, then a StepRecord of every step, and PlanRecords
+    FOLDER/rank-00003-00001.jsonl      of every rank: a RankHeader, then a RankRecord every few seconds
+    FOLDER/profile.yaml                the profile that the plan was made from, if known
+    FOLDER/traces/rank-00003-step-00010.json.gz    of ``torch.profiler``, for profiled steps
 
-Each file begins with a header, so that it can be read alone; of a long run the first file and the newest are kept. A
-run that goes on behind a stop, in the same folder, begins files of its own.
+Each file begins with a header, so that it can be read alone. Of a long run the first file and the newest ones are kept.
+A run that is resumed in the same folder begins new files.
 """
 
 from __future__ import annotations
@@ -37,82 +37,81 @@ Seconds = Annotated[float, Ge(0)]
 
 
 class Finite:
-    """Base of records: an unknown key, or a figure that is not finite, is an error where one is read."""
+    """Base of records: unknown keys and numbers that are not finite are errors when a record is read."""
 
     __slots__ = ()
     __pydantic_config__ = cast("ConfigDict", {**STRICT, "allow_inf_nan": False})
 
 
 class StepPart(StrEnum):
-    """Where the time of a step on a rank goes; the parts of a step add up to its seconds."""
+    """The parts of a step on a rank; they add up to its seconds."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     WEIGHT = "weight"
-    """Passes of a zero-bubble schedule that make gradients of weights."""
+    """Passes of a zero-bubble schedule that compute gradients of weights."""
     WAITING = "waiting"
     """For other stages of a pipeline."""
     GRADIENTS = "gradients"
-    """Sums of gradients over ranks, once backward has ended."""
+    """Reduction of gradients over ranks after backward."""
     CHECK = "check"
-    """The one message behind every step: the loss, the norm; waits for the slowest rank."""
+    """The message after every step with the loss and the norm; it waits for the slowest rank."""
     OPTIMIZER = "optimizer"
     OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDevice(Finite):
-    """A rank and what it runs on."""
+    """A rank and its device."""
 
-    rank: Count  # in the world
+    rank: Count
     host: str  # name of its machine
     name: str  # of the device (``NVIDIA A100-SXM4-80GB``), or ``cpu``
-    stage: Count = 0  # its group of devices in the pipeline
+    stage: Count = 0  # number of its group of devices in the pipeline
     memory: Count = 0  # bytes of the device; 0: not known
-    # bytes that the process took before the first step, where ``RankRecord.resident`` is all that is known
-    baseline: Count = 0
+    baseline: Count = 0  # bytes of the process before the first step, to compare with ``RankRecord.resident``
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeader(Finite):
-    """What a run began with, or went on with. Its prediction is the plan's."""
+    """The start of a run, or of its resumption."""
 
     version: Count  # of this schema
-    plan: Plan  # under which it trains, with its prediction
-    digest: str  # of the plan, the same for the same plan
-    time: Seconds  # when it began, seconds since 1970 (UTC)
-    devices: tuple[RunDevice, ...] = ()  # what the ranks run on
-    versions: dict[str, str] = field(default_factory=dict)  # of galvatron, torch, Python and, where there is one, CUDA
-    step: Count = 0  # steps that were trained before
-    model: str = ""  # what trains: ``ParallelModel``, ``CyclicModel``, ``DeepSpeedModel``, ``BranchedModel``
+    plan: Plan  # with its prediction
+    digest: str  # of the plan
+    time: Seconds  # of the start, seconds since 1970 (UTC)
+    devices: tuple[RunDevice, ...] = ()  # of the ranks
+    versions: dict[str, str] = field(default_factory=dict)  # of galvatron, torch, Python, and CUDA if there is one
+    step: Count = 0  # steps trained before
+    model: str = ""  # class that trains: ``ParallelModel``, ``CyclicModel``, ``DeepSpeedModel``, ``BranchedModel``
     kind: Literal["header"] = "header"
 
 
 @dataclass(frozen=True, slots=True)
 class RankHeader(Finite):
-    """A rank begins to train, goes on, or trains under another plan from here."""
+    """The start of a rank, its resumption, or its switch to another plan."""
 
     version: Count  # of this schema
-    rank: Count  # in the world
+    rank: Count
     digest: str  # of the plan
     time: Seconds  # seconds since 1970 (UTC)
-    step: Count = 0  # steps that were trained before
+    step: Count = 0  # steps trained before
     kind: Literal["begin"] = "begin"
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord(Finite):
-    """A step, as rank 0 saw it; all ranks take part in it, so that it takes about as long on all."""
+    """A step on rank 0; it takes about as long on all ranks, as they wait for each other."""
 
-    step: Count  # its number, 0 first; goes on where a run is resumed
-    time: Seconds  # when it ended, seconds since 1970 (UTC)
-    seconds: Seconds  # that it took
-    between: Seconds = 0.0  # seconds since the step before it: data, printing, saving; not in ``seconds``
+    step: Count  # its number, from 0, over all resumptions
+    time: Seconds  # of its end, seconds since 1970 (UTC)
+    seconds: Seconds
+    between: Seconds = 0.0  # seconds since the step before it (data, printing, saving), not in ``seconds``
     samples: Count = 0  # of the global batch
-    tokens: Count = 0  # of it; the samples where the model has none
-    loss: float | None = None  # mean of the batch; None: not finite, or not known
-    memory: Count = 0  # peak bytes of the fullest rank so far, as far as rank 0 knows; 0: not known
-    profiled: bool = False  # whether the profiler ran, which makes it slower
+    tokens: Count = 0  # of the global batch; its samples if the model has no tokens
+    loss: float | None = None  # mean over the batch; None: not finite, or not known
+    memory: Count = 0  # peak bytes so far of the fullest rank that rank 0 knows of; 0: not known
+    profiled: bool = False  # whether the profiler ran, which slows the step
     kind: Literal["step"] = "step"
 
 
@@ -120,39 +119,37 @@ class StepRecord(Finite):
 class RankRecord(Finite):
     """Some consecutive steps on one rank."""
 
-    rank: Count  # in the world
-    step: Count  # the last of them
+    rank: Count
+    step: Count  # number of the last step
     steps: Count
-    seconds: Seconds  # mean of a step; those of steps that were profiled or changed the plan are left out
+    seconds: Seconds  # mean of a step, without steps that were profiled or changed the plan
     between: Seconds = 0.0  # mean seconds before a step
-    parts: dict[StepPart, Seconds] = field(default_factory=dict)  # mean seconds of a step, by where they went
-    # seconds of one forward pass of a block, median, by its name; empty where they were not timed
-    layers: dict[str, Seconds] = field(default_factory=dict)
-    # peak bytes in tensors since the plan began, as the device's allocator tells; 0: it does not (CPUs)
-    memory: Count = 0
-    reserved: Count = 0  # peak bytes that the allocator held
-    resident: Count = 0  # peak bytes of the process in the host's memory
+    parts: dict[StepPart, Seconds] = field(default_factory=dict)  # mean seconds of each part of a step
+    layers: dict[str, Seconds] = field(default_factory=dict)  # median seconds of a forward pass, by name of the block
+    memory: Count = 0  # peak bytes of tensors under the plan, from the device's allocator; 0 on CPUs
+    reserved: Count = 0  # peak bytes that the allocator reserved
+    resident: Count = 0  # peak bytes of the process in host memory
     kind: Literal["rank"] = "rank"
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord(Finite):
-    """Collectives of one kind and group on one rank, in steps that were profiled."""
+    """Collectives of one kind and group on one rank, in profiled steps."""
 
-    rank: Count  # in the world
-    step: Count  # the last of the steps
+    rank: Count
+    step: Count  # number of the last step
     steps: Count
-    collective: str  # its kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``
-    ranks: tuple[Count, ...]  # that take part
+    collective: str  # ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``
+    ranks: tuple[Count, ...]  # of the group
     calls: Count
-    bytes: Count  # of the tensors that all have together: what an all-gather yields, a reduce-scatter takes
-    seconds: Seconds  # from each call until it had completed: with the wait for the last to come
+    bytes: Count  # of the global tensors: the output of an all-gather, the input of a reduce-scatter
+    seconds: Seconds  # from call to completion, waiting for the last rank included
     kind: Literal["collective"] = "collective"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord(Finite):
-    """Training goes on under another plan, from this step on (phases, adapting, ``switch``)."""
+    """A switch to another plan, which trains from this step on."""
 
     step: Count
     plan: Plan
@@ -162,7 +159,7 @@ class PlanRecord(Finite):
 
 @dataclass(frozen=True, slots=True)
 class EndRecord(Finite):
-    """The process ended in order; or a step was not done, for the error that ``reason`` names."""
+    """The end of the process; ``reason`` names the error of a step that failed."""
 
     step: Count
     time: Seconds
@@ -171,7 +168,6 @@ class EndRecord(Finite):
 
 
 Record = RunHeader | RankHeader | StepRecord | RankRecord | CollectiveRecord | PlanRecord | EndRecord
-"""A line."""
 
 KINDS: dict[str, type[Record]] = {
     "header": RunHeader, "begin": RankHeader, "step": StepRecord, "rank": RankRecord, "plan": PlanRecord,
@@ -180,23 +176,22 @@ KINDS: dict[str, type[Record]] = {
 }  # fmt: skip
 
 
-RECENT = 20
-"""Steps that a figure is of, at most."""
+RECENT = 20  # steps over which medians are taken
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of some steps, or of a prediction; 0 where one is not known."""
+    """Measured or predicted figures of a step; 0: not known."""
 
-    seconds: float = 0.0  # of a step
-    samples: float = 0.0  # a second, with what lies between steps
-    tokens: float = 0.0  # a second; 0 where the model has none
+    seconds: float = 0.0
+    samples: float = 0.0  # a second, time between steps included
+    tokens: float = 0.0  # a second; 0 if the model has no tokens
     mfu: float = 0.0  # model FLOPs utilisation, 0..1
-    memory: int = 0  # bytes on the fullest device, without its driver's context
+    memory: int = 0  # bytes on the fullest device, without the driver's context
 
 
 def predicted(plan: Plan) -> StepFigures:
-    """What a plan is predicted to do; nothing of one written by hand."""
+    """The predicted figures of a plan; all 0 for a plan written by hand."""
     prediction = plan.prediction
     if prediction is None:
         return StepFigures()
@@ -206,9 +201,9 @@ def predicted(plan: Plan) -> StepFigures:
 
 
 def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
-    """What the last of some steps came to: medians, so that single slow ones do not count.
+    """The figures of the last steps, as medians, so that single slow steps do not count.
 
-    MFU counts the FLOPs that the plan was made for: those of its prediction, a sample.
+    MFU counts the FLOPs of a sample in the plan's prediction.
     """
     recent = [step for step in steps if not step.profiled][-RECENT:]
     if not recent:
@@ -216,31 +211,25 @@ def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
     seconds, period = median(step.seconds for step in recent), median(step.seconds + step.between for step in recent)
     samples = median(step.samples for step in recent) / period if period else 0.0
     tokens = median(step.tokens for step in recent) / period if period else 0.0
-    wanted = predicted(plan)
-    mfu = wanted.mfu * samples / wanted.samples if wanted.samples else 0.0
-    return StepFigures(seconds, samples, tokens if wanted.tokens else 0.0, mfu, recent[-1].memory)
+    expected = predicted(plan)
+    mfu = expected.mfu * samples / expected.samples if expected.samples else 0.0
+    return StepFigures(seconds, samples, tokens if expected.tokens else 0.0, mfu, recent[-1].memory)
 
 
 def tokens_of_sample(plan: Plan) -> float:
-    """Tokens of a sample that a plan was made for; 1 where the model has none, or nothing was predicted."""
+    """Tokens a sample in a plan's prediction; 1 if the model has none, or there is no prediction."""
     prediction = plan.prediction
     if prediction is None or not prediction.samples_per_second:
         return 1.0
     return prediction.tokens_per_second / prediction.samples_per_second
 
 
-STEP = "galvatron.step "
-"""Before the number of a step."""
-PART = "galvatron.part "
-"""Before a part of a step (``StepPart``)."""
-LAYER = "galvatron.layer "
-"""Before the name of a layer: around its forward pass, and again where it is computed again in backward."""
-METADATA = "galvatron"
-"""Key of what a trace says of the run: rank, stage, layers, plan."""
+STEP = "galvatron.step "  # in traces, before the number of a step
+PART = "galvatron.part "  # in traces, before a ``StepPart``
+LAYER = "galvatron.layer "  # in traces, before the name of a layer, for its forward pass and its recomputation
+METADATA = "galvatron"  # key of a trace's metadata on the run: rank, stage, layers, plan
 
-
-_LONGEST = 64 * 2**20
-"""Bytes of a line, at most: a header holds a plan."""
+_MOST_BYTES = 64 * 2**20  # of a line; a header holds a plan
 _STEPS, _RANK = re.compile(r"steps-(\d+)\.jsonl"), re.compile(r"rank-(\d+)-(\d+)\.jsonl")
 TRACES = "traces"
 PROFILE = "profile.yaml"
@@ -251,18 +240,18 @@ class RecordedRun:
     """The records of a run."""
 
     folder: Path
-    starts: tuple[RunHeader, ...]  # of the run, and of each time it was resumed
-    steps: tuple[StepRecord, ...] = ()  # each once, in order: where a resumed run trained steps again, the later ones
-    plans: tuple[PlanRecord, ...] = ()  # changes of plan since the last start
-    ranks: tuple[tuple[RankRecord, ...], ...] = ()  # records of each rank under the last plan
+    starts: tuple[RunHeader, ...]  # of the run and its resumptions
+    steps: tuple[StepRecord, ...] = ()  # in order; of steps that were trained again, the later records
+    plans: tuple[PlanRecord, ...] = ()  # switches since the last start
+    ranks: tuple[tuple[RankRecord, ...], ...] = ()  # of each rank under the last plan
     ends: tuple[EndRecord, ...] = ()
-    collectives: tuple[CollectiveRecord, ...] = ()  # of all ranks, under the last plan
-    torn: tuple[str, ...] = ()  # files whose last line is cut off: the process, or its machine, was killed
+    collectives: tuple[CollectiveRecord, ...] = ()  # of all ranks under the last plan
+    torn: tuple[str, ...] = ()  # files whose last line is cut off, because the process or machine was killed
     traces: tuple[Path, ...] = ()
 
     @property
     def header(self) -> RunHeader:
-        """Of the last start."""
+        """The header of the last start."""
         return self.starts[-1]
 
     @property
@@ -272,7 +261,7 @@ class RecordedRun:
 
     @property
     def since(self) -> int:
-        """The first step under the last plan."""
+        """Number of the first step under the last plan."""
         return self.plans[-1].step if self.plans else self.header.step
 
     @property
@@ -282,12 +271,16 @@ class RecordedRun:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run's files."""
+    """Whether a folder holds the files of a run."""
     return folder.is_dir() and any(_STEPS.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read the records of a run; raises ``FileFormatError`` for what is damaged."""
+    """Read the records of a run.
+
+    Raises:
+        FileFormatError: no such folder, no run in it, or a damaged file.
+    """
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -298,7 +291,7 @@ def read_run(folder: Path) -> RecordedRun:
         remedy = "It holds no run: give the folder that auto_parallelize(..., log=FOLDER) was given."
         raise FileFormatError("run", str(folder), remedy)
     records = [record for name in files for record in _records(folder / name, torn)]
-    starts: dict[float, RunHeader] = {}  # later files of a start repeat its header, with the plan of then
+    starts: dict[float, RunHeader] = {}  # later files of a start repeat its header with the plan of that time
     for header in (record for record in records if isinstance(record, RunHeader)):
         starts.setdefault(header.time, header)
     if not starts or not isinstance(records[0], RunHeader):
@@ -332,10 +325,10 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _records(path: Path, torn: list[str]) -> Iterator[Record]:
     with check_regular(path).open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST), b""), start=1):
+        for number, line in enumerate(iter(lambda: stream.readline(_MOST_BYTES), b""), start=1):
             if not line.endswith(b"\n"):
-                if len(line) == _LONGEST:
-                    raise FileFormatError(f"{path}, line {number}", f"{_LONGEST} bytes", "No record is that long.")
+                if len(line) == _MOST_BYTES:
+                    raise FileFormatError(f"{path}, line {number}", f"{_MOST_BYTES} bytes", "No record is that long.")
                 torn.append(path.name)
                 return
             yield parse_record(line, f"{path}, line {number}", KINDS, "runs", RUN_VERSION)

@@ -1,4 +1,4 @@
-"""Small settings for tests, and every point of them asked one by one."""
+"""Small settings for tests, and the plan of any point of them by a search of its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import random
 from dataclasses import replace
 
 from galvatron_lite.analysis.setting import PlanSetting
-from galvatron_lite.cluster.cluster import DeviceGroup, Level
+from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.planner import find_plan
 from tests.factories import random_profile
 
@@ -19,11 +18,11 @@ BUDGET = 2**30
 def small(seed: int, devices: int = 4, nodes: int = 1, budget: int = BUDGET) -> PlanSetting:
     """A random model on nodes of equal devices."""
     profile = random_profile(random.Random(seed), devices=devices, blocks=2)
-    return PlanSetting(replace(profile, cluster=_wider(profile, nodes)), budget)
+    return PlanSetting(replace(profile, cluster=with_nodes(profile.cluster, nodes)), budget)
 
 
-def _wider(profile: Profile, nodes: int):  # type: ignore[no-untyped-def]
-    cluster = profile.cluster
+def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
+    """So many nodes of the cluster's one."""
     if nodes == 1:
         return cluster
     group = cluster.groups[0]
@@ -31,7 +30,7 @@ def _wider(profile: Profile, nodes: int):  # type: ignore[no-untyped-def]
     return replace(cluster, groups=(DeviceGroup(group.device, group.count * nodes),), levels=levels)
 
 
-def asked(setting: PlanSetting, devices: int, batch: int, budget: int | None = None) -> Plan | None:
+def plan_at(setting: PlanSetting, devices: int, batch: int, budget: int | None = None) -> Plan | None:
     """The plan of one point, on a cluster built here; None where there is none."""
     cluster = setting.profile.cluster
     node = cluster.levels[0].size

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from galvatron_lite.analysis.answers import Answer, answer_text, as_data, figure
-from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
+from galvatron_lite.analysis.setting import Point, Points, collect
 from galvatron_lite.analysis.sweeps import (
     Goal,
     Target,
@@ -23,7 +23,7 @@ from galvatron_lite.analysis.sweeps import (
 )
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.plans.schema import Plan
-from tests.analysis.cases import asked, small
+from tests.analysis.cases import plan_at, small
 
 SETTING = small(1)
 ANSWERS: dict[str, Callable[[], Answer]] = {
@@ -42,18 +42,18 @@ def answered(name: str) -> Answer:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_row_has_every_column_and_json_every_point(name: str) -> None:
     answer = answered(name)
-    told = answer_text(answer)
-    assert {len(row) for row in told.rows} == {len(told.columns)}
-    assert told.sentence.endswith(".")
-    assert (told.chosen is None) == (name == "pareto_front")
+    text = answer_text(answer)
+    assert {len(row) for row in text.rows} == {len(text.columns)}
+    assert text.sentence.endswith(".")
+    assert (text.chosen is None) == (name == "pareto_front")
     data = json.loads(json.dumps(as_data(answer), allow_nan=False))
     assert (data["question"], data["complete"]) == (name, True)
     planned = [point for point in data["points"] if "step_seconds" in point]
     assert planned
     assert all({"reason", "needs"} <= set(point) for point in data["points"] if point not in planned)
-    if told.chosen is not None:
-        assert data["answer"]["step_seconds"] == told.chosen.seconds
-        assert data["answer"]["devices"] == data["plan"]["devices"] == told.chosen.devices
+    if text.chosen is not None:
+        assert data["answer"]["step_seconds"] == text.chosen.seconds
+        assert data["answer"]["devices"] == data["plan"]["devices"] == text.chosen.devices
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -96,16 +96,16 @@ def answer_rate() -> float:
 
 def test_a_sweep_without_any_plan_is_an_error_and_an_interrupt_keeps_the_points_so_far() -> None:
     with pytest.raises(InfeasibleError, match="why"):
-        require_plan(Points((Point(1, 1, 1, reason="first"), Point(2, 1, 1, reason="why"))))
-    require_plan(Points())
+        Points((Point(1, 1, 1, reason="first"), Point(2, 1, 1, reason="why"))).require_plan()
+    Points().require_plan()
 
     def points(plan: Plan | None) -> Iterator[Point]:
         yield Point(1, 8, 100)
         yield Point(2, 8, 100, plan=plan)
         raise KeyboardInterrupt
 
-    seen = gathered(points(asked(small(0), 2, 8)))
+    seen = collect(points(plan_at(small(0), 2, 8)))
     assert [point.devices for point in seen.points] == [1, 2]
     assert not seen.complete
     with pytest.raises(KeyboardInterrupt):
-        gathered(points(None))
+        collect(points(None))

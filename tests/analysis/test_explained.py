@@ -15,19 +15,19 @@ from galvatron_lite import api, api_plans
 from galvatron_lite.analysis.explain import WORTH, bounds
 from galvatron_lite.analysis.explanation import Bound, Constraint, Explanation, TimeAccount, TimeClass, TimePart, WhatIf
 from galvatron_lite.analysis.setting import PlanSetting, ask
-from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, PricedStages, account, memory_of, taken_apart
+from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, PricedStages, account, memory_of, price_in_parts
 from galvatron_lite.analysis.what_ifs import (
     NOT_TRIED,
+    Replanner,
     TimeLimit,
     added_bytes,
     price_of_memory,
     with_faster_links,
     with_less,
     with_one_more,
-    with_stairs,
+    with_steps,
 )
 from galvatron_lite.cluster.budget import Budget
-from galvatron_lite.cluster.cluster import DeviceGroup, Level
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import price_staged
@@ -42,10 +42,10 @@ from galvatron_lite.profiler.schema import Overlap, Profile
 from galvatron_lite.search.pins import Pins
 from galvatron_lite.search.result import plan_of, summary
 from galvatron_lite.search.space import UNPINNED, Fixed
-from tests.analysis.cases import peak_of, seconds_of
+from tests.analysis.cases import peak_of, seconds_of, small
 from tests.factories import random_profile
 
-WAYS = (
+STRATEGIES = (
     Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(zero=2, zero_stage=1, recompute=Recompute.FULL),
     Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True),
 )  # fmt: skip
@@ -57,31 +57,30 @@ def random_plan(seed: int) -> PricedStages:
     profile = random_profile(draw, devices=4, blocks=4, tied=seed % 2 == 0)
     profile = replace(profile, straggling=0.02, sharing=0.01, hidden={"pipeline": 0.4} if seed % 3 == 0 else {})
     pricer = LayerPricer(profile)
-    offered = [
-        [one for one in WAYS if pricer.covers(layer.kind, one)] for layer in profile.graph.layers
-    ]  # fmt: skip
-    ways = [draw.choice(own) for own in offered]
+    covered = [[one for one in STRATEGIES if pricer.covers(layer.kind, one)] for layer in profile.graph.layers]
+    strategies = [draw.choice(choices) for choices in covered]
     schedule = draw.choice([Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P])
     plan = plan_of(
-        profile.graph, devices=4, global_batch=8, microbatches=4, cuts=(0, 3, 6), strategies=ways, schedule=schedule
-    )
-    return taken_apart(pricer, plan)
+        profile.graph, devices=4, global_batch=8, microbatches=4, cuts=(0, 3, 6), strategies=strategies,
+        schedule=schedule,
+    )  # fmt: skip
+    return price_in_parts(pricer, plan)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_are_those_of_the_prediction(seed: int) -> None:
     """``cost.step.breakdown`` adds the same seconds up in another way."""
     priced = random_plan(seed)
-    told, whole = account(priced), priced.prediction.time
-    assert told.step_seconds == priced.prediction.step_seconds
-    assert fsum(part.seconds for part in told.parts) == pytest.approx(told.step_seconds, rel=1e-12)
-    assert all(part.seconds >= 0 and part.hidden_seconds >= 0 for part in told.parts)
-    assert told.seconds_of(TimeClass.COMPUTE) == pytest.approx(whole.forward + whole.backward, rel=1e-9)
-    assert told.seconds_of(TimeClass.RECOMPUTE) == pytest.approx(whole.recompute, rel=1e-9)
-    assert told.seconds_of(TimeClass.OPTIMIZER) == pytest.approx(whole.optimizer, rel=1e-9)
-    sends = sum(part.seconds for part in told.parts if part.name == "pipeline")
-    assert told.seconds_of(TimeClass.COMMUNICATION) - sends == pytest.approx(whole.communication, rel=1e-9)
-    names = {part.name for part in told.parts}
+    time, breakdown = account(priced), priced.prediction.time
+    assert time.step_seconds == priced.prediction.step_seconds
+    assert fsum(part.seconds for part in time.parts) == pytest.approx(time.step_seconds, rel=1e-12)
+    assert all(part.seconds >= 0 and part.hidden_seconds >= 0 for part in time.parts)
+    assert time.seconds_of(TimeClass.COMPUTE) == pytest.approx(breakdown.forward + breakdown.backward, rel=1e-9)
+    assert time.seconds_of(TimeClass.RECOMPUTE) == pytest.approx(breakdown.recompute, rel=1e-9)
+    assert time.seconds_of(TimeClass.OPTIMIZER) == pytest.approx(breakdown.optimizer, rel=1e-9)
+    sends = sum(part.seconds for part in time.parts if part.name == "pipeline")
+    assert time.seconds_of(TimeClass.COMMUNICATION) - sends == pytest.approx(breakdown.communication, rel=1e-9)
+    names = {part.name for part in time.parts}
     assert SLOWEST in names
     assert BUBBLE in names
 
@@ -91,34 +90,27 @@ def test_hidden_and_exposed_are_all_that_is_sent() -> None:
     draw = random.Random(5)
     profile = replace(random_profile(draw, devices=2, blocks=3), overlap=Overlap(1.0, 1.0))
     pricer = LayerPricer(profile)
-    ways = [Strategy(zero=2, zero_stage=3)] * 5
-    priced = taken_apart(
-        pricer, plan_of(profile.graph, devices=2, global_batch=8, microbatches=2, cuts=(0, 5), strategies=ways)
+    strategies = [Strategy(zero=2, zero_stage=3)] * 5
+    priced = price_in_parts(
+        pricer, plan_of(profile.graph, devices=2, global_batch=8, microbatches=2, cuts=(0, 5), strategies=strategies)
     )
-    told = {part.name: part for part in account(priced).parts}
+    parts = {part.name: part for part in account(priced).parts}
     alone = 0.0
-    for layer, way in zip(profile.graph.layers, ways, strict=True):
-        sent = pricer.work(profile.graph.kinds[layer.kind], way, 4).communications
-        times = [1 if one.moment == "step" else 2 for one in sent]
-        alone += sum(time * float(own) for time, own in zip(times, pricer.links.timed(sent), strict=True))
-    assert told["zero"].seconds + told["zero"].hidden_seconds == pytest.approx(alone, rel=1e-9)
-    assert told["zero"].hidden_seconds > 0
+    for layer, strategy in zip(profile.graph.layers, strategies, strict=True):
+        sent = pricer.work(profile.graph.kinds[layer.kind], strategy, 4).communications
+        counts = [1 if one.moment == "step" else 2 for one in sent]
+        alone += sum(count * float(each) for count, each in zip(counts, pricer.links.timed(sent), strict=True))
+    assert parts["zero"].seconds + parts["zero"].hidden_seconds == pytest.approx(alone, rel=1e-9)
+    assert parts["zero"].hidden_seconds > 0
 
 
 BUDGET = 70_000
 
 
-def two_nodes(seed: int) -> Profile:
-    """Two nodes of one device each, so that a node more is three."""
-    profile = random_profile(random.Random(seed), devices=1, blocks=2)
-    cluster = profile.cluster
-    levels = (*cluster.levels, Level("cluster", 2, 1e8, 1e-5))
-    return replace(profile, cluster=replace(cluster, groups=(DeviceGroup(cluster.device, 2),), levels=levels))
-
-
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return two_nodes(11)
+    """Of two nodes of one device each, so that a node more is three."""
+    return small(11, devices=1, nodes=2).profile
 
 
 @pytest.fixture(scope="module")
@@ -127,23 +119,23 @@ def plan(profile: Profile) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def told(profile: Profile, plan: Plan) -> Explanation:
+def explanation(profile: Profile, plan: Plan) -> Explanation:
     return api_plans.explain(plan, profile)
 
 
-def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None:
-    by_name = {one.name: one for one in told.what_ifs}
+def test_what_ifs_are_plans_by_hand(profile: Profile, explanation: Explanation) -> None:
+    by_name = {one.name: one for one in explanation.what_ifs}
     assert set(by_name) == {
         "memory_less", "memory_more", "links_cluster", "batch_twice", "batch_half", "node_more",
     }  # fmt: skip
-    hands = {
+    by_hand = {
         "memory_less": api.plan(profile, mem=int(0.9 * BUDGET), batch=4, margin=0.0, tolerance=0.0),
         "memory_more": api.plan(profile, mem=int(1.1 * BUDGET), batch=4, margin=0.0, tolerance=0.0),
         "links_cluster": api.plan(with_faster_links(profile, 1), mem=BUDGET, batch=4, margin=0.0, tolerance=0.0),
         "batch_twice": api.plan(profile, mem=BUDGET, batch=8, margin=0.0, tolerance=0.0),
         "batch_half": api.plan(profile, mem=BUDGET, batch=2, margin=0.0, tolerance=0.0),
     }
-    for name, hand in hands.items():
+    for name, hand in by_hand.items():
         assert by_name[name].step_seconds == pytest.approx(seconds_of(hand), rel=1e-12), name
         assert by_name[name].batch == hand.global_batch
     wider = with_one_more(profile)
@@ -151,23 +143,23 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
     hand = api.plan(wider, mem=BUDGET, batch=6, margin=0.0, tolerance=0.0)
     assert by_name["node_more"].step_seconds == pytest.approx(seconds_of(hand), rel=1e-12)
     assert by_name["node_more"].gain == pytest.approx(
-        hand.prediction.samples_per_second / told.samples_per_second - 1.0, rel=1e-9
+        hand.prediction.samples_per_second / explanation.samples_per_second - 1.0, rel=1e-9
     )
 
 
-def test_the_price_is_a_plan_by_hand(profile: Profile, told: Explanation) -> None:
-    price = told.price
+def test_the_price_is_a_plan_by_hand(profile: Profile, explanation: Explanation) -> None:
+    price = explanation.price
     more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4, margin=0.0, tolerance=0.0)
     saved = price.seconds_per_gib * price.added_bytes / 2**30
-    assert saved == pytest.approx(max(told.step_seconds - seconds_of(more), 0.0), abs=1e-12)
-    memory = next(bound for bound in told.bounds if bound.constraint is Constraint.MEMORY)
+    assert saved == pytest.approx(max(explanation.step_seconds - seconds_of(more), 0.0), abs=1e-12)
+    memory = next(bound for bound in explanation.bounds if bound.constraint is Constraint.MEMORY)
     assert memory.binds == (saved > 0)
 
 
-def test_neighbours_are_whole_plans_priced_anew(profile: Profile, plan: Plan, told: Explanation) -> None:
+def test_neighbours_are_whole_plans_priced_anew(profile: Profile, plan: Plan, explanation: Explanation) -> None:
     """Every run is exchanged by hand, wherever the plan has it."""
     looked_at = 0
-    for run in told.runs:
+    for run in explanation.runs:
         for other in run.neighbours:
             strategy = parse_strategy(other.strategy)
             changed = replace(
@@ -180,9 +172,9 @@ def test_neighbours_are_whole_plans_priced_anew(profile: Profile, plan: Plan, to
             )  # fmt: skip
             if sum(str(own.strategy) == run.strategy for stage in plan.stages for own in stage.runs) != 1:
                 continue
-            done = evaluate(profile, changed)
-            assert other.added_step_seconds == pytest.approx(seconds_of(done) - seconds_of(plan), abs=1e-12)
-            assert other.fits == (done.prediction is not None and done.prediction.peak_memory <= BUDGET)
+            priced = evaluate(profile, changed)
+            assert other.added_step_seconds == pytest.approx(seconds_of(priced) - seconds_of(plan), abs=1e-12)
+            assert other.fits == (priced.prediction is not None and priced.prediction.peak_memory <= BUDGET)
             looked_at += 1
     assert looked_at
 
@@ -209,9 +201,9 @@ def test_what_there_was_no_time_for_is_said(profile: Profile, plan: Plan) -> Non
     assert hurried.time.seconds_of(TimeClass.COMPUTE) > 0
 
 
-def test_runner_ups_choose_otherwise(plan: Plan, told: Explanation) -> None:
-    assert told.runners_up
-    for other in told.runners_up:
+def test_runner_ups_choose_otherwise(plan: Plan, explanation: Explanation) -> None:
+    assert explanation.runners_up
+    for other in explanation.runners_up:
         assert other.chosen != other.instead
         assert other.added_step_seconds == pytest.approx(other.step_seconds - seconds_of(plan))
         assert not other.fits or other.added_step_seconds >= -1e-12
@@ -219,37 +211,35 @@ def test_runner_ups_choose_otherwise(plan: Plan, told: Explanation) -> None:
 
 def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
     plan = api.plan(profile, mem=BUDGET, batch=4, mode="inference", margin=0.0, tolerance=0.0)
-    told = api_plans.explain(plan, profile, what_if=False)
-    assert told.time is not None
-    assert all(not one.moment for one in told.memory)
-    assert any("Inference" in line for line in told.left_out)
+    explanation = api_plans.explain(plan, profile, what_if=False)
+    assert explanation.time is not None
+    assert all(not one.moment for one in explanation.memory)
+    assert any("Inference" in line for line in explanation.left_out)
 
 
 def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile) -> None:
     plan = api.plan(
         profile, mem=2**30, batch=4, allow_delay=True, fix={"schedule": "cyclic"}, margin=0.0, tolerance=0.0
     )
-    told = api_plans.explain(plan, profile, what_if=False)
-    assert told.time is None
-    assert told.runs == ()
-    assert any("go round" in line for line in told.left_out)
-    assert told.step_seconds == pytest.approx(seconds_of(plan))
+    explanation = api_plans.explain(plan, profile, what_if=False)
+    assert explanation.time is None
+    assert explanation.runs == ()
+    assert any("go round" in line for line in explanation.left_out)
+    assert explanation.step_seconds == pytest.approx(seconds_of(plan))
 
 
 def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from galvatron_lite.api_plans import profile_of
-
     monkeypatch.chdir(tmp_path)
     known = api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2)
     plan = api.plan(known, batch=4, runners_up=0, margin=0.0, tolerance=0.0)
     write_plan(plan, tmp_path / "plan.yaml")
-    assert profile_of(plan) == known
+    assert api_plans.profile_of(plan) == known
     assert plan.provenance is not None
     other = replace(plan, provenance=replace(plan.provenance, profile_hash="0" * 16))
     with pytest.raises(InputError, match="which is not here as it was then"):
-        profile_of(other)
+        api_plans.profile_of(other)
     with pytest.raises(InputError, match="names no profile"):
-        profile_of(replace(plan, provenance=None))
+        api_plans.profile_of(replace(plan, provenance=None))
 
 
 PRICED = random_plan(3)
@@ -282,7 +272,7 @@ def test_without_what_ifs_the_dearest_comes_first() -> None:
 
 
 def test_what_was_not_tried_is_said_and_compute_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("galvatron_lite.analysis.explain._balance", lambda priced: iter(()))
+    monkeypatch.setattr("galvatron_lite.analysis.explain._balance_bounds", lambda priced: iter(()))
     untried = (
         WhatIf("links_node", "links twice as fast", 4, 8, why=NOT_TRIED),
         WhatIf("batch_twice", "twice the batch", 4, 16, why=NOT_TRIED),
@@ -313,30 +303,28 @@ STAGES = Pins(fixed=Fixed(forbidden=("pipeline",)))
 def every_plan(setting: PlanSetting, batch: int) -> Iterator[tuple[int, float]]:
     """Peak and step time of every plan of one stage."""
     session = setting.session(setting.profile.cluster.devices)
-    space, devices, graph = (
-        session.space(backend_named("galvatron"))[0],
-        setting.profile.cluster.devices,
-        setting.profile.graph,
-    )
-    offered = [space.strategies(layer.kind, devices, UNPINNED) for layer in graph.layers]
+    space, devices = session.space(backend_named("galvatron"))[0], setting.profile.cluster.devices
+    graph = setting.profile.graph
+    sliced = any(kind.tensor_degrees > 1 for kind in graph.kinds.values())
+    choices = [space.strategies(layer.kind, devices, UNPINNED) for layer in graph.layers]
     for microbatches in (count for count in range(1, batch + 1) if batch % count == 0):
-        for ways in product(*offered):
-            if any(kind.tensor_degrees > 1 for kind in graph.kinds.values()) and _edge(ways[0]) != _edge(ways[-1]):
+        for strategies in product(*choices):
+            if sliced and _edge(strategies[0]) != _edge(strategies[-1]):
                 continue
             plan = plan_of(
-                graph, devices=devices, global_batch=batch, microbatches=microbatches, cuts=(0, len(ways)),
-                strategies=ways,
+                graph, devices=devices, global_batch=batch, microbatches=microbatches, cuts=(0, len(strategies)),
+                strategies=strategies,
             )  # fmt: skip
             try:
-                done = price_staged(session.pricer, plan)
+                prediction = price_staged(session.pricer, plan).prediction
             except InputError:
                 continue
-            yield done.prediction.peak_memory, done.prediction.step_seconds
+            yield prediction.peak_memory, prediction.step_seconds
 
 
-def _edge(way: Strategy) -> tuple[int, int, int]:
+def _edge(strategy: Strategy) -> tuple[int, int, int]:
     """What the layers before and after the blocks have in common (rule 2 of ``search.problem``)."""
-    return way.batch_degree, way.context, way.tensor
+    return strategy.batch_degree, strategy.context, strategy.tensor
 
 
 def fastest(every: list[tuple[int, float]], budget: int) -> float:
@@ -353,9 +341,8 @@ def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -
         budget = Budget(peaks[int(share * (len(peaks) - 1))])
         plan = ask(setting, devices, 4, budget=budget)
         added = max(budget.least // 4, 1)
-        price = with_stairs(
-            price_of_memory(setting, TimeLimit(), plan, budget, added), setting, TimeLimit(), plan, budget
-        )
+        replanner = Replanner(setting, TimeLimit(), plan, budget)
+        price = with_steps(price_of_memory(replanner, added), replanner)
         now, then = fastest(every, budget.least), fastest(every, budget.least + added)
         assert price.step_seconds == pytest.approx(now, rel=1e-9)
         assert price.seconds_per_gib * added / 2**30 == pytest.approx(now - then, rel=1e-6, abs=1e-12 * now)
@@ -364,7 +351,7 @@ def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -
             assert fastest(every, step.budget_bytes - 1) >= step.step_seconds * (1 + 1e-12) or (
                 step.budget_bytes == budget.least
             )
-        lean = with_less(price, setting, TimeLimit(), plan, budget)
+        lean = with_less(price, replanner)
         least = fastest(every, budget.least - added)
         assert (lean.less_step_seconds or float("inf")) == pytest.approx(least, rel=1e-9)
 
@@ -374,8 +361,9 @@ def test_in_its_own_shape_a_price_is_no_more_than_over_all() -> None:
     setting = PlanSetting(profile, 2**30)
     lean = Budget(int(0.6 * peak_of(ask(setting, 2, 4))))
     plan = ask(setting, 2, 4, budget=lean, runners_up=5)
-    own = price_of_memory(setting, TimeLimit(), plan, lean, same_shape=True)
-    whole = price_of_memory(setting, TimeLimit(), plan, lean)
+    replanner = Replanner(setting, TimeLimit(), plan, lean)
+    own = price_of_memory(replanner, same_shape=True)
+    whole = price_of_memory(replanner)
     assert own.same_shape
     assert not whole.same_shape
     assert own.then_step_seconds >= whole.then_step_seconds * (1 - 1e-9)

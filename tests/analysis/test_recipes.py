@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from galvatron_lite.analysis.step_time import PricedStages, taken_apart
+from galvatron_lite.analysis.step_time import PricedStages, price_in_parts
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -45,7 +45,7 @@ def priced(script: ModuleType, **changes: object) -> PricedStages:
     recipe = {**RECIPE, **changes}
     graph = script.graph_of(recipe, {})
     profile = estimate_profile(graph, load_cluster("a100-80gb", 16), precision="bf16", name=graph.name)
-    return taken_apart(Session(profile).pricer, script.plan_by_hand(recipe, graph))
+    return price_in_parts(Session(profile).pricer, script.plan_by_hand(recipe, graph))
 
 
 def test_the_largest_saving_is_named_with_its_seconds(script: ModuleType) -> None:

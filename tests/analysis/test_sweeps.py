@@ -27,7 +27,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import build_graph, shape_from_flags
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Overlap
 from galvatron_lite.search.planner import find_plan
-from tests.analysis.cases import asked, peak_of, seconds_of, small
+from tests.analysis.cases import peak_of, plan_at, seconds_of, small
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 
 
@@ -41,7 +41,7 @@ def test_no_budget_has_a_faster_plan(seed: int) -> None:
     budgets = {*range(peaks[-1], 200_001, 50_000), *peaks, *(peak - 1 for peak in peaks)}
     for budget in sorted(budgets):
         within = [point.seconds for point in front.points if point.peak <= budget]
-        plan = asked(setting, 2, 4, budget)
+        plan = plan_at(setting, 2, 4, budget)
         assert (plan is None) == (not within)
         assert plan is None or min(within) <= seconds_of(plan) * (1 + 1e-9)
 
@@ -52,7 +52,7 @@ def test_plans_are_those_of_their_budgets_and_none_is_beaten(seed: int) -> None:
     front = pareto_front(setting, 8, step=4000)
     assert front.step == 4000
     for point in front.points:
-        plan = asked(setting, 4, 8, point.budget)
+        plan = plan_at(setting, 4, 8, point.budget)
         assert plan is not None
         assert (seconds_of(plan), peak_of(plan)) == (point.seconds, point.peak)
         assert point.peak <= point.budget
@@ -60,7 +60,7 @@ def test_plans_are_those_of_their_budgets_and_none_is_beaten(seed: int) -> None:
     assert times == sorted(set(times))
     assert peaks == sorted(set(peaks), reverse=True)
     assert front.least is not None
-    assert asked(setting, 4, 8, front.least) is not None
+    assert plan_at(setting, 4, 8, front.least) is not None
 
 
 def test_a_wide_step_is_quick_and_says_so() -> None:
@@ -83,7 +83,7 @@ def test_nothing_fits_and_steps_of_nothing() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_the_cheapest_of_all_numbers(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
-    steps = {devices: seconds_of(asked(setting, devices, 24)) for devices in (1, 2, 3, 4, 8)}
+    steps = {devices: seconds_of(plan_at(setting, devices, 24)) for devices in (1, 2, 3, 4, 8)}
     cost = {devices: 2.5 * devices * 1000 * seconds / 3600 for devices, seconds in steps.items()}
     answer = cheapest(setting, TrainingAmount(steps=1000.0), 2.5, batch=24)
     assert answer.answer.cost == pytest.approx(min(cost.values()), rel=1e-12)
@@ -146,7 +146,7 @@ def devices_of(answer: Fewest) -> int | None:
 def test_the_fewest_of_all_numbers(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
     counts = device_counts(setting.profile.cluster)
-    steps = {devices: seconds_of(asked(setting, devices, 24)) for devices in counts}
+    steps = {devices: seconds_of(plan_at(setting, devices, 24)) for devices in counts}
     for share, goal in ((0.99, Goal.STEP), (0.6, Goal.SAMPLES), (0.3, Goal.TOKENS)):
         wanted = steps[1] * share
         value = {Goal.STEP: wanted, Goal.SAMPLES: 24 / wanted, Goal.TOKENS: 24 * 8 / wanted}[goal]
@@ -161,7 +161,7 @@ def test_the_fewest_of_all_numbers(seed: int) -> None:
 def test_the_fewest_that_fit(seed: int) -> None:
     for budget in (30_000, 60_000, 2**30):
         setting = small(seed, budget=budget)
-        fits = [devices for devices in (1, 2, 3, 4) if asked(setting, devices, 24) is not None]
+        fits = [devices for devices in (1, 2, 3, 4) if plan_at(setting, devices, 24) is not None]
         assert devices_of(fewest_devices(setting, Target(Goal.FIT), 24)) == min(fits, default=None)
 
 
@@ -189,7 +189,7 @@ def test_targets_that_mean_nothing(target: Target, batch: int | None, said: str)
 def test_the_best_of_all_batches(seed: int) -> None:
     setting = small(seed, budget=2**30 if seed % 2 else 60_000)
     every = batches(4, 24)
-    rates = {batch: batch / seconds_of(asked(setting, 4, batch)) for batch in every}
+    rates = {batch: batch / seconds_of(plan_at(setting, 4, batch)) for batch in every}
     if not any(rates.values()):
         with pytest.raises(InfeasibleError):
             best_batch(setting, 24)
@@ -242,7 +242,7 @@ def test_no_plan_beats_the_bound(seed: int) -> None:
     setting = small(seed)
     for devices in (1, 2, 4):
         for batch in (4, 24):
-            plan = asked(setting, devices, batch)
+            plan = plan_at(setting, devices, batch)
             assert plan is not None
             assert seconds_of(plan) >= least_seconds(setting.profile, devices, batch) * (1 - 1e-9)
 
@@ -281,8 +281,8 @@ def planned(**setup: Any) -> Any:
 
 
 def test_every_number_of_devices_has_its_own_budget_and_precision() -> None:
-    told = api.cheapest(price=1.0, batch=16, **MIXED)
-    plans = {cost.point.devices: cost.point.plan for cost in told.costs}
+    answer = api.cheapest(price=1.0, batch=16, **MIXED)
+    plans = {cost.point.devices: cost.point.plan for cost in answer.costs}
     assert {8, 16} <= set(plans)
     for devices, plan in plans.items():
         assert plan == planned(gpus=devices, batch=16)
@@ -291,14 +291,14 @@ def test_every_number_of_devices_has_its_own_budget_and_precision() -> None:
 
 
 def test_a_budget_that_only_some_devices_have_is_each_number_of_devices_own() -> None:
-    told = api.fewest_devices(samples=1e9, batch=16, mem="40GB", **MIXED)
-    for point in told.points:
+    answer = api.fewest_devices(samples=1e9, batch=16, mem="40GB", **MIXED)
+    for point in answer.points:
         assert point.plan == planned(gpus=point.devices, batch=16, mem="40GB")
-    assert any(point.plan is not None for point in told.points)
-    assert "V100" in told.points[-1].reason
-    for answer in (api.plan, api.best_batch, api.pareto_front):
+    assert any(point.plan is not None for point in answer.points)
+    assert "V100" in answer.points[-1].reason
+    for question in (api.plan, api.best_batch, api.pareto_front):
         with pytest.raises(InputError, match="V100"):
-            answer(mem="40GB", **MIXED)
+            question(mem="40GB", **MIXED)
 
 
 def test_batches_and_the_front_start_from_the_budgets_of_a_single_plan() -> None:

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from galvatron_lite import api
+from galvatron_lite.analysis.report.page import PlanView, with_timeline
+from galvatron_lite.api_plans import read_priced
 from galvatron_lite.cli import app
 from galvatron_lite.plans.io import read_plan, write_plan
 from galvatron_lite.profiler.store import write_profile
+from galvatron_lite.request import PlanRequest
 from galvatron_lite.runs.schema import RankRecord, StepPart, StepRecord
 from tests.docs.pages import commands, text_of
 from tests.factories import random_profile
@@ -58,11 +62,11 @@ def test_a_plan_by_hand_is_explained(folder: Path) -> None:
 
 
 def test_json_has_units_in_its_names(folder: Path) -> None:
-    told = json.loads(run("explain", "data.yaml", "--profile", "profile.yaml", "--mem", "2MB", "--json"))
-    assert told["step_seconds"] > 0
-    assert told["memory"][0]["budget_bytes"] == 2 * 10**6
-    assert told["price"]["seconds_per_gib"] >= 0
-    assert told["step_seconds"] == pytest.approx(sum(part["seconds"] for part in told["time"]["parts"]), rel=1e-12)
+    data = json.loads(run("explain", "data.yaml", "--profile", "profile.yaml", "--mem", "2MB", "--json"))
+    assert data["step_seconds"] > 0
+    assert data["memory"][0]["budget_bytes"] == 2 * 10**6
+    assert data["price"]["seconds_per_gib"] >= 0
+    assert data["step_seconds"] == pytest.approx(sum(part["seconds"] for part in data["time"]["parts"]), rel=1e-12)
 
 
 def test_plans_are_compared(folder: Path) -> None:
@@ -74,10 +78,10 @@ def test_plans_are_compared(folder: Path) -> None:
     assert {"step", "samples/s", "memory"} <= rows.keys()
     assert any(line.split() == ["l0", "…", "l3", "(4)", "data2", "zero3x2"] for line in lines)
     assert any(line.startswith("sharded against data: ") for line in lines)
-    told = json.loads(run("compare", "data.yaml", "sharded.yaml", "--profile", "profile.yaml", "--json"))
-    assert [one["name"] for one in told["plans"]] == ["data", "sharded"]
-    assert told["buys"][0]["added_step_seconds"] == pytest.approx(
-        told["plans"][1]["step_seconds"] - told["plans"][0]["step_seconds"]
+    data = json.loads(run("compare", "data.yaml", "sharded.yaml", "--profile", "profile.yaml", "--json"))
+    assert [one["name"] for one in data["plans"]] == ["data", "sharded"]
+    assert data["buys"][0]["added_step_seconds"] == pytest.approx(
+        data["plans"][1]["step_seconds"] - data["plans"][0]["step_seconds"]
     )
 
 
@@ -120,7 +124,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> str:
+def run_in(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> str:
     monkeypatch.chdir(place)
     done = CliRunner().invoke(app, shlex.split(words))
     assert done.exit_code == 0, done.output
@@ -128,14 +132,14 @@ def asked(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> str:
 
 
 def test_the_profile_of_the_plan_is_found_and_prices_are_shown(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked(place, monkeypatch, "report plan.yaml -o why.html --search 3")
+    run_in(place, monkeypatch, "report plan.yaml -o why.html --search 3")
     html = (place / "why.html").read_text(encoding="utf-8")
     for words in ("A step, pass by pass", "Why this plan", "What keeps it from being faster", "What each choice gains"):
         assert words in html
 
 
 def test_measured_figures_are_beside_the_prediction(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked(place, monkeypatch, "report plan.yaml --run runs/first -o run.html --search 0")
+    run_in(place, monkeypatch, "report plan.yaml --run runs/first -o run.html --search 0")
     html = (place / "run.html").read_text(encoding="utf-8")
     said = read_plan(place / "plan.yaml").prediction
     assert said is not None
@@ -149,14 +153,14 @@ def test_measured_figures_are_beside_the_prediction(place: Path, monkeypatch: py
 def test_a_run_under_another_plan_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = read_plan(place / "plan.yaml")
     write_plan(replace(plan, microbatches=2), place / "other.yaml")
-    out = asked(place, monkeypatch, "report other.yaml --run runs/first -o other.html --search 0")
+    out = run_in(place, monkeypatch, "report other.yaml --run runs/first -o other.html --search 0")
     assert "under another plan" in out
 
 
 def test_what_is_written_is_told_as_json(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = json.loads(asked(place, monkeypatch, "report plan.yaml -o a.html --trace a.json --search 0 --json"))
-    assert [one["file"] for one in told["written"]] == ["a.json", "a.html"]
-    assert [one["bytes"] for one in told["written"]] == [(place / name).stat().st_size for name in ("a.json", "a.html")]
+    data = json.loads(run_in(place, monkeypatch, "report plan.yaml -o a.html --trace a.json --search 0 --json"))
+    assert [one["file"] for one in data["written"]] == ["a.json", "a.html"]
+    assert [one["bytes"] for one in data["written"]] == [(place / name).stat().st_size for name in ("a.json", "a.html")]
 
 
 @pytest.mark.parametrize(
@@ -184,12 +188,6 @@ def test_a_folder_that_is_not_there_is_not_made(place: Path, monkeypatch: pytest
 
 
 def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from galvatron_lite import api
-    from galvatron_lite.analysis.report.page import PlanView, with_timeline
-    from galvatron_lite.api_plans import read_priced
-    from galvatron_lite.profiler.store import write_profile
-    from galvatron_lite.request import PlanRequest
-
     known = replace(api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2), name="kept")
     monkeypatch.chdir(tmp_path)
     write_plan(api.plan(known, batch=4, runners_up=0), tmp_path / "plan.yaml")

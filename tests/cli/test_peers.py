@@ -65,12 +65,12 @@ def test_a_plan_by_hand(profile: Path, tmp_path: Path) -> None:
         "- {layers: embed, strategy: zero3x8}\n- {layers: layers.*, strategy: zero3x8 recompute}\n"
         "- {layers: head, strategy: zero3x8}\n"
     )
-    told = run("evaluate", path, "--profile", profile, "--mem", "16GB").output
-    assert "layers.0 … layers.31 (32)" in told
-    assert "fits: no, " in told
-    assert "of 14.9 GiB; too full: stage 0" in told
-    assert "galvatron can run it: yes" in told
-    assert "off by" not in told
+    output = run("evaluate", path, "--profile", profile, "--mem", "16GB").output
+    assert "layers.0 … layers.31 (32)" in output
+    assert "fits: no, " in output
+    assert "of 14.9 GiB; too full: stage 0" in output
+    assert "galvatron can run it: yes" in output
+    assert "off by" not in output
     assert "fits: yes, " in run("evaluate", path, "--profile", profile).output
 
 
@@ -92,12 +92,12 @@ LLAMA = ("--model", "llama2-7b", "--cluster", "a100-80gb")
 
 
 def test_evaluate_says_whether_it_fits_and_how_far_off_it_may_be(hand: Path) -> None:
-    told = run("evaluate", hand, *LLAMA, "--gpus", 8, "--mem", "75%").output
-    figures = re.search(r"fits: yes, ([\d.]+) GiB of ([\d.]+) GiB", told)
+    output = run("evaluate", hand, *LLAMA, "--gpus", 8, "--mem", "75%").output
+    figures = re.search(r"fits: yes, ([\d.]+) GiB of ([\d.]+) GiB", output)
     assert float(figures[1]) < float(figures[2])
     assert float(figures[2]) == pytest.approx(80 * 0.75, rel=0.02)
-    assert "estimated step times of language models are off by" in told
-    assert "Note" not in told
+    assert "estimated step times of language models are off by" in output
+    assert "Note" not in output
 
 
 def test_evaluate_says_what_galvatron_cannot_run(tmp_path: Path) -> None:
@@ -111,10 +111,10 @@ def test_evaluate_says_what_galvatron_cannot_run(tmp_path: Path) -> None:
 def test_another_batch_keeps_the_size_of_micro_batches(hand: Path, tmp_path: Path) -> None:
     twice = tmp_path / "twice.yaml"
     twice.write_text(hand.read_text().replace("64", "128").replace("microbatches: 8", "microbatches: 16"))
-    asked = json.loads(run("evaluate", hand, *LLAMA, "--gpus", 8, "--batch", 128, "--json").output)
-    said = json.loads(run("evaluate", twice, *LLAMA, "--gpus", 8, "--json").output)
-    assert asked["provenance"].pop("notes") == ["the plan is of batch 64 in 8 micro-batches, priced at 128 in 16"]
-    assert asked == said
+    rescaled = json.loads(run("evaluate", hand, *LLAMA, "--gpus", 8, "--batch", 128, "--json").output)
+    written = json.loads(run("evaluate", twice, *LLAMA, "--gpus", 8, "--json").output)
+    assert rescaled["provenance"].pop("notes") == ["the plan is of batch 64 in 8 micro-batches, priced at 128 in 16"]
+    assert rescaled == written
     with pytest.raises(InputError, match=r"--batch: 100 .* 8 samples"):
         run("evaluate", hand, *LLAMA, "--gpus", 8, "--batch", 100)
 
@@ -127,18 +127,18 @@ def test_evaluate_takes_the_devices_of_the_plan(hand: Path) -> None:
     with pytest.raises(InputError, match=r"plan, devices: 8 .* has 4"):
         api.evaluate(hand, profile)
     larger = api.find_profile(model="llama2-7b", cluster="a100-80gb", gpus=16)
-    found = api.evaluate(hand, larger, mem="20GB")
-    assert found.provenance.notes == ("the plan takes 8 of the 16 devices of a100-80gb",)
-    assert found.provenance.budget == 20 * 10**9
-    assert (found.fits, found.overfull) == (False, (0,))
+    plan = api.evaluate(hand, larger, mem="20GB")
+    assert plan.provenance.notes == ("the plan takes 8 of the 16 devices of a100-80gb",)
+    assert plan.provenance.budget == 20 * 10**9
+    assert (plan.fits, plan.overfull) == (False, (0,))
 
 
 def test_evaluate_says_that_the_plan_is_of_another_model(hand: Path, tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     run("evaluate", hand, *LLAMA, "--gpus", 8, "-o", ours)
     other = ("--model", "llama3-8b", "--cluster", "a100-80gb", "--gpus", 8)
-    told = run("evaluate", ours, *other).output
-    assert "Note: the plan is of llama2-7b, priced for llama3-8b." in told
+    output = run("evaluate", ours, *other).output
+    assert "Note: the plan is of llama2-7b, priced for llama3-8b." in output
     assert "Note: the plan is" not in run("evaluate", hand, *other).output
     smaller = ours.with_name("smaller.yaml")
     smaller.write_text(ours.read_text().replace("last: after", "last: layers.30"))
@@ -169,11 +169,11 @@ def test_a_file_of_theirs_keeps_its_devices_and_batch(theirs: Path, tmp_path: Pa
 
 def test_a_plan_that_their_files_cannot_say_is_told_what_to_pin(tmp_path: Path) -> None:
     ours, again, back = tmp_path / "ours.yaml", tmp_path / "again.yaml", tmp_path / "back.json"
-    asked = ("plan", *LLAMA, "--gpus", 8, "--batch", 64, "--mem", "40GB", "--best", 0)
-    run(*asked, "--fix", "before.zero=2", "--fix", "after.zero=3", "-o", ours)
+    request = ("plan", *LLAMA, "--gpus", 8, "--batch", 64, "--mem", "40GB", "--best", 0)
+    run(*request, "--fix", "before.zero=2", "--fix", "after.zero=3", "-o", ours)
     with pytest.raises(InputError, match=r"It must be that of before.* comes of: galvatron plan \.\.\. ") as refused:
         run("plan", "export", "--to", "hetu", ours, "-o", back)
-    run(*asked, *refused.value.remedy.split("galvatron plan ... ")[1].split(), "-o", again)
+    run(*request, *refused.value.remedy.split("galvatron plan ... ")[1].split(), "-o", again)
     assert run("plan", "export", "--to", "hetu", again, "-o", back).exit_code == 0
     priced = [
         json.loads(run("evaluate", path, *LLAMA, "--gpus", 8, "--json").output)["prediction"] for path in (again, back)
@@ -183,8 +183,8 @@ def test_a_plan_that_their_files_cannot_say_is_told_what_to_pin(tmp_path: Path) 
 
 def test_an_import_says_where_it_is_and_is_the_last_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    told = run("profile", "import", "--from", "hetu", FOLDER / "bert-large").output
-    where = re.search(r"Written to (profiles/\S+\.yaml)\.\nIt is the last profile made here", told)
+    output = run("profile", "import", "--from", "hetu", FOLDER / "bert-large").output
+    where = re.search(r"Written to (profiles/\S+\.yaml)\.\nIt is the last profile made here", output)
     assert (tmp_path / where[1]).is_file()
     assert (tmp_path / "profiles" / "last").read_text().strip() == where[1].removeprefix("profiles/")
 

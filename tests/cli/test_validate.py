@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from galvatron_lite.cli import main
-from galvatron_lite.cli.accuracy import _chosen
+from galvatron_lite.cli.accuracy import _filtered
 from galvatron_lite.errors import InputError
 from galvatron_lite.validate.rows import read_runs
 
@@ -58,10 +58,10 @@ def test_table_and_worst(few: Path) -> None:
 def test_mistakes_are_named() -> None:
     runs = read_runs(RUNS)
     with pytest.raises(InputError, match="--family"):
-        _chosen(runs, ["nobody"], None)
+        _filtered(runs, ["nobody"], None)
     with pytest.raises(InputError, match="--quality"):
-        _chosen(runs, [], "D")
-    assert {run.quality for run in _chosen(runs, [], "A")} == {"A", "A-mem"}
+        _filtered(runs, [], "D")
+    assert {run.quality for run in _filtered(runs, [], "A")} == {"A", "A-mem"}
 
 
 def test_a_file_that_is_not_there() -> None:

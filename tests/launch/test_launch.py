@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError, PeerError
 from galvatron_lite.files import to_data
-from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, Through, chosen, read_hostfile
+from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, Through, first_hosts, read_hostfile
 from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words, listen
 from galvatron_lite.launch.jobs import (
     MARK,
@@ -60,8 +60,8 @@ def test_hostfiles(tmp_path: Path) -> None:
     path = hosts(tmp_path, "# ours\nworker-1 slots=4\n\nuser@10.0.0.2 slots = 4  # the other\nlast\n")
     found = read_hostfile(path)
     assert found == (Host("worker-1", 4), Host("user@10.0.0.2", 4), Host("last", 1))
-    assert chosen(found, 4) == found[:1]
-    assert chosen(found, 8) == found[:2]
+    assert first_hosts(found, 4) == found[:1]
+    assert first_hosts(found, 8) == found[:2]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_hostfiles_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> 
 )
 def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -> None:
     with pytest.raises(LaunchError, match=said):
-        chosen(tuple(Host(f"h{at}", each) for at, each in enumerate(slots)), devices)
+        first_hosts(tuple(Host(f"h{at}", each) for at, each in enumerate(slots)), devices)
 
 
 def test_here(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,14 +38,14 @@ PLAIN, SHARDED, SLICED = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strat
 
 def staged(*stages: list[tuple[int, Strategy]]) -> Plan:
     """A plan of stages of (layers, strategy), on two devices each."""
-    made, place = [], 0
+    plan_stages, place = [], 0
     for runs in stages:
-        own = []
+        stage_runs = []
         for count, strategy in runs:
-            own.append(LayerRun(f"l{place}", f"l{place + count - 1}", count, strategy))
+            stage_runs.append(LayerRun(f"l{place}", f"l{place + count - 1}", count, strategy))
             place += count
-        made.append(Stage(tuple(own)))
-    return Plan(PLAN_VERSION, "m", 2 * len(made), 8, 1, Schedule.ONE_F_ONE_B, "bf16", tuple(made))
+        plan_stages.append(Stage(tuple(stage_runs)))
+    return Plan(PLAN_VERSION, "m", 2 * len(stages), 8, 1, Schedule.ONE_F_ONE_B, "bf16", tuple(plan_stages))
 
 
 def test_stages_that_do_the_same_have_one_row() -> None:

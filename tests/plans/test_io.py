@@ -24,7 +24,7 @@ from galvatron_lite.plans.schema import (
     Stage,
     layer_runs,
 )
-from tests.plans.export import made
+from tests.plans.export import plans as exported
 from tests.runtime.plans import make_plan
 
 MIXED = (
@@ -42,8 +42,8 @@ def test_a_plan_reads_back_as_written(tmp_path: Path) -> None:
 
 def test_a_plan_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """Checkpoints hold plans, and have to load."""
-    made_from = Provenance("0", "p", "h", "", "c", {}, 1, Proof.GIVEN)
-    data: Any = to_data(replace(PLAN, provenance=made_from))
+    provenance = Provenance("0", "p", "h", "", "c", {}, 1, Proof.GIVEN)
+    data: Any = to_data(replace(PLAN, provenance=provenance))
     data["provenance"]["simulated"] = True
     (tmp_path / "plan.yaml").write_text(dump(data))
     assert read_plan(tmp_path / "plan.yaml").stages == PLAN.stages
@@ -202,7 +202,7 @@ RIGHT = LayerRun("y", "y", 1, Strategy(data=2))
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("last", [False, True])
 def test_every_run_of_every_stage_is_checked(number: int, last: bool) -> None:
-    good = made.plan(Strategy(data=2), (2, 1, 3, 2))
+    good = exported.plan(Strategy(data=2), (2, 1, 3, 2))
     runs = good.stages[number].runs
     stage = Stage((*runs, WRONG) if last else (WRONG, *runs))
     bad = replace(good, stages=(*good.stages[:number], stage, *good.stages[number + 1 :]))
@@ -224,4 +224,4 @@ def test_every_branch_is_checked(first: int, devices: int, runs: tuple[LayerRun,
 
 def branched(*branches: BranchPlacement) -> Plan:
     whole = LayerRun("before", "before", 1, Strategy())
-    return replace(made.PLANS["data"], stages=(Stage((whole,)),), branches=branches)
+    return replace(exported.PLANS["data"], stages=(Stage((whole,)),), branches=branches)

@@ -1,4 +1,4 @@
-"""Plans of forward passes."""
+"""Plans of inference and cyclic plans, and what a plan notes of batch norms, of other widths and of measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from galvatron_lite.api import plan
-from galvatron_lite.api import plan as find
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
@@ -31,9 +30,9 @@ def inference(stages: int, mode: Mode = Mode.INFERENCE) -> Plan:
     return Plan(PLAN_VERSION, "test", stages, 4, 2, Schedule.ONE_F_ONE_B, "fp32", tuple(runs), mode=mode)
 
 
-@pytest.mark.parametrize("plan", [inference(1), inference(2), inference(2, Mode.TRAINING)])
-def test_all_are_run(plan: Plan) -> None:
-    assert check_runs(plan) is plan
+@pytest.mark.parametrize("one", [inference(1), inference(2), inference(2, Mode.TRAINING)])
+def test_all_are_run(one: Plan) -> None:
+    assert check_runs(one) is one
 
 
 def test_a_backend_without_pipelines_refuses_them() -> None:
@@ -44,11 +43,8 @@ def test_a_backend_without_pipelines_refuses_them() -> None:
 
 
 def test_a_pipeline_is_offered() -> None:
-    assert len(_found("pp=2", "galvatron").stages) == 2
-
-
-def _found(fix: str, backend: str) -> Plan:
-    return find(model="vit-huge", cluster="a100-80gb", gpus=2, batch=2, mode="inference", fix=fix, backend=backend)
+    two = {"cluster": "a100-80gb", "gpus": 2, "batch": 2, "mode": "inference", "fix": "pp=2", "backend": "galvatron"}
+    assert len(plan(model="vit-huge", **two).stages) == 2  # type: ignore[arg-type]
 
 
 def cyclic_plan(setting: CyclicSetting, count: int = 3) -> Plan:
@@ -62,11 +58,11 @@ def cyclic_plan(setting: CyclicSetting, count: int = 3) -> Plan:
 
 @pytest.mark.parametrize("setting", CyclicSetting)
 def test_written_read_and_run(setting: CyclicSetting, tmp_path: Path) -> None:
-    plan = cyclic_plan(setting)
-    write_plan(plan, tmp_path / "plan.yaml")
-    assert check_runs(read_plan(tmp_path / "plan.yaml")) == plan
-    assert (plan.stage_devices, plan.microbatch) == (1, 2)
-    assert plan.pipeline == (3 if setting is CyclicSetting.STAGES else 1)
+    written = cyclic_plan(setting)
+    write_plan(written, tmp_path / "plan.yaml")
+    assert check_runs(read_plan(tmp_path / "plan.yaml")) == written
+    assert (written.stage_devices, written.microbatch) == (1, 2)
+    assert written.pipeline == (3 if setting is CyclicSetting.STAGES else 1)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -96,17 +92,17 @@ def test_devices_are_those_that_a_stage_is_busy_with(count: int) -> None:
     ],
 )
 def test_numbers_that_contradict_one_another(change: dict[str, object], named: str) -> None:
-    plan = replace(cyclic_plan(CyclicSetting.DATA), **change)  # type: ignore[arg-type]
+    changed = replace(cyclic_plan(CyclicSetting.DATA), **change)  # type: ignore[arg-type]
     with pytest.raises(InputError) as refused:
-        check_plan(plan)
+        check_plan(changed)
     assert refused.value.field == f"plan, {named}"
 
 
 def test_layers_are_whole() -> None:
-    plan = cyclic_plan(CyclicSetting.DATA)
+    whole = cyclic_plan(CyclicSetting.DATA)
     split = Stage((LayerRun("l0", "l0", 1, Strategy(tensor=3)),))
     with pytest.raises(InputError, match="has 1 device"):
-        check_plan(replace(plan, stages=(split, *plan.stages[1:])))
+        check_plan(replace(whole, stages=(split, *whole.stages[1:])))
 
 
 def test_by_hand() -> None:
@@ -116,9 +112,9 @@ def test_by_hand() -> None:
         "devices": 3, "global_batch": 4, "microbatches": 2, "stages": stages,
         "cyclic": {"rule": "cdp-v1", "setting": "stages"},
     }  # fmt: skip
-    plan = plan_from(written, graph, "hand")
-    assert plan.schedule is Schedule.CYCLIC
-    assert plan.cyclic == Cyclic(CyclicRule.V1, CyclicSetting.STAGES)
+    read = plan_from(written, graph, "hand")
+    assert read.schedule is Schedule.CYCLIC
+    assert read.cyclic == Cyclic(CyclicRule.V1, CyclicSetting.STAGES)
 
 
 class Net(nn.Module):
@@ -138,46 +134,46 @@ def captured(norm: type[nn.Module], *args: int) -> ModelGraph:
     return trace(Net(norm, *args), (torch.zeros(4, 8, 6, 6),))
 
 
-def noted(graph: ModelGraph, gpus: int, **more: object) -> tuple[str, ...]:
-    made = plan(model=graph, cluster="a100-80gb", gpus=gpus, batch=8, **more)  # type: ignore[arg-type]
-    return tuple(note for note in made.provenance.notes if "batch norms" in note)
+def batch_norm_notes(graph: ModelGraph, gpus: int, **more: object) -> tuple[str, ...]:
+    found = plan(model=graph, cluster="a100-80gb", gpus=gpus, batch=8, **more)  # type: ignore[arg-type]
+    return tuple(note for note in found.provenance.notes if "batch norms" in note)
 
 
 def test_replicas_and_micro_batches_have_statistics_of_their_own() -> None:
     graph = captured(nn.BatchNorm2d)
-    (both,) = noted(graph, 2, fix=["dp=2", "pp=1", "microbatches=2"])
+    (both,) = batch_norm_notes(graph, 2, fix=["dp=2", "pp=1", "microbatches=2"])
     assert "as few as 2 of the 8 samples" in both
     assert "SyncBatchNorm" in both
     assert "--fix microbatches=1" in both
-    (parts,) = noted(graph, 1, fix="microbatches=2")
+    (parts,) = batch_norm_notes(graph, 1, fix="microbatches=2")
     assert "SyncBatchNorm" not in parts
-    assert noted(graph, 1, fix="microbatches=1") == ()
-    assert noted(graph, 2, fix=["dp=2", "pp=1"], mode="inference") == (), "averages are used there"
+    assert batch_norm_notes(graph, 1, fix="microbatches=1") == ()
+    assert batch_norm_notes(graph, 2, fix=["dp=2", "pp=1"], mode="inference") == (), "averages are used there"
 
 
 def test_other_norms_need_no_note() -> None:
     for graph in (captured(nn.GroupNorm, 2), graph_named("convnext-t", "fp32")):
-        assert noted(graph, 2, fix=["dp=2", "pp=1"]) == (), graph.name
+        assert batch_norm_notes(graph, 2, fix=["dp=2", "pp=1"]) == (), graph.name
 
 
 def test_known_shapes_tell_their_batch_norms() -> None:
-    (said,) = noted(graph_named("resnet50", "fp32"), 2, fix=["dp=2", "pp=1"])
-    assert "as few as 4 of the 8" in said
-    assert "microbatches=1" not in said
+    (note,) = batch_norm_notes(graph_named("resnet50", "fp32"), 2, fix=["dp=2", "pp=1"])
+    assert "as few as 4 of the 8" in note
+    assert "microbatches=1" not in note
 
 
 def test_a_plan_of_another_width_is_told() -> None:
-    made_from = Provenance("", "", "", "", "", {}, 1, Proof.GIVEN, parameters=2_000_000)
-    given = Plan(PLAN_VERSION, "m", 1, 1, 1, Schedule.ONE_F_ONE_B, "fp32", (), provenance=made_from)
-    (said,) = other_size(given, 4_000_000)
-    assert "2M parameters" in said
-    assert "has 4M" in said
+    origin = Provenance("", "", "", "", "", {}, 1, Proof.GIVEN, parameters=2_000_000)
+    given = Plan(PLAN_VERSION, "m", 1, 1, 1, Schedule.ONE_F_ONE_B, "fp32", (), provenance=origin)
+    (note,) = other_size(given, 4_000_000)
+    assert "2M parameters" in note
+    assert "has 4M" in note
     assert other_size(given, 2_010_000) == other_size(given, 1_990_000) == ()
-    assert other_size(replace(given, provenance=replace(made_from, parameters=0)), 5) == ()
+    assert other_size(replace(given, provenance=replace(origin, parameters=0)), 5) == ()
 
 
 def test_measurements_that_differ_are_told() -> None:
     origin = Origin(OriginKind.MEASURED, "CPU", "2026-01-01", 5, spread=0.36)
-    (said,) = spread_note(origin)
-    assert "36%" in said
+    (note,) = spread_note(origin)
+    assert "36%" in note
     assert spread_note(replace(origin, spread=0.1)) == ()

@@ -1,7 +1,6 @@
 """Plans as people write them."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +29,7 @@ HAND = {
         {"layers": LAST, "strategy": {"data": 4}},
     ],
 }
+COUNTS = {key: value for key, value in HAND.items() if key != "runs"}
 
 STRATEGIES = st.builds(
     Strategy,
@@ -82,10 +82,7 @@ def test_ranges_and_short_strategies() -> None:
 
 
 def test_a_glob_takes_what_matches_next() -> None:
-    stages = [
-        {"runs": [{"layers": "*", "strategy": "data4"}]},
-    ]
-    data = {key: value for key, value in HAND.items() if key != "runs"} | {"stages": stages}
+    data = {**COUNTS, "stages": [{"runs": [{"layers": "*", "strategy": "data4"}]}]}
     assert plan_from(data, GRAPH, "plan").stages[0].runs[0].count == len(NAMES)
 
 
@@ -154,10 +151,7 @@ def test_a_key_that_lacks_is_named() -> None:
 )
 def test_a_stage_that_cannot_be_used_is_told_why(change: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        plan_from({**{key: HAND[key] for key in HAND if key != "runs"}, "stages": [change]}, GRAPH, "plan")
-
-
-COUNTS = {key: HAND[key] for key in HAND if key != "runs"}
+        plan_from({**COUNTS, "stages": [change]}, GRAPH, "plan")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +160,7 @@ COUNTS = {key: HAND[key] for key in HAND if key != "runs"}
 )
 def test_what_is_no_plan_is_refused(data: object) -> None:
     with pytest.raises(InputError):
-        plan_from(data, GRAPH, str(Path("plan.yaml")))
+        plan_from(data, GRAPH, "plan.yaml")
 
 
 def test_branches_that_the_model_has_not_are_named() -> None:

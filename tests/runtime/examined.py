@@ -79,6 +79,6 @@ def tried_once() -> Iterator[None]:
 
         return answered
 
-    discovers, tries = first_of(auto.discover_layers), first_of(auto._tried_out)
-    with patch.object(auto, "discover_layers", discovers), patch.object(auto, "_tried_out", tries):
+    discovers, tries = first_of(auto.discover_layers), first_of(auto._try_model)
+    with patch.object(auto, "discover_layers", discovers), patch.object(auto, "_try_model", tries):
         yield

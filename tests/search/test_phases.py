@@ -18,10 +18,10 @@ from galvatron_lite.cost.switching import FIXED, LAYER, switch_cost
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.io import is_phased
 from galvatron_lite.plans.phases import (
     Phase,
     PhasedPlan,
-    is_phased,
     read_phases,
     read_training_plan,
     same_split,

@@ -1,4 +1,4 @@
-"""Figures of memory against step time, and of what a run measured beside what was predicted."""
+"""Figures of memory against step time, and of a measured run beside its prediction."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from statistics import mean, median
 
 from markupsafe import Markup
 
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Prediction
 from galvatron_lite.runs.schema import RecordedRun, StepRecord
 from galvatron_lite.svg import Frame, byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT, MARGINS = 640.0, 330.0, (76.0, 20.0, 16.0, 46.0)
-_FAR = 1.6, 2.5
-"""Factors on the budget and on the plan's step time beyond which others are left to the table."""
-_SIZES = {"front": 4.0, "plan": 7.0, "other": 4.0, "overfull": 4.0}
+_MOST_MEMORY, _MOST_SECONDS = 1.6, 2.5
+"""Factors on the budget and on the plan's step time beyond which runners-up are not drawn."""
+RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS = 640.0, 220.0, (70.0, 14.0, 14.0, 30.0)
+_MOST_POINTS = 400
+_WARM_UP = 3  # first steps that are left out, if there are more than twice as many
+_TIME_ERRORS, _ERRORS = ("too long", "too short"), ("too high", "too low")
+_PART_NAMES = {
+    "gradients": "gradients: sums over ranks", "check": "check: loss and gradient norm of all ranks",
+    "waiting": "waiting for other stages", "other": "in none of these",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +35,22 @@ class PlanMark:
     memory: int  # bytes on its fullest device
     seconds: float  # of a step
     kind: str  # ``plan``, ``front``, ``other`` (a runner-up that fits) or ``overfull``
-    words: str  # told where the reader points at it, and in the table
+    words: str  # for its title, and for the table
 
 
-def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
-    """The figure; marks far beyond the others are left to the table."""
-    plan = next(mark for mark in shown if mark.kind == "plan")
-    far, slowest = _FAR[0] * max(budget, plan.memory), _FAR[1] * plan.seconds
+def front_figure(plans: Sequence[PlanMark], budget: int) -> Markup:
+    """Draw step time against memory; ``budget``: bytes a device, 0 if not known."""
+    chosen = next(mark for mark in plans if mark.kind == "plan")
+    most_memory, most_seconds = _MOST_MEMORY * max(budget, chosen.memory), _MOST_SECONDS * chosen.seconds
     near = [
-        mark for mark in shown
-        if mark.kind in ("plan", "front") or (mark.memory <= far and mark.seconds <= slowest)
+        mark for mark in plans
+        if mark.kind in ("plan", "front") or (mark.memory <= most_memory and mark.seconds <= most_seconds)
     ]  # fmt: skip
     quick, slow = _range([mark.seconds for mark in near])
     most = 1.1 * max(budget, *(mark.memory for mark in near))
     frame = Frame(WIDTH, HEIGHT, MARGINS, most, slow, y_start=quick)
-    line = [frame.at(mark.memory, mark.seconds) for mark in sorted(near, key=lambda mark: -mark.memory)
-            if mark.kind in ("front", "plan")]  # fmt: skip
+    front = sorted((mark for mark in near if mark.kind in ("front", "plan")), key=lambda mark: -mark.memory)
+    line = [frame.at(mark.memory, mark.seconds) for mark in front]
     drawn = [element("path", d=path(_stairs(line)), class_="front-line")] if len(line) > 1 else []
     if budget:
         (x, low), (_, top) = frame.at(budget, quick), frame.at(budget, slow)
@@ -63,7 +70,7 @@ def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
 
 
 def _range(seconds: Sequence[float]) -> tuple[float, float]:
-    """Where the axis of seconds begins and ends: at 0 where plans take very unlike times."""
+    """The ends of the axis of seconds: it begins at 0 if step times differ by a factor of 2 or more."""
     least, most = min(seconds), max(seconds)
     if least < most / 2:
         return 0.0, 1.12 * most
@@ -72,128 +79,105 @@ def _range(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _mark(mark: PlanMark, x: float, y: float) -> Markup:
-    """Round for plans that fit, a ring for runners-up, a cross for what does not fit, a square for the plan."""
+    """A square for the plan, a cross for plans that do not fit, a circle for others."""
     title = element("title", f"{mark.words}: {format_seconds(mark.seconds)}, {format_bytes(mark.memory)}")
-    size = _SIZES[mark.kind]
     if mark.kind == "overfull":
-        return element("path", title, d=f"M{x - size:.1f} {y - size:.1f}l8 8m0-8l-8 8", class_="mark-overfull")
+        return element("path", title, d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0-8l-8 8", class_="mark-overfull")
     if mark.kind == "plan":
-        return element("rect", title, x=x - size, y=y - size, width=2 * size, height=2 * size, class_="mark-plan")
-    return element("circle", title, cx=x, cy=y, r=size, class_=f"mark-{mark.kind}")
+        return element("rect", title, x=x - 7, y=y - 7, width=14.0, height=14.0, class_="mark-plan")
+    return element("circle", title, cx=x, cy=y, r=4.0, class_=f"mark-{mark.kind}")
 
 
 def _stairs(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """From each plan to the next with less memory: it is the fastest down to there."""
+    """A staircase through the points: each plan is the fastest down to the memory of the next."""
     stairs = points[:1]
     for (_, above), (x, y) in pairwise(points):
         stairs += [(x, above), (x, y)]
     return stairs
 
 
-RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS = 640.0, 220.0, (70.0, 14.0, 14.0, 30.0)
-_POINTS = 400
-_LENGTH, _SIZE = ("too long", "too short"), ("too high", "too low")
-_PARTS = {
-    "gradients": "gradients: sums over ranks", "check": "check: loss and gradient norm of all ranks",
-    "waiting": "waiting for other stages", "other": "in none of these",
-}  # fmt: skip
-"""Parts of a step whose names do not say what they are."""
-_WARM = 3  # steps at the beginning that are not counted where there are more than twice as many
-
-
-_Beside = tuple[str, str, str, str]
-"""A figure, measured and predicted in words, and how far the prediction is off, as a share of what was measured."""
+Row = tuple[str, str, str, str]
+"""A name, the measured and the predicted value, and the error of the prediction, as a share of the measured value."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurement:
-    """What a run measured."""
+    """A measured run beside its prediction."""
 
-    words: str  # of which steps it is
-    rows: tuple[_Beside, ...]  # figures
-    picture: Markup  # step times
-    parts: tuple[_Beside, ...]  # where the time went, by rank: name and words
+    words: str  # which steps were measured
+    rows: tuple[Row, ...]
+    picture: Markup  # of step times
+    parts: tuple[Row, ...]  # the parts of a step
 
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
-    """What a run measured under its last plan; None where it has no steps."""
+    """Compare a run under its last plan with the prediction of a plan; None if the run has no steps."""
     plain = [step for step in run.plan_steps if not step.profiled]
-    steps = plain[_WARM:] if len(plain) > 2 * _WARM else plain
-    if not steps or plan.prediction is None:
+    steps = plain[_WARM_UP:] if len(plain) > 2 * _WARM_UP else plain
+    prediction = plan.prediction
+    if not steps or prediction is None:
         return None
     words = (
         f"{len(steps)} steps, {steps[0].step} to {steps[-1].step}, under the plan that was last in force, of run "
         f"{run.folder.name}. Medians; the first steps and those that were profiled are left out."
     )
-    return RunMeasurement(
-        words, tuple(_rows(run, plan, steps)), _picture(steps, plan.prediction.step_seconds), _parts(run, plan)
-    )
+    rows = tuple(_rows(run, prediction, steps))
+    return RunMeasurement(words, rows, _picture(steps, prediction.step_seconds), tuple(_part_rows(run, prediction)))
 
 
-def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[_Beside]:
-    assert plan.prediction is not None
+def _rows(run: RecordedRun, prediction: Prediction, steps: Sequence[StepRecord]) -> list[Row]:
     seconds = median(step.seconds for step in steps)
     rate = median(step.samples / step.seconds for step in steps if step.seconds)
     tokens = median(step.tokens / step.seconds for step in steps if step.seconds)
     memory = max((record.memory for records in run.ranks for record in records), default=0)
     memory = memory or max(step.memory for step in steps)
-    prediction = plan.prediction
+    mfu = prediction.mfu * prediction.step_seconds / seconds
     rows = [
-        _beside("step time", seconds, prediction.step_seconds, format_seconds, _LENGTH),
-        _beside("samples a second", rate, prediction.samples_per_second, format_count),
-        _beside("tokens a second", tokens, prediction.tokens_per_second, format_count),
-        _beside(
-            "MFU",
-            prediction.mfu * prediction.step_seconds / seconds,
-            prediction.mfu,
-            lambda value: f"{100 * value:.1f} %",
-        ),
+        _row("step time", seconds, prediction.step_seconds, format_seconds, _TIME_ERRORS),
+        _row("samples a second", rate, prediction.samples_per_second, format_count),
+        _row("tokens a second", tokens, prediction.tokens_per_second, format_count),
+        _row("MFU", mfu, prediction.mfu, lambda value: f"{100 * value:.1f} %"),
     ]
     if memory:
-        rows.append(_beside("peak memory of a device", memory, prediction.peak_memory, format_bytes))
+        rows.append(_row("peak memory of a device", memory, prediction.peak_memory, format_bytes))
     return rows
 
 
-def _beside(
-    name: str, measured: float, predicted: float, write: Callable[[float], str], sides: tuple[str, str] = _SIZE
-) -> _Beside:
-    return name, write(measured), write(predicted), _off(predicted, measured, sides)
+def _row(
+    name: str,
+    measured: float,
+    predicted: float | None,
+    write: Callable[[float], str],
+    errors: tuple[str, str] = _ERRORS,
+) -> Row:
+    error = ""
+    if predicted and measured:
+        share = predicted / measured - 1.0
+        error = f"{percent(abs(share))} {errors[share < 0]}"
+    return name, write(measured), "" if predicted is None else write(predicted), error
 
 
-def _off(predicted: float, measured: float, sides: tuple[str, str]) -> str:
-    """In words: of a rate and of a time the same error has unlike signs."""
-    if not predicted or not measured:
-        return ""
-    share = predicted / measured - 1.0
-    return f"{percent(abs(share))} {sides[share < 0]}"
-
-
-def _parts(run: RecordedRun, plan: Plan) -> tuple[_Beside, ...]:
-    """Where the time went on the rank that waited least, beside the parts of the prediction it can be held against."""
+def _part_rows(run: RecordedRun, prediction: Prediction) -> list[Row]:
+    """The parts of a step, mean over the last records of all ranks, and predicted as far as they can be compared."""
     last = [records[-1] for records in run.ranks if records and records[-1].parts]
-    if not last or plan.prediction is None:
-        return ()
-    names = sorted({part for record in last for part in record.parts})
-    time = plan.prediction.time
+    time = prediction.time
     predicted = {
         "forward": time.forward, "backward": time.backward + time.recompute, "waiting": time.pipeline,
         "optimizer": time.optimizer,
     }  # fmt: skip
     rows = []
-    for name in names:
-        found = mean(record.parts.get(name, 0.0) for record in last)
-        expected = predicted.get(name.value)
-        rows.append(
-            (_PARTS.get(name.value, name.value), format_seconds(found),
-             "" if expected is None else format_seconds(expected), _off(expected or 0.0, found, _LENGTH))
-        )  # fmt: skip
-    return tuple(rows)
+    for part in sorted({part for record in last for part in record.parts}):
+        seconds = mean(record.parts.get(part, 0.0) for record in last)
+        name = _PART_NAMES.get(part.value, part.value)
+        rows.append(_row(name, seconds, predicted.get(part.value), format_seconds, _TIME_ERRORS))
+    return rows
 
 
 def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
-    every = -(-len(steps) // _POINTS)
-    means = [steps[at : at + every] for at in range(0, len(steps), every)]
-    points = [(mean(step.step for step in window), mean(step.seconds for step in window)) for window in means]
+    """Draw step times, averaged so that there are not too many points."""
+    size = -(-len(steps) // _MOST_POINTS)
+    windows = [steps[start : start + size] for start in range(0, len(steps), size)]
+    points = [(mean(step.step for step in window), mean(step.seconds for step in window)) for window in windows]
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1.0)
     top = 1.15 * max(predicted, *(seconds for _, seconds in points))
     frame = Frame(RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS, last, top, x_start=first)
@@ -204,6 +188,5 @@ def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
         element("path", d=path([frame.at(step, seconds) for step, seconds in points]), class_="measured-line"),
         *frame.below([first, last], [f"step {steps[0].step}", f"step {steps[-1].step}"]),
     ]
-    return figure(
-        RUN_WIDTH, RUN_HEIGHT, f"Seconds of {len(steps)} steps, beside the predicted {predicted:.3g} s.", *drawn
-    )
+    label = f"Seconds of {len(steps)} steps, beside the predicted {predicted:.3g} s."
+    return figure(RUN_WIDTH, RUN_HEIGHT, label, *drawn)

@@ -1,12 +1,12 @@
-"""A step's timeline as data: packed for the page's script, and as Trace Event JSON for Perfetto.
+"""The timeline of a step as data: packed for the script of the report, as Trace Event JSON, and as curves of memory.
 
-Packed, each pass is a kind, a step of the micro-batch from the last pass of that kind, the gap before it, and the
-places of two levels of memory; how long it takes is stored once for each stage. These numbers repeat with the rounds of
-a pipeline, so that deflate (RFC 1951; browsers have it) makes hundreds of thousands of them small.
+Packed: each pass is stored as its kind, the difference of its micro-batch to that of the last pass of this kind, the
+gap before it, and the indices of two levels of memory; its duration is stored once a stage. These numbers repeat with
+the rounds of a pipeline, so deflate (RFC 1951, which browsers read) compresses hundreds of thousands of them well.
 
-Trace: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). Groups of
-devices are processes; each has a thread of compute and one of communication, and a counter of its memory. Timestamps
-are microseconds. Events are written one by one, as a step may have millions.
+Trace: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), for
+Perfetto. A group of devices is a process with a thread for compute, one for communication, and a counter of its memory.
+Timestamps are microseconds. Events are written one at a time, as a step may have millions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,18 @@ from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.svg import Frame, area, byte_marks, byte_words, element, figure, marks, second_words
 from galvatron_lite.units import format_bytes
 
-TICKS = 1 << 30  # parts of a step that gaps and passes are counted in
+TICKS = 1 << 30  # of a step; the unit of gaps and passes
 KINDS = (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
 
 
 def packed(step: Timeline, budgets: Sequence[int], devices: Sequence[str]) -> dict[str, Any]:
-    """A timeline for the page's script."""
+    """Pack a timeline for the script of the report.
+
+    Args:
+        step: the timeline.
+        budgets: of each group of devices, in bytes; 0 if not known.
+        devices: of each group, in words.
+    """
     tick = step.span / TICKS
     levels: dict[MemoryBreakdown, int] = {}
     planes = b"".join(_planes(group, tick, levels) for group in step.groups)
@@ -44,14 +50,14 @@ def packed(step: Timeline, budgets: Sequence[int], devices: Sequence[str]) -> di
         "span": step.span,
         "seconds": step.seconds,
         "host": step.host,
-        "groups": [_about(*group, tick) for group in zip(step.groups, budgets, devices, strict=True)],
+        "groups": [_group_data(*group, tick) for group in zip(step.groups, budgets, devices, strict=True)],
         "levels": [astuple(level) for level in levels],
         "data": b64encode(zlib.compress(planes, 9)).decode("ascii"),
     }  # fmt: skip
 
 
-def _about(group: GroupTimeline, budget: int, devices: str, tick: float) -> dict[str, Any]:
-    """What is said once of a group; seconds of the passes of a stage in ticks: compute and what a send occupies."""
+def _group_data(group: GroupTimeline, budget: int, devices: str, tick: float) -> dict[str, Any]:
+    """What is stored once a group; ``times``: ticks of compute and of sending, by stage and kind of pass."""
     times = {stage: [[0, 0] for _ in KINDS] for stage in group.stages}
     for pass_ in group.passes:
         times[pass_.stage][KINDS.index(pass_.what)] = [
@@ -65,12 +71,12 @@ def _about(group: GroupTimeline, budget: int, devices: str, tick: float) -> dict
         "budget": budget,
         "count": len(group.passes),
         "resting": astuple(group.resting),
-        "closing": [[one.name, one.start, one.end, astuple(one.memory)] for one in group.closing],
+        "closing": [[item.name, item.start, item.end, astuple(item.memory)] for item in group.closing],
     }
 
 
 def _planes(group: GroupTimeline, tick: float, levels: dict[MemoryBreakdown, int]) -> bytes:
-    """A group's planes, one after another: kind + 3 x chunk, step of the micro-batch, gap in ticks, memory levels."""
+    """One array after another: kind + 3 x chunk, difference of the micro-batch, gap in ticks, two memory levels."""
     chunks = {stage: chunk for chunk, stage in enumerate(group.stages)}
     kinds = [KINDS.index(pass_.what) + len(KINDS) * chunks[pass_.stage] for pass_ in group.passes]
     steps, gaps, last, free = list[int](), list[int](), dict[int, int](), 0.0
@@ -92,7 +98,7 @@ Event = dict[str, Any]
 
 
 def write_trace(path: Path, steps: Sequence[tuple[str, Timeline]]) -> None:
-    """Write the timelines of some plans, whole or not at all."""
+    """Write the timelines of named plans as Trace Event JSON, atomically."""
 
     def lines() -> Iterator[str]:
         yield '{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -104,7 +110,7 @@ def write_trace(path: Path, steps: Sequence[tuple[str, Timeline]]) -> None:
 
 
 def trace_events(steps: Sequence[tuple[str, Timeline]]) -> Iterator[Event]:
-    """The events of some plans; processes are numbered through all of them, from 1."""
+    """Yield the events of named plans; process numbers count on from plan to plan, from 1."""
     first = 1
     for name, step in steps:
         label = f"{name}, " if len(steps) > 1 else ""
@@ -117,7 +123,7 @@ def trace_events(steps: Sequence[tuple[str, Timeline]]) -> Iterator[Event]:
 
 
 def _names(process: int, label: str, group: GroupTimeline) -> Iterator[Event]:
-    title = f"{label}{name_of(group)}: ranks {group.ranks.start}-{group.ranks.stop - 1}"
+    title = f"{label}{group_name(group)}: ranks {group.ranks.start}-{group.ranks.stop - 1}"
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
     for thread, name in ((COMPUTE, "compute"), (COMMUNICATION, "communication")):
@@ -136,7 +142,7 @@ def _passes(process: int, group: GroupTimeline) -> Iterator[Event]:
 
 
 def _sends(first: int, step: Timeline) -> Iterator[Event]:
-    """What is sent, on the sender's thread of communication, and an arrow to the pass that needs it."""
+    """Sends, on the sender's communication thread, and an arrow from each to the pass that needs it."""
     for number, send in enumerate(step.sends(), start=1):
         args = {"microbatch": send.microbatch, "from stage": send.stage, "to stage": send.target}
         process, target = first + send.source_group, first + send.target_group
@@ -149,15 +155,13 @@ def _sends(first: int, step: Timeline) -> Iterator[Event]:
 
 
 def _memory(process: int, group: GroupTimeline) -> Iterator[Event]:
-    """A counter of bytes on one device: where each pass is at its worst, and what is left behind it."""
+    """A counter of bytes on one device: the peak of each pass, and what is left after it."""
     for seconds, memory in _levels(group):
         event = {"ph": "C", "pid": process, "name": "memory of a device (bytes)", "ts": seconds * _MICRO}
         yield event | {"args": asdict(memory)}
 
 
-def _complete(
-    process: int, thread: int, name: str, category: str, start: float, end: float, args: Event
-) -> Event:  # fmt: skip
+def _complete(process: int, thread: int, name: str, category: str, start: float, end: float, args: Event) -> Event:
     return {
         "ph": "X", "pid": process, "tid": thread, "name": name, "cat": category,
         "ts": start * _MICRO, "dur": (end - start) * _MICRO, "args": args,
@@ -166,56 +170,53 @@ def _complete(
 
 WIDTH, HEIGHT, MARGINS = 480.0, 190.0, (62.0, 12.0, 16.0, 22.0)
 _COLUMNS = 200
-_ALL, _FEW = 8, 4  # so many groups are all drawn; of more, a few
+_MOST_GROUPS = 8  # that are all drawn
 ORDER = ("context", "parameters", "optimizer", "gradients", "activations", "communication", "temporary")
-"""From the bottom up: what stays lies under what comes and goes."""
-PLACES = tuple([field.name for field in fields(MemoryBreakdown)].index(name) for name in ORDER)
+"""Parts of memory from the bottom up; what changes least is at the bottom."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Memory of a group, drawn."""
+    """The picture of a group's memory over a step."""
 
-    title: str  # which group
-    picture: Markup  # of it
+    title: str
+    picture: Markup
 
 
-def shown_groups(step: Timeline) -> list[GroupTimeline]:
+def drawn_groups(step: Timeline) -> list[GroupTimeline]:
     """The groups that are drawn: all, or of many the first, the fullest, the middle one and the last."""
     groups = step.groups
-    if len(groups) <= _ALL:
+    if len(groups) <= _MOST_GROUPS:
         return list(groups)
     fullest = max(range(len(groups)), key=lambda number: groups[number].peak.memory.total)
-    return [groups[number] for number in sorted({0, fullest, len(groups) // 2, len(groups) - 1})][: _FEW + 1]
+    return [groups[number] for number in sorted({0, fullest, len(groups) // 2, len(groups) - 1})]
 
 
-def course_of(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
-    """The memory of one group over a step."""
+def memory_curve(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
+    """Draw the memory of one group over a step; ``budget``: bytes a device, 0 if not known."""
     frame = Frame(WIDTH, HEIGHT, MARGINS, step.span, 1.06 * max(group.peak.memory.total, budget))
-    steps = _stairs(group, step.span)
-    lines = [[frame.at(at, size) for at, size in line] for line in _stacked(steps)]
+    steps = _memory_steps(group, step.span)
+    lines = [[frame.at(seconds, size) for seconds, size in line] for line in _stacked(steps)]
     below = [[frame.at(0.0, 0.0), frame.at(step.span, 0.0)], *lines[:-1]]
     drawn = [
         element("path", element("title", f"{name}"), d=area(line, under), class_=f"memory-{name}")
         for name, line, under in zip(ORDER, lines, below, strict=True)
         if any(getattr(memory, name) for _, memory in steps)
     ]
-    words = f"{format_bytes(group.peak.memory.total)} at the peak"
-    label = f"Memory of a device of {name_of(group)} over a step: {words}" + (
-        f", of {format_bytes(budget)}." if budget else "."
-    )
+    peak = f"{format_bytes(group.peak.memory.total)} at the peak{f', of {format_bytes(budget)}' if budget else ''}"
+    label = f"Memory of a device of {group_name(group)} over a step: {peak}."
     sizes, seconds = byte_marks(frame.y_end), marks(step.span, 4)
     axes = [*frame.horizontal(sizes, byte_words(sizes)), *frame.below(seconds, second_words(seconds))]
     limit = frame.limit(budget, "budget") if budget else []
-    return MemoryCurve(name_of(group), figure(WIDTH, HEIGHT, label, *axes, *drawn, *limit))
+    return MemoryCurve(group_name(group), figure(WIDTH, HEIGHT, label, *axes, *drawn, *limit))
 
 
-def name_of(group: GroupTimeline) -> str:
-    """A group of devices by the stages it runs."""
+def group_name(group: GroupTimeline) -> str:
+    """A group of devices, named by the stages that it runs."""
     return f"stage{'s' * (len(group.stages) > 1)} {', '.join(map(str, group.stages))}"
 
 
-Level = tuple[float, MemoryBreakdown]  # from when on, and what there is
+Level = tuple[float, MemoryBreakdown]  # the second from which on so much memory is held
 
 
 def _levels(group: GroupTimeline) -> list[Level]:
@@ -226,37 +227,37 @@ def _levels(group: GroupTimeline) -> list[Level]:
     return levels
 
 
-def _stairs(group: GroupTimeline, span: float) -> list[Level]:
-    """The levels, or of many the greatest in each column of the picture; the last goes on to the end."""
+def _memory_steps(group: GroupTimeline, span: float) -> list[Level]:
+    """The levels without repetitions, up to the end; of many only the highest in each column of the picture."""
     levels = _levels(group)
     if len(levels) > 2 * _COLUMNS:
-        levels = _greatest(levels, span)
+        levels = _highest(levels, span)
     kept = [levels[0]]
     kept += [level for before, level in pairwise(levels) if level[1] != before[1]]
     return [*kept, (span, levels[-1][1])]
 
 
-def _greatest(levels: list[Level], span: float) -> list[Level]:
+def _highest(levels: list[Level], span: float) -> list[Level]:
     width = span / _COLUMNS
     columns: dict[int, MemoryBreakdown] = {}
     for (start, memory), (end, _) in zip(levels, [*levels[1:], (span, levels[-1][1])], strict=True):
         last = max(int(start / width), int(end / width - 1e-9))
         for place in range(int(start / width), min(last, _COLUMNS - 1) + 1):
-            greatest = columns.get(place)
-            columns[place] = memory if greatest is None or memory.total > greatest.total else greatest
+            highest = columns.get(place)
+            columns[place] = memory if highest is None or memory.total > highest.total else highest
     return [(place * width, columns[place]) for place in sorted(columns)]
 
 
 def _stacked(steps: list[Level]) -> list[list[tuple[float, int]]]:
-    """By part, from the bottom up, the corners of its upper line."""
+    """The corners of the upper line of each part, from the bottom up."""
     lines = []
-    for place in range(len(ORDER)):
+    for count in range(1, len(ORDER) + 1):
         line: list[tuple[float, int]] = []
-        for at, memory in steps:
-            size = sum(getattr(memory, name) for name in ORDER[: place + 1])
+        for seconds, memory in steps:
+            size = sum(getattr(memory, name) for name in ORDER[:count])
             if line and line[-1][1] != size:
-                line.append((at, line[-1][1]))
+                line.append((seconds, line[-1][1]))
             if not line or line[-1][1] != size:
-                line.append((at, size))
+                line.append((seconds, size))
         lines.append([*line, (steps[-1][0], line[-1][1])])
     return lines

@@ -1,1 +1,1 @@
-"""Hetu-Galvatron (PKU-DAIR): its profile and plan files, and its cost model."""
+"""Hetu-Galvatron (PKU-DAIR): its profiles and plans."""

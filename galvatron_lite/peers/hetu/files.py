@@ -1,4 +1,4 @@
-"""Reads Hetu-Galvatron's profile files: computation, memory and hardware JSON of its main branch and of v2.4.0."""
+"""Read Hetu-Galvatron's profiles: computation, memory and hardware JSON of its main branch and of v2.4.0."""
 
 from __future__ import annotations
 
@@ -32,28 +32,31 @@ FIXED: dict[Engine, dict[str, float]] = {
     Engine.V240: {"off": 2 / 3, "on_first": 1.0, "on_last": 0.0},
 }
 """Share of the activations of embedding and head that does not grow with the sequence, by stage."""
-BATCH_POINTS = 8  # batch sizes from which its engine fits a line through a layer's times
+BATCH_POINTS = 8  # batch sizes from which its engine fits a line to the times of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the profile files do not hold of one layer type."""
+    """Sizes of a layer type that its files do not hold."""
 
-    layers: int  # how many of it the model has
-    hidden: int  # its hidden size
-    sequence: int = 0  # tokens a sample; 0: the one that was profiled
+    layers: int  # number of such layers
+    hidden: int  # hidden size
+    sequence: int = 0  # tokens a sample; 0: the profiled length
 
 
 def read_model(
     folder: Path, sizes: Sequence[Sizes], sequence_parallel: bool = True, engine: Engine = Engine.MAIN
 ) -> HetuModel:
-    """A model's profile from a folder with one ``computation_profiling_*`` and one ``memory_profiling_*`` file.
+    """Read the profile of a model from its ``computation_profiling_*`` and ``memory_profiling_*`` files.
 
     Args:
-        folder: where they are.
+        folder: of the two files.
         sizes: of each layer type, in order.
-        sequence_parallel: which of the memory file's two kinds of entries is wanted, where it holds both.
-        engine: whose rule for activations of embedding and head at lengths that were not profiled.
+        sequence_parallel: which entries of the memory file to use, if it has both kinds.
+        engine: whose rule to use for activations of embedding and head at lengths that were not profiled.
+
+    Raises:
+        InputError: a missing file or entry.
     """
     time_path, memory_path = (only_file(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
     times, memory = _entries(time_path), _entries(memory_path)
@@ -75,15 +78,15 @@ def read_model(
 
 
 def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
-    """A cluster's profile from a folder of ``hardware_configs``.
+    """Read the profile of a cluster from a folder of ``hardware_configs``.
 
-    The latency tables of one node stand in where there are none of several: its tensor groups lie within a node.
+    The latency tables of one node are used if there are none of several nodes: its tensor groups are within a node.
     """
     shape = f"{nodes}nodes_{gpus}gpus_per_node.json"
     reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"
     bandwidths = _figures(_entries(reduce_path), BANDWIDTH, reduce_path)
-    near, far = ({int(hit[1]): value for hit, value in bandwidths if hit[2] == flag} for flag in "10")
-    send = {int(hit[1]): value for hit, value in _figures(_entries(send_path), SEND_BANDWIDTH, send_path)}
+    near, far = ({int(match[1]): value for match, value in bandwidths if match[2] == flag} for flag in "10")
+    send = {int(match[1]): value for match, value in _figures(_entries(send_path), SEND_BANDWIDTH, send_path)}
     overlap_path = folder / "overlap_coefficient.json"
     overlap = _number(_get(_entries(overlap_path), "overlap_coe", overlap_path), overlap_path, "overlap_coe")
     paths = [folder / f"sp_time_{shape}"]
@@ -97,9 +100,9 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
 
 def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, CollectiveTable]]:
     tables: dict[str, dict[int, dict[int, float]]] = {"allreduce": {}, "all2all": {}}
-    for hit, value in _figures(_entries(path), COLLECTIVE_TIME, path):
-        share = 0.5 if hit[1] == "allreduce" else 1.0
-        tables[hit[1]].setdefault(int(hit[2]), {})[int(hit[3])] = share * value
+    for match, value in _figures(_entries(path), COLLECTIVE_TIME, path):
+        share = 0.5 if match[1] == "allreduce" else 1.0
+        tables[match[1]].setdefault(int(match[2]), {})[int(match[3])] = share * value
     gather, exchange = (
         {
             ranks: CollectiveTable(points, _line(points, path, f"{name}_size_{ranks}_*MB_time"))
@@ -118,7 +121,7 @@ def _line(points: Mapping[int, float], path: Path, key: str) -> LinearTime:
 
 
 def only_file(folder: Path, pattern: str) -> Path:
-    """The file of a folder that matches a pattern; of all layer types where there are several.
+    """The file of a folder that matches a pattern; of several, that of all layer types (``*_all``).
 
     Raises:
         InputError: there is none, or several match.
@@ -156,17 +159,17 @@ def _number(value: object, path: Path, key: str) -> float:
 
 def _figures(data: Mapping[str, Any], pattern: re.Pattern[str], path: Path) -> list[tuple[re.Match[str], float]]:
     """The entries whose keys match a pattern."""
-    hits = ((pattern.match(key), value) for key, value in data.items())
-    return [(hit, _number(value, path, hit[0])) for hit, value in hits if hit]
+    matches = ((pattern.match(key), value) for key, value in data.items())
+    return [(match, _number(value, path, match[0])) for match, value in matches if match]
 
 
 def _ending(memory: Mapping[str, Any], path: Path, sequence_parallel: bool) -> str:
-    """Of the memory file's keys: ``_sp`` where tokens were shared in tensor groups."""
+    """The ending of the memory file's keys: ``_sp`` for sequence parallelism."""
     endings = [ending for ending in ("_sp", "") if f"layertype_0{ending}" in memory]
     if not endings:
         raise InputError(f"{path}, layertype_0_sp", None, "It holds no layer's memory. Run its memory profiler.")
-    wanted = "_sp" if sequence_parallel else ""
-    return wanted if wanted in endings else endings[0]
+    preferred = "_sp" if sequence_parallel else ""
+    return preferred if preferred in endings else endings[0]
 
 
 def _layer_type(
@@ -179,7 +182,7 @@ def _layer_type(
 ) -> LayerType:
     time_path, memory_path = paths
     figures = _figures(times, LAYER_TIME, time_path)
-    layer_times = {(int(hit[2]), int(hit[3])): value for hit, value in figures if int(hit[1]) == place}
+    layer_times = {(int(match[2]), int(match[3])): value for match, value in figures if int(match[1]) == place}
     if not layer_times:
         raise InputError(
             f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers."
@@ -202,7 +205,7 @@ def _layer_type(
 
 
 def _at_length(by_length: Mapping[str, Any], key: str, path: Path, scales: bool) -> tuple[Any, float]:
-    """Figures at a sequence length: what was profiled, or the longest in proportion (its ``sequence`` mode)."""
+    """Figures at a sequence length, and a factor on them: profiled, or of the longest length in proportion."""
     if not scales:
         return _get(by_length, key, path), 1.0
     longest = max(by_length, key=int)
@@ -210,10 +213,7 @@ def _at_length(by_length: Mapping[str, Any], key: str, path: Path, scales: bool)
 
 
 def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path, name: str) -> LinearTime:
-    """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure.
-
-    Which of them depends on what the files hold, as its engine would be told.
-    """
+    """Milliseconds by samples: a line through batches, a parabola through lengths, or one point, as in its engine."""
     batches = {batch: time * batch for (batch, length), time in times.items() if length == sequence}
     lengths = {length: time for (batch, length), time in times.items() if batch == 1}
     if len(batches) >= BATCH_POINTS:
@@ -222,8 +222,9 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path
         figures = np.array(list(lengths), dtype=float), np.array(list(lengths.values()))
         return LinearTime(float(np.polyval(np.polyfit(*figures, 2 if "other" not in name else 1), sequence)))
     if not batches:
-        known = ", ".join(str(length) for length in sorted({length for _, length in times}))
-        raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, f"Lengths profiled: {known}. Give one as --seq.")
+        profiled = ", ".join(str(length) for length in sorted({length for _, length in times}))
+        remedy = f"Lengths profiled: {profiled}. Give one as --seq."
+        raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, remedy)
     most = max(batches)
     return LinearTime(batches[most] / most)
 
@@ -231,10 +232,10 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, path: Path
 def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path) -> LinearTime:
     figures = _figures(times, EDGE_TIME, path)
     if len(types) > 1:
-        edge_times = {(int(hit[1]), 0): value for hit, value in figures if hit[2] == key}
+        edge_times = {(int(match[1]), 0): value for match, value in figures if match[2] == key}
         if edge_times:
             return _time_line(edge_times, 0, path, "layertype_other")
-    edge_times = {(int(hit[1]), int(hit[2])): value for hit, value in figures if hit[2].isdigit()}
+    edge_times = {(int(match[1]), int(match[2])): value for match, value in figures if match[2].isdigit()}
     if not edge_times:
         raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
     return _time_line(edge_times, types[0].sequence, path, "layertype_other")

@@ -1,9 +1,9 @@
-"""A model's profile of Hetu-Galvatron as our model graph and layer points; MB are 2^20 bytes, times milliseconds.
+"""Convert Hetu-Galvatron's profile of a model to our model graph and layer points. Its MB are 2^20 bytes.
 
-Its facts are carried over as they are: backward takes twice forward, checkpointed three times; a checkpointed layer
-needs no more than its input while it is computed again; a transformer layer's tensor group gathers or scatters its
-boundary tensor six times a micro-batch (v2.4.0: four times), half of them in forward, which here are regions that end
-(``LayerKind.tensor_scatters``); embedding and head have half of their common time each.
+The rules of its cost model stay: backward takes twice the time of forward, and three times with checkpointing. A
+checkpointed layer needs only its input while it is recomputed. The tensor group of a transformer layer gathers or
+scatters the boundary tensor six times a micro-batch (v2.4.0: four times), half of them in forward; these become regions
+that end (``LayerKind.tensor_scatters``). Embedding and head take half of their common time each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, 
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.units import ITEM_BYTES
 
-CONTEXT_MB = 1024  # what Hetu-Galvatron counts for the driver's context
-BIAS = 0.003  # what its memory formulas add to 1/n
+CONTEXT_MB = 1024  # driver context in its memory formulas
+BIAS = 0.003  # that its memory formulas add to 1/n
 
 
 class Engine(StrEnum):
-    """The two releases whose cost models differ."""
+    """Releases with different cost models."""
 
     MAIN = "main"
     V240 = "v240"
@@ -30,13 +30,13 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinearTime:
-    """Milliseconds by samples (or MB): ``slope * x + start``."""
+    """Milliseconds as a line over samples or MB: ``slope * x + start``."""
 
     slope: float
     start: float = 0.0
 
     def at(self, x: float) -> float:
-        """The line's value."""
+        """Milliseconds at ``x``."""
         return self.slope * x + self.start
 
 
@@ -44,18 +44,18 @@ class LinearTime:
 class LayerType:
     """One type of layer."""
 
-    layers: int  # how many of it the model has
-    hidden: int  # hidden, sequence: sizes of its boundary tensor
+    layers: int  # number of such layers
+    hidden: int  # hidden and sequence size of its boundary tensor
     sequence: int
     parameters: float  # MB in fp32
     activation: Mapping[int, float]  # MB a sample on one device, by tensor (or Ulysses) degree
-    checkpoint: float  # MB a sample that a checkpointed layer keeps, on a device that holds whole samples
+    checkpoint: float  # MB a sample that a checkpointed layer saves, on one device
     forward: LinearTime  # milliseconds by samples on the device
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeMemory:
-    """MB of embedding and head."""
+    """Memory of embedding and head in MB."""
 
     states: Mapping[int, float]  # parameters, gradients and optimizer, by tensor degree of the vocabulary
     activation: Mapping[int, float]  # a sample, by tensor (or Ulysses) degree
@@ -63,18 +63,17 @@ class EdgeMemory:
 
 @dataclass(frozen=True, slots=True)
 class HetuModel:
-    """A model's profile."""
+    """The profile of a model."""
 
-    name: str  # for people
-    types: tuple[LayerType, ...]  # its layer types, in the order the model runs
-    # whole, first, last: memory of embedding and head, in one stage, or in the first and last of several
-    together: EdgeMemory
-    first: EdgeMemory
-    last: EdgeMemory
+    name: str
+    types: tuple[LayerType, ...]  # in the order of the model
+    together: EdgeMemory  # of embedding and head in a single stage
+    first: EdgeMemory  # of the embedding in the first of several stages
+    last: EdgeMemory  # of the head in the last of several stages
     edges: LinearTime  # forward milliseconds of embedding and head together, by samples on the device
     precision: str = "bf16"  # of compute (``bf16``, ``fp32``)
     sequence_parallel: bool = True  # whether tensor groups share the tokens between matmuls
-    source: str = ""  # where it was read
+    source: str = ""  # names of its files
 
     @property
     def mixed(self) -> bool:
@@ -83,11 +82,11 @@ class HetuModel:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return sum(kind.layers for kind in self.types)
 
     def type_of(self, place: int) -> LayerType:
-        """The type of the layer at a place."""
+        """The type of a layer by its index."""
         for kind in self.types:
             if place < kind.layers:
                 return kind
@@ -97,40 +96,37 @@ class HetuModel:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTable:
-    """Milliseconds of a collective by MB: what was measured, and a straight line for all else."""
+    """Milliseconds of a collective by MB: measured points, and a fitted line for other sizes."""
 
     points: Mapping[int, float]
     line: LinearTime
 
     def at(self, size: float) -> float:
-        """Milliseconds for so many MB."""
+        """Milliseconds for a size in MB."""
         return self.points.get(int(size), self.line.at(size)) if size == int(size) else self.line.at(size)
 
 
 @dataclass(frozen=True, slots=True)
 class HetuHardware:
-    """A cluster's profile."""
+    """The profile of a cluster."""
 
-    nodes: int  # nodes, gpus: nodes, and GPUs of each
-    gpus: int
-    # near, far: bus bandwidth in GB/s of all-reduces, by ranks that are neighbours or lie apart
-    near: Mapping[int, float]
-    far: Mapping[int, float]
+    nodes: int
+    gpus: int  # of each node
+    near: Mapping[int, float]  # bus bandwidth of all-reduces of neighbouring ranks in GB/s, by number of ranks
+    far: Mapping[int, float]  # the same of ranks that are not neighbours
     send: Mapping[int, float]  # GB/s between stages, by pipeline degree
     overlap: float  # factor on compute and on communication while both run
-    gather: Mapping[
-        int, CollectiveTable
-    ]  # all-gather (or reduce-scatter) by ranks: half of the all-reduce that was measured
-    exchange: Mapping[int, CollectiveTable]  # all-to-all by ranks
-    source: str = ""  # where it was read
+    gather: Mapping[int, CollectiveTable]  # all-gather or reduce-scatter, by ranks: half of the measured all-reduce
+    exchange: Mapping[int, CollectiveTable]  # all-to-all, by ranks
+    source: str = ""  # folder of its files
 
     @property
     def devices(self) -> int:
-        """All GPUs."""
+        """Number of GPUs."""
         return self.nodes * self.gpus
 
     def ms_per_mb(self, ranks: int, *, apart: bool) -> float:
-        """Milliseconds a MB at an all-reduce's bus bandwidth; ``apart``: the ranks are no neighbours."""
+        """Milliseconds per MB at the bus bandwidth of an all-reduce; ``apart``: the ranks are not neighbours."""
         if ranks == 1:
             return 0.0
         far = apart and ranks in self.far
@@ -139,19 +135,19 @@ class HetuHardware:
 
 MB = 2**20
 STATE_BYTES = 16
-"""Bytes of states for one parameter item that its memory figures hold: fp32 or half precision, Adam."""
-SAMPLES = (1, 64)  # samples of the points that stand for its straight lines
+"""Bytes of states for one parameter item in its memory figures: fp32 or half precision, Adam."""
+SAMPLES = (1, 64)  # of the points that represent its lines
 ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 """Collectives of the boundary tensor in one forward pass of a layer."""
 
 
 def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
-    """The model: an embedding, every layer, a head."""
+    """Convert a model: an embedding, all layers, a head."""
     first, last, kinds = model.types[0], model.types[-1], dict[str, LayerKind]()
     for name, memory, ends in (("embed", model.first, first), ("head", model.last, last)):
         kept = {Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))}
         degrees, parameters = max(memory.activation), _edge_parameters(memory.states)
-        # its formulas count one collective of the boundary tensor that waits
+        # Its formulas count one blocking collective of the boundary tensor.
         kinds[name] = _kind(name, model, ends, parameters, kept, degrees, gathers=1)
     layers = [Layer("embed", "embed", Role.BEFORE)]
     for place, kind in enumerate(model.types):
@@ -193,12 +189,12 @@ def _kind(
 
 
 def block_name(model: HetuModel, place: int) -> str:
-    """Key of a layer type's kind."""
+    """Name of the kind of a layer type."""
     return "block" if len(model.types) == 1 else f"block{place}"
 
 
 def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
-    """Points of every kind at every tensor degree that was profiled."""
+    """Layer points of every kind at every profiled tensor degree."""
     half, points = LinearTime(model.edges.slope / 2, model.edges.start / 2), list[LayerPoint]()
     for name, memory in (("embed", model.first), ("head", model.last)):
         for degree, figure in sorted(memory.activation.items()):
@@ -209,9 +205,9 @@ def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
 
 
 def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
-    """Parameter items in a part that tensor parallelism divides and one that it does not.
+    """Parameter items that tensor parallelism divides, and those that it does not, by least squares over all degrees.
 
-    The two add up to what one device holds whole; of all such splits this one has the least squares at other degrees.
+    The two add up to the states on one device without tensor parallelism.
     """
     total = states[1]
     gaps = [(1 - 1 / degree, figure - total / degree) for degree, figure in states.items() if degree > 1]
@@ -233,11 +229,11 @@ def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[Laye
 def _points(
     name: str, degree: int, choice: Recompute, line: LinearTime, kept: float, buffer: float, model: HetuModel
 ) -> Iterator[LayerPoint]:
-    """Points on the straight lines of one choice; ``kept`` and ``buffer`` in MB a sample."""
+    """Points on the line of one recomputation option; ``kept`` and ``buffer`` in MB a sample."""
     for samples in SAMPLES:
         forward = max(line.at(samples / degree), 0.0) / 1000
-        held = ceil(kept * samples * MB)
-        working = held + ceil(buffer * samples * MB)
+        saved = ceil(kept * samples * MB)
+        working = saved + ceil(buffer * samples * MB)
         times = 3 if choice is Recompute.FULL else 2
         shared = degree > 1 and model.sequence_parallel
-        yield LayerPoint(name, samples, degree, shared, choice, forward, times * forward, held, working, working)
+        yield LayerPoint(name, samples, degree, shared, choice, forward, times * forward, saved, working, working)

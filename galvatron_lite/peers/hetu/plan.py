@@ -1,14 +1,14 @@
-"""Hetu-Galvatron's plans: its JSON files, read as plans of ours, and ours written where its files can express them.
+"""Convert plans of Hetu-Galvatron (JSON files) to ours, and ours to its files, as far as these can express them.
 
-Its ``zero2`` keeps parameters and gradients whole from micro-batch to micro-batch and sums gradients behind the last
-one, which is our ZeRO stage 1; with a single micro-batch gradients are scattered as they form, which is our stage 2,
-or stage 1 in a profile that has gradients as its runtime has them (``Profile.accumulates``). Its ``zero3`` is our
-stage 3. Embedding and head have one strategy (``vtp``, ``vsp``, ``embed_sdp``).
+Its ``zero2`` keeps whole parameters and gradients between micro-batches and reduces gradients after the last one, as
+our ZeRO stage 1 does. With a single micro-batch gradients are scattered as they are computed, as in our stage 2, or
+stage 1 in a profile whose gradients are as in its runtime (``Profile.accumulates``). Its ``zero3`` is our stage 3.
+Embedding and head have the same strategy (``vtp``, ``vsp``, ``embed_sdp``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -24,7 +24,7 @@ from galvatron_lite.profiler.schema import Profile
 
 
 class DataType(StrEnum):
-    """What data-parallel ranks do with states."""
+    """How data-parallel ranks shard states."""
 
     DDP = "ddp"
     ZERO2 = "zero2"
@@ -33,13 +33,13 @@ class DataType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HetuStrategy:
-    """What one layer does with the GPUs of its stage."""
+    """The strategy of one layer."""
 
-    tensor: int  # ranks of its tensor group; 1 where Ulysses is used
+    tensor: int  # ranks of its tensor group; 1 with Ulysses
     ulysses: int  # ranks of its Ulysses group
-    data: int  # replicas
-    kind: DataType  # what those do with states
-    checkpoint: bool = False  # whether it is computed again in backward
+    data: int  # data-parallel ranks
+    kind: DataType  # how these shard states
+    checkpoint: bool = False  # whether it is recomputed in backward
 
     @property
     def sharing(self) -> int:
@@ -48,32 +48,36 @@ class HetuStrategy:
 
     @property
     def shards(self) -> int:
-        """Ranks that share states under ZeRO, and sum gradients."""
+        """Ranks that shard states under ZeRO, and reduce gradients."""
         return self.data * self.ulysses
 
 
 @dataclass(frozen=True, slots=True)
 class HetuPlan:
-    """A plan."""
+    """A plan in its terms."""
 
-    devices: int  # GPUs
-    pipeline: int  # stages
+    devices: int  # number of GPUs
+    pipeline: int  # number of stages
     batch: int  # samples a step
-    chunks: int  # micro-batches
+    chunks: int  # number of micro-batches
     division: tuple[int, ...]  # layers of each stage
-    layers: tuple[HetuStrategy, ...]  # the strategy of each layer
-    edges: HetuStrategy  # the strategy of embedding and head
+    layers: tuple[HetuStrategy, ...]  # of each layer
+    edges: HetuStrategy  # of embedding and head
     schedule: str = "pipedream_flush"  # ``gpipe`` or ``pipedream_flush`` (1F1B)
-    default: DataType = DataType.ZERO2  # what ``dp_types_enc`` 0 stands for
+    default: DataType = DataType.ZERO2  # meaning of 0 in ``dp_types_enc``
 
 
 def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch: int = 0) -> HetuPlan:
-    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags).
+    """Parse a plan from JSON: a searched plan with figures of each layer, or one strategy by flags (GLOBAL mode).
 
     Args:
         data: the JSON object.
-        field: what to name in an error.
-        devices, batch: GPUs and samples a step, where the file does not say.
+        field: name of the file in errors.
+        devices: number of GPUs, if the file does not say.
+        batch: samples a step, if the file does not say.
+
+    Raises:
+        InputError: a missing or wrong number; names it.
     """
     searched = "tp_sizes_enc" in data
     stages, default = _integer(data, "pp_deg", field, None if searched else 1), _default(data, field)
@@ -110,11 +114,11 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
 
 
 def write_hetu_plan(plan: HetuPlan) -> dict[str, Any]:
-    """The JSON object of a plan, as its search engine writes it."""
+    """Convert a plan to the JSON object that its search engine writes."""
     for place, layer in enumerate((*plan.layers, plan.edges)):
         if layer.data > 1 and layer.kind not in (plan.default, DataType.ZERO3):
-            where = f"layer {place}" if place < len(plan.layers) else "embedding and head"
-            raise InputError(where, layer.kind.value, f"Its files know {plan.default.value} or zero3 in one plan.")
+            field = f"layer {place}" if place < len(plan.layers) else "embedding and head"
+            raise InputError(field, layer.kind.value, f"Its files know {plan.default.value} or zero3 in one plan.")
     return {
         "pp_deg": plan.pipeline,
         "tp_sizes_enc": _joined(layer.sharing for layer in plan.layers),
@@ -134,17 +138,18 @@ def write_hetu_plan(plan: HetuPlan) -> dict[str, Any]:
     }
 
 
-def _joined(figures: Any) -> str:
+def _joined(figures: Iterable[int]) -> str:
     return ",".join(str(figure) for figure in figures)
 
 
 def _strategy(devices: int, shape: Sequence[int], default: DataType, field: str) -> HetuStrategy:
-    size, shared, sharded, again = shape
+    """``shape``: group size, whether it uses Ulysses, whether states are ZeRO-3, whether it is recomputed."""
+    size, ulysses, zero3, checkpoint = shape
     if size < 1 or devices % size:
         raise InputError(field, size, f"It must divide the {devices} GPUs of a stage.")
-    kind = DataType.ZERO3 if sharded else default
-    tensor, ulysses = (1, size) if shared else (size, 1)
-    return HetuStrategy(tensor, ulysses, devices // size, kind, bool(again))
+    kind = DataType.ZERO3 if zero3 else default
+    groups = (1, size) if ulysses else (size, 1)
+    return HetuStrategy(*groups, devices // size, kind, bool(checkpoint))
 
 
 def _default(data: Mapping[str, Any], field: str) -> DataType:
@@ -161,18 +166,17 @@ def _schedule(data: Mapping[str, Any], field: str) -> str:
     return str(word)
 
 
-def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None, least: int = 1) -> int:
-    """A whole number; ``other`` where there is none."""
-    value = data.get(key, other)
+def _integer(data: Mapping[str, Any], key: str, field: str, default: int | None = None, least: int = 1) -> int:
+    value = data.get(key, default)
     if type(value) is not int or value < least:
         raise InputError(f"{field}, {key}", value, f"It must be a whole number, at least {least}.")
     return value
 
 
-def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, other: int = 0) -> list[int]:
-    """Comma-joined whole numbers; ``other`` so many times where there are none."""
+def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, default: int = 0) -> list[int]:
+    """Whole numbers joined by commas; without the key ``count`` times the default."""
     if key not in data and count:
-        return [other] * count
+        return [default] * count
     try:
         figures = [int(part) for part in str(data[key]).split(",")]
     except (KeyError, ValueError):
@@ -183,7 +187,7 @@ def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, other: 
 
 
 UNNAMED = "hetu"
-"""Model of a plan that was read without a profile: its files do not name one."""
+"""Model name of plans that are read without a profile, as its files do not name the model."""
 SCHEDULES = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
 
 
@@ -194,14 +198,17 @@ def to_plan(
     async_reduce: bool = True,
     engine: Engine = Engine.MAIN,
 ) -> Plan:
-    """Our plan of theirs.
+    """Convert their plan to ours.
 
     Args:
         plan: theirs.
-        profile: of the model, for its name and the names of its layers. Without one tensor groups share the tokens.
-        async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``); after
-            each micro-batch else, which is our stage 2.
-        engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica too.
+        profile: of the model, for its name and the names of its layers. Without one sequence parallelism is assumed.
+        async_reduce: whether gradients are reduced only after the last micro-batch (its ``async_grad_reduce``); if not,
+            ``zero2`` is our stage 2.
+        engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica, too.
+
+    Raises:
+        InputError: the profile's model has another number of layers.
     """
     layers = _layers(plan, profile)
     shared = profile is None or all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
@@ -234,29 +241,36 @@ def _layers(plan: HetuPlan, profile: Profile | None) -> list[Layer]:
     return layers
 
 
-def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool = False) -> Strategy:
-    """Our strategy of one of theirs."""
-    replicated = one.kind is DataType.DDP or (one.shards if alone else one.data) == 1
-    stage = 3 if one.kind is DataType.ZERO3 else zero2
+def our_strategy(layer: HetuStrategy, sequence_parallel: bool, zero2: int = 1, *, alone: bool = False) -> Strategy:
+    """Convert the strategy of a layer.
+
+    Args:
+        layer: their strategy.
+        sequence_parallel: whether tensor groups share the tokens.
+        zero2: our ZeRO stage of their ``zero2``.
+        alone: shard states over a Ulysses group of one replica, too.
+    """
+    replicated = layer.kind is DataType.DDP or (layer.shards if alone else layer.data) == 1
+    stage = 3 if layer.kind is DataType.ZERO3 else zero2
     return Strategy(
-        data=one.data if replicated else 1,
-        zero=1 if replicated else one.data,
+        data=layer.data if replicated else 1,
+        zero=1 if replicated else layer.data,
         zero_stage=0 if replicated else stage,
-        tensor=one.tensor,
-        sequence_parallel=tokens and one.tensor > 1,
-        recompute=Recompute.FULL if one.checkpoint else Recompute.NONE,
-        context=one.ulysses,
-        ulysses=one.ulysses > 1,
+        tensor=layer.tensor,
+        sequence_parallel=sequence_parallel and layer.tensor > 1,
+        recompute=Recompute.FULL if layer.checkpoint else Recompute.NONE,
+        context=layer.ulysses,
+        ulysses=layer.ulysses > 1,
     )
 
 
 def from_plan(plan: Plan) -> HetuPlan:
-    """Their plan of ours.
+    """Convert our plan to theirs.
 
     Raises:
-        InputError: their files cannot say it.
+        InputError: their files cannot express it.
     """
-    schedule = next((name for name, schedule_of_name in SCHEDULES.items() if schedule_of_name is plan.schedule), None)
+    schedule = next((name for name, schedule in SCHEDULES.items() if schedule is plan.schedule), None)
     if schedule is None or plan.virtual_stages > 1:
         raise InputError("schedule", plan.schedule.value, f"Hetu-Galvatron runs {', '.join(SCHEDULES)}.")
     named = [
@@ -273,32 +287,36 @@ def from_plan(plan: Plan) -> HetuPlan:
     if len(counts) == 1:
         counts = [len(blocks)]
     strategies, edge = [strategy for _, strategy in blocks], first[1]
-    replicated = any(one.kind is DataType.DDP and one.data > 1 for one in (*strategies, edge))
+    replicated = any(layer.kind is DataType.DDP and layer.data > 1 for layer in (*strategies, edge))
     return HetuPlan(
         plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(strategies), edge,
         schedule, DataType.DDP if replicated else DataType.ZERO2,
     )  # fmt: skip
 
 
-def _hetu_strategy(name: str, one: Strategy) -> HetuStrategy:
-    unsaid = {
-        "replicas of shards": one.data > 1 and one.zero > 1,
-        "context parallelism by rings": one.context > 1 and not one.ulysses,
-        "Ulysses and tensor parallelism in one layer": one.context > 1 and one.tensor > 1,
-        "experts": one.expert > 1,
-        "offload": one.offload is not Offload.NONE,
-        "selective recomputation": one.recompute is Recompute.SELECTIVE,
+def _hetu_strategy(name: str, strategy: Strategy) -> HetuStrategy:
+    unsupported = {
+        "replicas of shards": strategy.data > 1 and strategy.zero > 1,
+        "context parallelism by rings": strategy.context > 1 and not strategy.ulysses,
+        "Ulysses and tensor parallelism in one layer": strategy.context > 1 and strategy.tensor > 1,
+        "experts": strategy.expert > 1,
+        "offload": strategy.offload is not Offload.NONE,
+        "selective recomputation": strategy.recompute is Recompute.SELECTIVE,
     }
-    reason = next((text for text, holds in unsaid.items() if holds), "")
+    reason = next((text for text, is_used in unsupported.items() if is_used), "")
     if reason:
-        raise InputError(f"strategy of {name}", str(one), f"Hetu-Galvatron's files cannot say it: {reason}.")
-    kind = {0: DataType.DDP, 1: DataType.ZERO2, 2: DataType.ZERO2, 3: DataType.ZERO3}[one.zero_stage]
-    again = one.recompute is Recompute.FULL
-    return HetuStrategy(one.tensor, one.context, one.batch_degree, kind, again)
+        raise InputError(f"strategy of {name}", str(strategy), f"Hetu-Galvatron's files cannot say it: {reason}.")
+    kind = {0: DataType.DDP, 1: DataType.ZERO2, 2: DataType.ZERO2, 3: DataType.ZERO3}[strategy.zero_stage]
+    checkpoint = strategy.recompute is Recompute.FULL
+    return HetuStrategy(strategy.tensor, strategy.context, strategy.batch_degree, kind, checkpoint)
 
 
 def exported(plan: Plan) -> dict[str, Any]:
-    """The JSON object of a plan of ours."""
+    """Convert our plan to their JSON object.
+
+    Raises:
+        InputError: their files cannot express it; names options of ``galvatron plan`` for a plan that they can.
+    """
     try:
         return write_hetu_plan(from_plan(plan))
     except InputError as error:
@@ -307,13 +325,13 @@ def exported(plan: Plan) -> dict[str, Any]:
 
 
 def options(plan: Plan) -> list[str]:
-    """Options of ``galvatron plan`` for a plan of the same model that their files can say.
+    """Options of ``galvatron plan`` for a plan of the same model that their files can express.
 
-    Without replicas all layers are ZeRO-2, ZeRO-3 or not split by samples, which their files tell apart; embedding and
-    head, of which they hold one strategy, are ZeRO-3 alone.
+    Without replicas all layers are ZeRO-2, ZeRO-3 or not split by samples, which their files distinguish. Embedding and
+    head, which have one strategy in their files, are ZeRO-3.
     """
     ends = plan.stages[0].runs[0].first, plan.stages[-1].runs[-1].last
     pins = [f"--fix {name}.{pin}" for name in ends for pin in ("zero=3", "tp=1")]
-    again = any(run.strategy.recompute is Recompute.SELECTIVE for stage in plan.stages for run in stage.runs)
+    selective = any(run.strategy.recompute is Recompute.SELECTIVE for stage in plan.stages for run in stage.runs)
     schedule = [] if plan.schedule in SCHEDULES.values() else ["--schedule 1f1b"]
-    return [*schedule, "--forbid data", *pins, *(["--fix recompute=full"] if again else [])]
+    return [*schedule, "--forbid data", *pins, *["--fix recompute=full"] * selective]

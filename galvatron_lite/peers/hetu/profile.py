@@ -1,8 +1,8 @@
-"""Hetu-Galvatron's profiles as ours, so that our planner plans on the same measurements.
+"""Convert Hetu-Galvatron's profiles to ours, so that our planner uses the same measurements.
 
-Its bandwidths are bus bandwidths: it divides MB (2^20 bytes) by GB/s and takes the quotient for milliseconds. An
-all-reduce of S over n ranks takes 2 (n - 1) / n S / B. What tensor groups gather or scatter comes from tables of
-neighbouring ranks, all else from the bus bandwidth.
+Its bandwidths are bus bandwidths: it divides MB (2^20 bytes) by GB/s and takes the quotient as milliseconds. An
+all-reduce of S bytes over n ranks takes 2 (n - 1) / n S / B. Gathers and scatters of tensor groups come from tables of
+neighbouring ranks, all other collectives from the bus bandwidth.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from galvatron_lite.profiler.schema import (
 from galvatron_lite.units import ITEM_BYTES
 
 MB = 2**20
-PER_MS = MB * 1000  # bytes a second of one MB a millisecond
+PER_MS = MB * 1000  # 1 MB a millisecond in bytes a second
 EXCHANGES = 2
-"""All-to-alls of the whole boundary tensor that its formulas count in one forward pass."""
+"""All-to-alls of the whole boundary tensor in one forward pass, by its formulas."""
 
 
 def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
-    """The devices, which its files say nothing of but their number, in nodes."""
+    """The cluster; its files only have the numbers of nodes and GPUs."""
     device = Device("gpu", memory, 1.0, {precision: 1.0}, context=CONTEXT_MB * MB, source=hardware.source)
     levels = [Level("node", hardware.gpus, hardware.near[hardware.gpus] * PER_MS, 0.0, source="measured")]
     if hardware.nodes > 1:
@@ -56,16 +56,16 @@ def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
 
 
 def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
-    """Ranks and strides of groups, powers of two."""
+    """Numbers of ranks and strides of all groups, in powers of two."""
     powers = [2**power for power in range(hardware.devices.bit_length())]
     yield from ((ranks, stride) for ranks in powers[1:] for stride in powers if ranks * stride <= hardware.devices)
 
 
 def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, CollectiveTable, float, float]]:
-    """Collectives with their table, and what a size and a time in it count for one of our calls.
+    """Collectives with their table, and factors on its sizes and times for one of our calls.
 
-    Its formulas look all-to-alls up by the whole boundary tensor and count two a pass; ours are four a pass, of what
-    one rank holds.
+    Its formulas look up all-to-alls by the whole boundary tensor and count two a pass; ours are four a pass, of the
+    tensor on one rank.
     """
     if ranks in hardware.gather:
         yield Collective.ALL_GATHER, hardware.gather[ranks], 1.0, 1.0
@@ -103,10 +103,10 @@ def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[Collectiv
 
 
 DEVICE_MEMORY = 80 * 2**30
-"""Bytes of a device where nobody says: the GPUs its shipped profiles were made on."""
+"""Bytes of a device, by default those of the GPUs of its shipped profiles."""
 HIDDEN = {"tensor-async": 1.0, "zero.forward": 0.0}
-"""What compute hides beyond what its dimension says: gradients of inputs do; ZeRO-3's first gather, in its formulas,
-does not."""
+"""Exceptions from what compute hides by default: gradients of inputs hide communication; in its formulas the first
+gather of ZeRO-3 is not hidden."""
 
 
 def to_profile(
@@ -115,12 +115,13 @@ def to_profile(
     engine: Engine = Engine.MAIN,
     memory: int = DEVICE_MEMORY,
 ) -> Profile:
-    """Our profile of what it measured.
+    """Convert its profiles of a model and a cluster.
 
     Args:
-        model, hardware: its profiles.
-        engine: whose communication counts are carried over.
-        memory: bytes of one device, which its files do not say.
+        model: profile of the model.
+        hardware: profile of the cluster.
+        engine: whose communication counts to use.
+        memory: bytes of one device, which its files do not have.
     """
     compute = ITEM_BYTES[model.precision]
     origin = Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {model.source}")
@@ -154,11 +155,16 @@ def import_profile(
     engine: Engine = Engine.MAIN,
     memory: int = DEVICE_MEMORY,
 ) -> Profile:
-    """Our profile from its files."""
-    places = (folder, folder / "hardware", folder.parent / "hardware", folder.parent / "hardware_configs")
-    place_found = hardware or next((place for place in places if any(place.glob("allreduce_bandwidth_*.json"))), folder)
+    """Read and convert its profiles; see ``read_model``, ``read_hardware`` and ``to_profile``.
+
+    Args:
+        hardware: folder of the hardware profile; by default one beside or in ``folder``.
+    """
+    if hardware is None:
+        folders = (folder, folder / "hardware", folder.parent / "hardware", folder.parent / "hardware_configs")
+        hardware = next((place for place in folders if any(place.glob("allreduce_bandwidth_*.json"))), folder)
     model = read_model(folder, sizes, engine=engine)
-    return to_profile(model, read_hardware(place_found, nodes, gpus), engine, memory)
+    return to_profile(model, read_hardware(hardware, nodes, gpus), engine, memory)
 
 
 ASK = "Give --layers and --hidden, one number for each layer type, joined by commas (24,24)."
@@ -169,12 +175,16 @@ WHERE = (
 
 
 def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = "") -> list[Sizes]:
-    """What ``import_profile`` needs of each layer type.
+    """The sizes of each layer type that ``import_profile`` needs.
 
     Args:
-        folder: of the profile; where neither layers nor hidden are given, its name is looked up among our models.
-        layers, hidden: numbers joined by commas, one for each layer type.
-        sequence: the same; the length that was profiled if not given.
+        folder: of the profile; without layers and hidden its name is looked up among our models.
+        layers: numbers of layers joined by commas, one for each layer type.
+        hidden: hidden sizes, in the same way.
+        sequence: sequence lengths, in the same way; by default the profiled length.
+
+    Raises:
+        InputError: numbers that cannot be read or do not match, or an unknown model.
     """
     lengths = _numbers(sequence, "--seq") if sequence else []
     if not layers and not hidden:
@@ -186,7 +196,7 @@ def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = 
     for option, numbers in (("--hidden", widths), ("--seq", lengths)):
         if len(numbers) != len(counts):
             raise InputError(option, ",".join(map(str, numbers)), f"--layers has {len(counts)} layer types.")
-    return [Sizes(*one) for one in zip(counts, widths, lengths, strict=True)]
+    return [Sizes(*sizes) for sizes in zip(counts, widths, lengths, strict=True)]
 
 
 def _numbers(text: str, option: str) -> list[int]:
@@ -200,7 +210,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _layer_types(folder: Path) -> list[tuple[int, int]]:
-    """(layers, hidden) of each layer type of the model of ours that is called like the profile."""
+    """(layers, hidden) of each layer type of our model with the name of the profile."""
     from galvatron_lite.model.shapes import load_model
 
     path = only_file(folder, "computation_profiling_*.json")
@@ -211,8 +221,8 @@ def _layer_types(folder: Path) -> list[tuple[int, int]]:
         raise InputError("model", name, f"It is none of the shipped ones. {ASK} {WHERE}") from None
     blocks = [layer.kind for layer in graph.layers if layer.role is Role.BLOCK]
     types = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
-    hits = (LAYER_TIME.match(key) for key in read_data(path))
-    profiled = len({hit[1] for hit in hits if hit})
+    matches = (LAYER_TIME.match(key) for key in read_data(path))
+    profiled = len({match[1] for match in matches if match})
     if len(types) != profiled:
         raise InputError("model", name, f"The profile has {profiled} layer types, ours {len(types)}. {ASK} {WHERE}")
     return types

@@ -1,1 +1,1 @@
-"""A plan in other tools' words: one module a tool, each with ``exported(plan)``."""
+"""Settings of other training software: plans written as settings, and settings read as plans."""

@@ -1,12 +1,12 @@
-"""For DeepSpeed: its JSON configuration, for its own scripts and for the engine of ``backend="deepspeed"``.
+"""Settings of DeepSpeed and of Hugging Face accelerate.
 
-Names and meanings are those of https://www.deepspeed.ai/docs/config-json/; what is not named keeps DeepSpeed's default.
+DeepSpeed: its JSON configuration, for its own scripts and for the engine of ``backend="deepspeed"``. Names and meanings
+are those of https://www.deepspeed.ai/docs/config-json/; other settings keep DeepSpeed's defaults.
 
-For Hugging Face accelerate: the YAML file of ``accelerate launch --config_file``.
-
-ZeRO-2 and ZeRO-3 are FSDP2, which is what ``auto_parallelize`` trains with; ZeRO-1 and optimizer states in host memory
-are its DeepSpeed plugin; no ZeRO at all is DistributedDataParallel. Samples and accumulation are the training script's:
-lines ``# in the script: NAME=VALUE`` of the file say them.
+accelerate: the YAML file of ``accelerate launch --config_file``. ZeRO-2 and ZeRO-3 become FSDP2, with which
+``auto_parallelize`` trains too. ZeRO-1 and optimizer states in host memory become the DeepSpeed plugin, and plans
+without ZeRO DistributedDataParallel. Samples and gradient accumulation are set in the training script; the file has
+them as comments ``# in the script: NAME=VALUE``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ def config_of(
     max_grad_norm: float | None = None,
     pinned: bool = True,
 ) -> dict[str, Any]:
-    """The configuration that does to all layers what a strategy says, by dotted keys; the model recomputes by itself.
+    """DeepSpeed's configuration for one strategy of all layers, by dotted keys. It sets no recomputation.
 
     Args:
-        plan: its batch, micro-batches and precision.
+        plan: for its batch, micro-batches and precision.
         strategy: of all layers.
-        precision: in place of the plan's.
-        max_grad_norm: of clipping; DeepSpeed clips to norm 1 where nothing is said.
-        pinned: whether host memory is locked, for faster copies; of no use without a GPU.
+        precision: of compute; by default the plan's.
+        max_grad_norm: norm to which gradients are clipped; None or 0: no clipping.
+        pinned: lock host memory, for faster copies to a GPU.
+
+    Raises:
+        InputError: a precision that DeepSpeed does not train in.
     """
     compute = plan.precision if precision is None else precision
     if compute not in ("fp32", "bf16", "fp16"):
@@ -56,25 +59,24 @@ def config_of(
 
 
 def zero_stage(strategy: Strategy) -> int:
-    """DeepSpeed's stage of a strategy. States in host memory belong to ZeRO there, so one device has stage 1 with them;
-    a stage over no ranks is none."""
+    """DeepSpeed's ZeRO stage of a strategy: at least 1 with states in host memory, which ZeRO keeps there."""
     stage = strategy.zero_stage if strategy.zero > 1 else 0
     return max(stage, 1) if strategy.offloads_states else stage
 
 
 def host_device(settings: Settings) -> str | None:
-    """Where optimizer states are kept, if not on the device."""
+    """Where DeepSpeed keeps optimizer states; None: on the GPU."""
     return "cpu" if settings.strategy.offloads_states else None
 
 
 def read_host_device(value: Any) -> dict[str, Any]:
-    """The opposite of ``host_device``."""
+    """Read the device of optimizer states."""
     if value not in ("cpu", "none", None):
         raise ValueError("Give cpu or none: NVMe is not priced.")
     return {"offload": Offload.STATES if value == "cpu" else Offload.NONE}
 
 
-def _again(settings: Settings) -> int | None:
+def _checkpoints(settings: Settings) -> int | None:
     return (settings.recomputed or settings.blocks) if settings.strategy.recompute is Recompute.FULL else None
 
 
@@ -87,10 +89,11 @@ def _enabled(name: str) -> Field:
 
 
 def _settings(stated: dict[str, Any], world: World) -> Settings:
-    if stated.get("again", 0) >= world.blocks:
+    checkpoints = stated.get("checkpoints", 0)
+    if checkpoints >= world.blocks:
         stated["recompute"] = Recompute.FULL
-    elif stated.get("again"):
-        stated |= {"recompute": Recompute.FULL, "recomputed": stated["again"]}
+    elif checkpoints:
+        stated |= {"recompute": Recompute.FULL, "recomputed": checkpoints}
     return filled({"precision": "fp32", **stated}, world)
 
 
@@ -113,8 +116,10 @@ DEEPSPEED = Tool(
         _enabled("fp16"),
         fixed("gradient_clipping", 0.0),
         same("tensor_parallel.autotp_size", "tensor", plain=1),
-        # The file's one word on recomputation: how many checkpoints the model makes.
-        Field("activation_checkpointing.number_checkpoints", _again, lambda value: {"again": int(value or 0)}),
+        # The only setting of recomputation: the number of checkpoints that the model makes.
+        Field(
+            "activation_checkpointing.number_checkpoints", _checkpoints, lambda value: {"checkpoints": int(value or 0)}
+        ),
         fixed("zero_allow_untested_optimizer", True),
         fixed("zero_force_ds_cpu_optimizer", lambda chosen: False if chosen.strategy.offloads_states else None),
     ),
@@ -143,6 +148,7 @@ _FSDP1 = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3
 
 
 def _kind(settings: Settings) -> str:
+    """accelerate's distributed type."""
     main = settings.strategy
     if settings.devices == 1 and not main.offloads_states:
         return "NO"
@@ -152,30 +158,34 @@ def _kind(settings: Settings) -> str:
     return "FSDP" if main.zero_stage or shared else "MULTI_GPU"
 
 
-def _of(kind: str, key: str, value: Any, read: Any = lambda _: {}) -> Field:
-    """A field of one kind; ``value``: of the settings, or the same for all."""
-    return Field(
-        key, lambda chosen: (value(chosen) if callable(value) else value) if _kind(chosen) == kind else None, read
-    )
+def _field_of(kind: str, key: str, value: Any, read: Any = lambda _: {}) -> Field:
+    """A field of one distributed type; ``value``: fixed, or a function of the settings."""
+
+    def write(settings: Settings) -> Any:
+        if _kind(settings) != kind:
+            return None
+        return value(settings) if callable(value) else value
+
+    return Field(key, write, read)
 
 
 def _fsdp(key: str, value: Any, read: Any = lambda _: {}) -> Field:
-    return _of("FSDP", f"fsdp_config.fsdp_{key}", value, read)
+    return _field_of("FSDP", f"fsdp_config.fsdp_{key}", value, read)
 
 
 def _engine(key: str, value: Any, read: Any = lambda _: {}) -> Field:
-    return _of("DEEPSPEED", f"deepspeed_config.{key}", value, read)
+    return _field_of("DEEPSPEED", f"deepspeed_config.{key}", value, read)
 
 
 def _degree(name: str, choice: str) -> Field:
-    """Of a mesh; none where all devices share the states."""
+    """A degree of FSDP's device mesh; not written if all devices shard the states."""
 
     def value(settings: Settings) -> int | None:
         main = settings.strategy
         meshed = main.data * main.tensor * main.context > 1
         return getattr(main, choice) if meshed else None
 
-    return _of("FSDP", f"parallelism_config.parallelism_config_{name}_size", value, same("", choice).read)
+    return _field_of("FSDP", f"parallelism_config.parallelism_config_{name}_size", value, same("", choice).read)
 
 
 def _kind_of(value: Any) -> dict[str, Any]:
@@ -200,8 +210,8 @@ def _sharding(value: Any) -> dict[str, Any]:
     return {"zero_stage": _FSDP1[str(value)]}
 
 
-def _script(settings: Settings) -> Iterator[str]:
-    """What is left to the training script, as it says it."""
+def _script_lines(settings: Settings) -> Iterator[str]:
+    """Settings of the training script, in its words."""
     yield f"batch_size={settings.samples} (DataLoader)"
     if settings.microbatches > 1 and _kind(settings) != "DEEPSPEED":
         yield f"gradient_accumulation_steps={settings.microbatches} (Accelerator)"
@@ -288,5 +298,5 @@ ACCELERATE = Tool(
         "sequence_parallel": "the model's own tensor-parallel plan decides it",
         "ulysses": "context parallelism is a ring here",
     },
-    by_hand=lambda chosen: (f"{_SCRIPT}{line}" for line in _script(chosen)),
+    by_hand=lambda chosen: (f"{_SCRIPT}{line}" for line in _script_lines(chosen)),
 )

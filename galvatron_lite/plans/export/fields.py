@@ -1,4 +1,4 @@
-"""One table of fields for each tool, by which settings are written to its file and read from it."""
+"""The table of fields of each tool, by which settings are written to its file and read from it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.export.settings import Settings, World
 
 Values = Mapping[str, Any]
-"""What a file holds, by dotted keys."""
+"""The values of a file by dotted keys."""
 _OFF = (None, False, 0, "", "none", "no", "null", "None", "-1", -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A setting of a tool."""
+    """A field of a settings file."""
 
-    key: str  # its place in the file: ``zero_optimization.stage``
-    write: Callable[[Settings], Any]  # its value; None: left out
-    read: Callable[[Any], Mapping[str, Any]]  # what its value says, by names of ``filled``
+    key: str  # dotted: ``zero_optimization.stage``
+    write: Callable[[Settings], Any]  # gives its value; None: left out
+    read: Callable[[Any], Mapping[str, Any]]  # gives the settings that a value states, by the names of ``filled``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,37 +39,35 @@ class Tool:
     name: str
     software: str  # name and version that the fields are of
     fields: tuple[Field, ...]
-    parse: Callable[[str, str], dict[str, Any]]  # text and name of a file to its values
-    dump: Callable[[Values], str]
-    settings: Callable[[dict[str, Any], World], Settings]  # from what the fields say
-    assumed: Mapping[str, Any] = field(default_factory=dict)  # what its costs take for granted
-    refused: Mapping[str, str] = field(default_factory=dict)  # settings that change costs and are not priced: remedy
-    checked: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings that the model has too: ``blocks``, ``sequence``
-    hints: Mapping[str, str] = field(default_factory=dict)  # how else the tool is told of a choice, by its name
+    parse: Callable[[str, str], dict[str, Any]]  # gives the values of a file from its text and name
+    dump: Callable[[Values], str]  # gives the text
+    settings: Callable[[dict[str, Any], World], Settings]  # completes what the fields state
+    assumed: Mapping[str, Any] = field(default_factory=dict)  # values that its costs assume
+    refused: Mapping[str, str] = field(default_factory=dict)  # keys that change costs and are not priced: remedy
+    checked: Mapping[str, str] = field(default_factory=dict)  # keys that the model determines: ``blocks``, ``sequence``
+    hints: Mapping[str, str] = field(default_factory=dict)  # how else a choice can be set in the tool, by its name
     by_hand: Callable[[Settings], Iterator[str]] = lambda _: iter(())  # what the user's own code must do
-    comments: bool = True  # whether the format has them
+    comments: bool = True  # whether the file format has comments
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a file says."""
+    """The content of a settings file."""
 
     settings: Settings
-    read: tuple[str, ...]  # names of the fields that the plan is made of
-    ignored: tuple[str, ...]  # of those that are not looked at
-    notes: tuple[str, ...]  # where the file says otherwise than is priced
+    read: tuple[str, ...]  # keys that the settings are made of
+    ignored: tuple[str, ...]  # keys that are not used
+    notes: tuple[str, ...]  # where the file differs from what is priced
 
 
 def same(key: str, name: str, words: Mapping[Any, Any] | None = None, *, plain: Any = None) -> Field:
-    """A field that says one choice.
+    """A field for one choice.
 
     Args:
         key: in the file.
-        name: of ``Settings`` or ``Strategy``.
-        words: the tool's value for each of ours; the same if not given.
-        plain: ours at which nothing is written.
+        name: of the field of ``Settings`` or ``Strategy``.
+        words: the tool's value for each of ours; by default the same.
+        plain: our value at which nothing is written.
     """
 
     def write(settings: Settings) -> Any:
@@ -79,80 +77,85 @@ def same(key: str, name: str, words: Mapping[Any, Any] | None = None, *, plain: 
     def read(value: Any) -> dict[str, Any]:
         if words is None:
             return {name: _number(value)}
-        matching = [ours for ours, theirs in words.items() if str(theirs).lower() == str(value).lower()]
+        matching = [choice for choice, word in words.items() if str(word).lower() == str(value).lower()]
         if not matching:
-            raise ValueError(f"Give one of {', '.join(str(theirs) for theirs in words.values())}.")
+            raise ValueError(f"Give one of {', '.join(map(str, words.values()))}.")
         return {name: matching[0]}
 
     return Field(key, write, read)
 
 
 def fixed(key: str, value: Any) -> Field:
-    """A field that says nothing of a plan; ``value``: of the settings, or the same for all."""
+    """A field that states nothing of a plan; ``value``: fixed, or a function of the settings."""
     return Field(key, value if callable(value) else lambda _: value, lambda _: {})
 
 
 def _number(value: Any) -> int:
+    if value == "auto":
+        raise ValueError("auto is settled when training starts: give the number it becomes.")
     if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)):
-        auto = "is settled when training starts: give the number it becomes." if value == "auto" else ""
-        raise ValueError(f"auto {auto}" if auto else "Give a whole number.")
+        raise ValueError("Give a whole number.")
     return int(value)
 
 
-ONCE = {Recompute.NONE: None, Recompute.SELECTIVE: "selective", Recompute.FULL: "full"}
-"""Recomputation as most tools call it."""
+RECOMPUTE_WORDS = {Recompute.NONE: None, Recompute.SELECTIVE: "selective", Recompute.FULL: "full"}
+"""Recomputation, as most tools name it."""
 
 
 def write(target: Tool, settings: Settings, *, priced: bool) -> dict[str, Any]:
-    """The values of a file; ``priced``: with what the costs of this software take for granted."""
-    values = {one.key: one.write(settings) for one in target.fields}
+    """The values of a file; ``priced``: include what the costs of this software assume."""
+    values = {item.key: item.write(settings) for item in target.fields}
     assumed = target.assumed if priced else {}
     return {key: value for key, value in {**values, **assumed}.items() if value is not None}
 
 
 def read(target: Tool, values: Values, world: World, sequence: int = 0) -> Reading:
-    """What the values of a file say.
+    """Read the values of a file as settings.
+
+    Args:
+        target: the software.
+        values: of its file.
+        world: what they are read for.
+        sequence: tokens a sample of the model; 0: not checked.
 
     Raises:
         InputError: a value that cannot be used, or that changes costs in a way that is not priced; names it.
     """
-    keys, said = {one.key for one in target.fields}, dict[str, Any]()
-    for one in target.fields:
-        if one.key not in values:
-            continue
-        if isinstance(values[one.key], str) and "$" in values[one.key]:
-            raise InputError(f"{world.file}, {one.key}", values[one.key], "Write the number that the shell puts there.")
+    keys, stated = {item.key for item in target.fields}, dict[str, Any]()
+    for item in (item for item in target.fields if item.key in values):
+        name, value = f"{world.file}, {item.key}", values[item.key]
+        if isinstance(value, str) and "$" in value:
+            raise InputError(name, value, "Write the number that the shell puts there.")
         try:
-            said |= one.read(values[one.key])
+            stated |= item.read(value)
         except (ValueError, TypeError) as error:
-            raise InputError(f"{world.file}, {one.key}", values[one.key], str(error)) from error
+            raise InputError(name, value, str(error)) from error
     for key, remedy in target.refused.items():
         if values.get(key) not in _OFF:
             raise InputError(f"{world.file}, {key}", values[key], f"It changes costs and is not priced: {remedy}")
-    has = {"blocks": world.blocks, "sequence": sequence}
+    sizes = {"blocks": world.blocks, "sequence": sequence}
     for key, name in target.checked.items():
-        if has[name] and str(values.get(key, has[name])) not in (str(has[name]), ""):
-            raise InputError(f"{world.file}, {key}", values[key], f"The model that is priced has {has[name]}.")
-    beside = {*keys, *target.assumed, *target.refused, *target.checked}
+        if sizes[name] and str(values.get(key, sizes[name])) not in (str(sizes[name]), ""):
+            raise InputError(f"{world.file}, {key}", values[key], f"The model that is priced has {sizes[name]}.")
+    used = {*keys, *target.assumed, *target.refused, *target.checked}
     notes = (
         f"{key} is {values.get(key, 'not set')}: priced as {value}"
         for key, value in target.assumed.items()
         if str(values.get(key)).lower() != str(value).lower()
     )
-    return Reading(
-        target.settings(said, world), tuple(key for key in values if key in keys),
-        tuple(key for key in values if key not in beside), tuple(notes),
-    )  # fmt: skip
+    read_keys = tuple(key for key in values if key in keys)
+    ignored = tuple(key for key in values if key not in used)
+    return Reading(target.settings(stated, world), read_keys, ignored, tuple(notes))
 
 
 def commented(lines: Collection[str]) -> str:
-    """Lines of a file's head, for formats whose comments begin with ``#``; what does not print is escaped."""
-    escaped = ("".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in lines)
+    """Lines as comments that begin with ``#``; unprintable characters are escaped."""
+    escaped = ("".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in lines)
     return "".join(f"# {line}\n" for line in escaped)
 
 
 def nested(values: Values) -> dict[str, Any]:
-    """Values by dotted keys as mappings in mappings."""
+    """Turn values by dotted keys into nested mappings."""
     data: dict[str, Any] = {}
     for key, value in values.items():
         *path, last = key.split(".")
@@ -164,7 +167,7 @@ def nested(values: Values) -> dict[str, Any]:
 
 
 def flat(data: Any, file: str, prefix: str = "") -> dict[str, Any]:
-    """The opposite of ``nested``."""
+    """Turn nested mappings into values by dotted keys."""
     if not isinstance(data, Mapping):
         raise FileFormatError(file, type(data).__name__, "It must hold a mapping of settings.")
     values: dict[str, Any] = {}
@@ -175,22 +178,22 @@ def flat(data: Any, file: str, prefix: str = "") -> dict[str, Any]:
 
 
 def parse_yaml(text: str, file: str) -> dict[str, Any]:
-    """Values of a YAML or JSON file."""
+    """The values of a YAML or JSON file."""
     return flat(parse_data(Path(file), text), file)
 
 
 def dump_yaml(values: Values) -> str:
-    """The opposite of ``parse_yaml``."""
+    """Values as YAML."""
     return yaml.safe_dump(nested(values), sort_keys=False)
 
 
 def dump_json(values: Values) -> str:
-    """As JSON."""
+    """Values as JSON."""
     return json.dumps(nested(values), indent=2) + "\n"
 
 
 def parse_toml(text: str, file: str) -> dict[str, Any]:
-    """Values of a TOML file."""
+    """The values of a TOML file."""
     try:
         return flat(tomllib.loads(text), file)
     except tomllib.TOMLDecodeError as error:
@@ -198,9 +201,9 @@ def parse_toml(text: str, file: str) -> dict[str, Any]:
 
 
 def parse_flags(text: str, file: str) -> dict[str, Any]:
-    """Values of command-line options, in a file of them or in a shell script: ``--name value``, ``--name=value``.
+    """The values of command-line options (``--name value``, ``--name=value``) in a file, or in a shell script.
 
-    Variables that the script sets to plain values are put in.
+    Variables that the script sets to plain values are replaced by these.
     """
     try:
         words = shlex.split(text, comments=True)

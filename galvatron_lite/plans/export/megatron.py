@@ -1,7 +1,7 @@
-"""For Megatron-LM: flags of ``pretrain_gpt.py`` and its like (``megatron/training/arguments.py``); NeMo: a YAML file.
+"""Settings of Megatron-LM, as flags of ``pretrain_gpt.py`` (``megatron/training/arguments.py``), and of NeMo, as YAML.
 
 Both set dataclasses of Megatron Core (ModelParallelConfig, TransformerConfig, DistributedDataParallelConfig,
-OptimizerConfig). ``xargs`` takes the flags as they are: ``grep -v '^#' FILE | xargs torchrun pretrain_gpt.py ...``.
+OptimizerConfig). Pass the flags by ``grep -v '^#' FILE | xargs torchrun pretrain_gpt.py ...``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload
 from galvatron_lite.plans.export.fields import (
-    ONCE,
+    RECOMPUTE_WORDS,
     Field,
     Tool,
     Values,
@@ -32,7 +32,7 @@ _SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
 def layout(stages: Sequence[StageBlocks]) -> str:
-    """The layers of every stage in Megatron Core's letters: ``Ettt|ttt|tttL`` (E embedding, t block, L loss)."""
+    """The pipeline layout in Megatron Core's letters: ``Ettt|ttt|tttL`` (E embedding, t block, L loss)."""
     return "|".join("E" * stage.before + "t" * stage.blocks + "L" * stage.after for stage in stages)
 
 
@@ -68,7 +68,7 @@ def _sharding(settings: Settings) -> int:
 
 
 def _switch(name: str, value: Any) -> Any:
-    """What a switch says where it is on; nothing where it is off."""
+    """Read a switch: the setting of ``name`` if it is on, nothing if it is off."""
     return lambda on: {name: value} if on not in (False, "false", "none", None) else {}
 
 
@@ -96,7 +96,7 @@ _CORE = (
     ),
     same("model.expert_model_parallel_size", "expert", plain=1),
     Field("model.expert_tensor_parallel_size", _expert_tensor, lambda value: {"sliced": int(value)}),
-    same("model.recompute_granularity", "recompute", ONCE),
+    same("model.recompute_granularity", "recompute", RECOMPUTE_WORDS),
     Field("model.recompute_activations", lambda _: None, _switch("recompute", Recompute.SELECTIVE)),
     Field("model.recompute_modules", lambda _: None, _modules),
     Field("model.recompute_method", lambda chosen: _method(chosen)[0], lambda value: {"method": value}),
@@ -156,11 +156,8 @@ def _settings(stated: dict[str, Any], world: World) -> Settings:
 
 def _flags(values: Values) -> str:
     """One flag a line; a switch has no value."""
-    lines = []
-    for name, value in values.items():
-        flag = "--" + name.replace("_", "-")
-        lines += [flag] if value is True else [f"{flag} {quote(str(value))}"] if value is not False else []
-    return "".join(f"{line}\n" for line in lines)
+    flags = {"--" + name.replace("_", "-"): value for name, value in values.items() if value is not False}
+    return "".join(f"{flag}\n" if value is True else f"{flag} {quote(str(value))}\n" for flag, value in flags.items())
 
 
 def _bare(key: str) -> str:
@@ -175,7 +172,7 @@ MEGATRON = Tool(
     name="megatron",
     software="Megatron-LM (megatron-core 0.16)",
     fields=(
-        *(replace(one, key=_bare(one.key)) for one in _CORE),
+        *(replace(field, key=_bare(field.key)) for field in _CORE),
         fixed("use_precision_aware_optimizer", lambda chosen: chosen.strategy.offloads_states or None),
         _precision("bf16"),
         _precision("fp16"),
@@ -191,8 +188,8 @@ MEGATRON = Tool(
 
 
 def _parse_nemo(text: str, file: str) -> dict[str, Any]:
-    """NeMo's older files have batch sizes and the optimizer's switches in other sections."""
-    sections = {_bare(one.key): one.key for one in _CORE} | {_bare(key): key for key in _REFUSED}
+    """Older files of NeMo have batch sizes and switches of the optimizer in other sections."""
+    sections = {_bare(field.key): field.key for field in _CORE} | {_bare(key): key for key in _REFUSED}
     return {sections.get(_bare(key), key): value for key, value in parse_yaml(text, file).items()}
 
 
@@ -212,8 +209,5 @@ NEMO = Tool(
     checked=_CHECKED,
     hints=_HINTS,
 )
-"""NeMo Framework: the YAML file of Megatron-Bridge for a recipe's ``--config-file``, whose settings it overrides.
-
-The framework trains language models with Megatron-Bridge (nemo_toolkit 3 holds speech alone); sections and keys are
-those of its ``ConfigContainer``.
-"""
+"""NeMo Framework: the YAML file for ``--config-file`` of Megatron-Bridge, which trains its language models. Sections
+and keys are those of its ``ConfigContainer``; they override the settings of a recipe."""

@@ -1,4 +1,4 @@
-"""Plans in other software's settings, and back: by the name of ``--for``."""
+"""Write plans as settings of other software, and read settings as plans, by the name of ``--for``."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import ITEM_BYTES
 
-TOOLS: Mapping[str, Tool] = {one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NEMO)}
-_LARGEST = 2**20
-_WORDS = {"zero_stage": "ZeRO stage", "data": "replicas of shards", "zero": "shards", "virtual": "virtual stages"}
+TOOLS: Mapping[str, Tool] = {tool.name: tool for tool in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NEMO)}
+_FILE_BYTES = 2**20
+_NAMES = {"zero_stage": "ZeRO stage", "data": "replicas of shards", "zero": "shards", "virtual": "virtual stages"}
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A plan in a tool's words."""
+    """A plan as a settings file."""
 
-    tool: str  # its name
-    text: str  # the file
-    left_out: tuple[str, ...]  # what of the plan the file does not say, a line each
-    by_hand: tuple[str, ...]  # what the user's own code must do besides
+    tool: str  # name of the software
+    text: str  # content of the file
+    left_out: tuple[str, ...]  # what of the plan the file does not express, a line each
+    by_hand: tuple[str, ...]  # what the user's own code must do, a line each
 
 
 def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
-    """A plan in a tool's words; the same plan gives the same text.
+    """Write a plan as settings of other software; the same plan gives the same text.
+
+    Args:
+        plan: the plan.
+        tool: name of the software.
+        strict: refuse a plan that the settings cannot fully express.
 
     Raises:
-        InputError: no such tool, a plan that contradicts itself, or (strict) something that the tool's file cannot say.
+        InputError: an unknown name, a plan that contradicts itself, or (strict) one that cannot be expressed.
     """
     target_named(tool)
     target, settings = TOOLS[tool], settings_of(check_plan(plan))
@@ -48,27 +53,25 @@ def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
     priced = stack == target_named(tool).stack
     body = target.dump(write(target, settings, priced=priced))
     by_hand = tuple(target.by_hand(settings))
-    left_out = (*simplified(plan, settings), *_unsaid(target, settings, commented(by_hand) + body))
+    left_out = (*simplified(plan, settings), *_not_expressed(target, settings, commented(by_hand) + body))
     if settings.strategy.recompute is Recompute.SELECTIVE and not priced:
         left_out += (f"what is computed again selectively: {target.software} has a list of its own",)
     if strict and left_out:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
         remedy = f"{tool} cannot be told of it{more}: leave --strict out, or plan for it: galvatron plan --for {tool}."
         raise InputError("--strict", left_out[0], remedy)
-    first = f"{plan.model} on {plan.devices} devices, batch {plan.global_batch}, for {target.software}"
-    head = (
-        commented([first, *(f"not expressed here: {line}" for line in left_out), *by_hand]) if target.comments else ""
-    )
-    return Exported(tool, head + body, left_out, by_hand)
+    title = f"{plan.model} on {plan.devices} devices, batch {plan.global_batch}, for {target.software}"
+    head = commented([title, *(f"not expressed here: {line}" for line in left_out), *by_hand])
+    return Exported(tool, head + body if target.comments else body, left_out, by_hand)
 
 
-def _unsaid(target: Tool, settings: Settings, text: str) -> Iterator[str]:
-    """Where the file, read again, says otherwise than the settings that it was written from."""
+def _not_expressed(target: Tool, settings: Settings, text: str) -> Iterator[str]:
+    """Read a settings file again, and list where it differs from the settings that it was written from."""
     main, error = settings.strategy, None
     for devices in (settings.devices, main.batch_degree * main.tensor):
         try:
             world = World("", devices, settings.blocks, settings.batch)
-            again = read(target, target.parse(text, ""), world).settings.says()
+            read_choices = read(target, target.parse(text, ""), world).settings.choices()
             break
         except InputError as refused:
             error = refused
@@ -76,11 +79,11 @@ def _unsaid(target: Tool, settings: Settings, text: str) -> Iterator[str]:
         assert error is not None
         yield f"{error.field.removeprefix(', ')} {error.value}"
         return
-    for name, value in settings.says().items():
-        if again[name] != value:
+    for name, value in settings.choices().items():
+        if read_choices[name] != value:
             hint = f"; {target.hints[name]}" if name in target.hints else ""
-            words = _WORDS.get(name, name.replace("_", " "))
-            instead = getattr(again[name], "value", again[name])
+            words = _NAMES.get(name, name.replace("_", " "))
+            instead = getattr(read_choices[name], "value", read_choices[name])
             instead = "not set" if instead in (None, "") else instead
             yield f"{words} {getattr(value, 'value', value)} (these settings: {instead}){hint}"
 
@@ -88,14 +91,14 @@ def _unsaid(target: Tool, settings: Settings, text: str) -> Iterator[str]:
 def read_settings(
     path: Path, tool: str, graph: ModelGraph, devices: int, batch: int | None = None
 ) -> tuple[Plan, Reading]:
-    """The plan that a tool's settings are, for a model on so many devices, and what of the file it is made of.
+    """Read settings of other software as a plan, and report what of the file it is made of.
 
     Args:
-        path: the tool's file, written by ``export`` or by its user.
-        tool: whose.
+        path: the file, written by ``export`` or by hand.
+        tool: name of the software.
         graph: the model, which the file does not describe.
-        devices: where the file does not say how many.
-        batch: samples a step, where the file does not say.
+        devices: number of devices, if the file does not say.
+        batch: samples a step, if the file does not say.
 
     Raises:
         FileFormatError: a file that cannot be read.
@@ -104,7 +107,7 @@ def read_settings(
     target_named(tool)
     world = World(str(path), devices, sum(layer.role.value == "block" for layer in graph.layers), batch or 0)
     target = TOOLS[tool]
-    values = target.parse(read_text(path, _LARGEST), str(path))
+    values = target.parse(read_text(path, _FILE_BYTES), str(path))
     reading = read(target, values, world, graph.sequence or 0)
     if not reading.read:
         keys = ", ".join(field.key for field in target.fields[:3])

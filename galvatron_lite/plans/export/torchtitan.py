@@ -1,6 +1,6 @@
-"""For torchtitan: options of its command line, one a line; read from those, or from a TOML file of earlier releases.
+"""Settings of torchtitan: options of its command line, one a line. TOML files of earlier releases can be read, too.
 
-They come behind those that name the model: ``--module llama3 --config llama3_8b $(grep -v '^#' FILE)``.
+Pass them after the options that name the model: ``--module llama3 --config llama3_8b $(grep -v '^#' FILE)``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PARALLEL, _PIPE = "parallelism", "parallelism.pipeline_parallel"
 
 
 def _local(settings: Settings) -> int:
-    """Under a pipeline its micro-batches are made of the local batch; else gradients accumulate over local batches."""
+    """The local batch: with a pipeline it is divided into micro-batches, else gradients accumulate over several."""
     return settings.batch // settings.strategy.batch_degree if settings.pipeline > 1 else settings.samples
 
 
 def _ends(settings: Settings) -> tuple[int, int] | None:
-    """By how many blocks the first and the last stage are to be smaller for torchtitan to cut where the plan does.
+    """Numbers of blocks that the first and the last stage have less than others, so that torchtitan's stages are ours.
 
-    It shares out blocks and these evenly, the first stages taking the remainder (``_generate_llm_fqn_per_model_part``
-    of its ``distributed/pipeline_parallel.py``). None where no such numbers give the plan's stages.
+    It distributes the sum of blocks and these numbers evenly, the remainder to the first stages
+    (``_generate_llm_fqn_per_model_part`` of its ``distributed/pipeline_parallel.py``). None if no numbers fit.
     """
     sizes = [stage.blocks for stage in settings.stages]
     if settings.pipeline == 1:
@@ -39,19 +39,19 @@ def _ends(settings: Settings) -> tuple[int, int] | None:
     most, world = max(sizes), World("", 1, sum(sizes))
     for first in range(most + 1):
         for last in range(most + 1):
-            each = (sum(sizes) + first + last) // len(sizes)
-            if each >= max(first, last, 1) and even_stages(world, len(sizes), first, last) == settings.stages:
+            size = (sum(sizes) + first + last) // len(sizes)
+            if size >= max(first, last, 1) and even_stages(world, len(sizes), first, last) == settings.stages:
                 return first, last
     return None
 
 
-def _each(settings: Settings) -> int | None:
+def _layers_per_stage(settings: Settings) -> int | None:
     ends = _ends(settings)
     return -(-(settings.blocks + sum(ends)) // len(settings.stages)) if ends and settings.virtual > 1 else None
 
 
 def _piped(name: str, words: dict[Any, Any] | None = None) -> Any:
-    """What is written under a pipeline alone."""
+    """Write a choice only for plans with a pipeline."""
     return lambda chosen: same("", name, words).write(chosen) if chosen.pipeline > 1 else None
 
 
@@ -93,24 +93,21 @@ FIELDS = (
         lambda chosen: (_ends(chosen) or [None])[-1],
         lambda value: {"last": int(value)},
     ),
-    Field(f"{_PIPE}_layers_per_stage", _each, lambda value: {"each": int(value)}),
-    same("activation_checkpoint", "recompute", {one: one.value for one in Recompute}),
+    Field(f"{_PIPE}_layers_per_stage", _layers_per_stage, lambda value: {"layers_per_stage": int(value)}),
+    same("activation_checkpoint", "recompute", {option: option.value for option in Recompute}),
 )
 
 
 def _settings(stated: dict[str, Any], world: World) -> Settings:
-    pipeline, loops = (
-        stated.get("pipeline", 1),
-        stated.get("schedule") in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V),
-    )
-    first, last = stated.get("first", 1), stated.get("last", 1)
+    pipeline, first, last = stated.get("pipeline", 1), stated.get("first", 1), stated.get("last", 1)
     stated = {"recompute": Recompute.SELECTIVE, "sequence_parallel": True, "expert_tensor": 1, "zero": -1, **stated}
-    virtual = 2 if loops else 1
-    if "each" in stated:
-        virtual, more = divmod(-(-(world.blocks + first + last) // stated["each"]), pipeline)
-        if more or not virtual:
+    virtual = 2 if stated.get("schedule") in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V) else 1
+    if "layers_per_stage" in stated:
+        stages = -(-(world.blocks + first + last) // stated["layers_per_stage"])
+        virtual, remainder = divmod(stages, pipeline)
+        if remainder or not virtual:
             remedy = f"It makes a number of stages that pipeline_parallel_degree, {pipeline}, does not divide."
-            raise InputError(f"{world.file}, {_PIPE}_layers_per_stage", stated["each"], remedy)
+            raise InputError(f"{world.file}, {_PIPE}_layers_per_stage", stated["layers_per_stage"], remedy)
     stage = 1 if pipeline > 1 else stated.get("zero_stage") or 3
     replicas = world.devices // (pipeline * stated.get("tensor", 1) * stated.get("context", 1))
     if stated["zero"] == 1 and stated.get("context", 1) == 1:
@@ -128,17 +125,14 @@ def _settings(stated: dict[str, Any], world: World) -> Settings:
 
 
 def _parse(text: str, file: str) -> dict[str, Any]:
-    if any(line.startswith("[") for line in text.splitlines()):
-        values = parse_toml(text, file)
-    else:
-        values = parse_flags(text, file)
-    off = {key.replace(".no_", "."): False for key in values if ".no_" in key}
-    mode = {key[:-5]: values[key] for key in values if key == "activation_checkpoint.mode"}
-    return (
-        {key: value for key, value in values.items() if ".no_" not in key and not key.endswith("point.mode")}
-        | off
-        | mode
-    )
+    is_toml = any(line.startswith("[") for line in text.splitlines())
+    values = {}
+    for key, value in (parse_toml if is_toml else parse_flags)(text, file).items():
+        if ".no_" in key:
+            values[key.replace(".no_", ".")] = False
+        else:
+            values["activation_checkpoint" if key == "activation_checkpoint.mode" else key] = value
+    return values
 
 
 def _dump(values: Values) -> str:
@@ -149,7 +143,7 @@ def _dump(values: Values) -> str:
             lines.append(f"--{section}.{'' if value else 'no-'}{name}")
         else:
             lines.append(f"{key}:{value}" if key == "activation_checkpoint" else f"--{key} {value}")
-    # The choice of activation checkpointing is a sub-command: options behind it are its own.
+    # Activation checkpointing is a sub-command, so it comes last.
     return "".join(f"{line}\n" for line in sorted(lines, key=lambda line: line.startswith("activation_checkpoint:")))
 
 

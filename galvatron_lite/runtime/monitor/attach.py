@@ -18,8 +18,8 @@ from galvatron_lite import __version__
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on, bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
-from galvatron_lite.plans.io import check_plan, check_runs, plan_in
-from galvatron_lite.plans.phases import PhasedPlan, check_phased, is_phased, phased_plan_in
+from galvatron_lite.plans.io import check_plan, check_runs, is_phased, plan_in
+from galvatron_lite.plans.phases import PhasedPlan, check_phased, phased_plan_in
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import write_profile

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from galvatron_lite.analysis.report.page import PlanView, page, with_timeline
-from galvatron_lite.analysis.report.plan_figures import dimensions_of, groups_in
+from galvatron_lite.analysis.report.plan_figures import device_groups, split_dimensions
 from galvatron_lite.analysis.report.timeline_data import KINDS, packed
 from galvatron_lite.cost.timeline import Timeline
 from galvatron_lite.errors import InputError
@@ -189,9 +189,9 @@ def test_a_pipeline_of_128_stages_and_512_micro_batches_is_small() -> None:
 def test_groups_of_devices_are_those_of_the_strategy() -> None:
     """Row-major over (data, zero, context, tensor): the last innermost (``Strategy``)."""
     strategy = Strategy(data=2, zero=2, zero_stage=1, context=2, tensor=2)
-    assert dimensions_of(strategy) == [("data", 2, 8), ("zero", 2, 4), ("context", 2, 2), ("tensor", 2, 1)]
+    assert split_dimensions(strategy) == [("data", 2, 8), ("zero", 2, 4), ("context", 2, 2), ("tensor", 2, 1)]
     plan = replace(small().plan, devices=8)
-    names = {found.name: found for found in groups_in(plan, 4)}
+    names = {found.name: found for found in device_groups(plan, 4)}
     assert names["pipeline stages"].words == "0: 0, 1; 1: 2, 3; 2: 4, 5; 3: 6, 7; each within a node"
     assert (names["zero"].size, names["zero"].count) == (2, 4)
 

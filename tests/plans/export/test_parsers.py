@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from galvatron_lite.plans.export.settings import cuts
+from galvatron_lite.plans.export.settings import stage_blocks
 from galvatron_lite.plans.export.tools import export
-from tests.plans.export.made import BATCH, BLOCKS, PLANS
+from tests.plans.export.plans import BATCH, BLOCKS, PLANS
 
 EVERY = sorted(PLANS)
 
@@ -82,20 +83,7 @@ def test_accelerate_reads_it_and_its_launcher_knows_every_key(name: str, tmp_pat
     if read.distributed_type is DistributedType.MULTI_GPU:
         assert strategy.zero_stage == 0
     if read.parallelism_config and plan.pipeline == 1:
-        assert _product(read.parallelism_config) * strategy.spatial == plan.devices
-
-
-def _product(degrees: dict[str, int]) -> int:
-    made = 1
-    for degree in degrees.values():
-        made *= degree
-    return made
-
-
-def _megatron(name: str) -> dict[str, dict[str, Any]]:
-    """The settings by section: Megatron-Bridge's file has those of Megatron-LM's flags by their names."""
-    data: dict[str, dict[str, Any]] = yaml.safe_load(export(PLANS[name], "nemo").text)
-    return data
+        assert math.prod(read.parallelism_config.values()) * strategy.spatial == plan.devices
 
 
 @pytest.mark.skipif(_missing("megatron.core"), reason="Megatron Core is not installed")
@@ -106,7 +94,9 @@ def test_megatron_core_takes_the_settings(name: str) -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    data, plan = _megatron(name), PLANS[name]
+    # Megatron-Bridge's file has the settings of Megatron-LM's flags, by section and by their names.
+    data: dict[str, dict[str, Any]] = yaml.safe_load(export(PLANS[name], "nemo").text)
+    plan = PLANS[name]
     experts = {"num_moe_experts": 8} if "expert_model_parallel_size" in data["model"] else {}
     shape = {"num_layers": BLOCKS, "hidden_size": 64, "num_attention_heads": 4, "pipeline_dtype": torch.bfloat16}
     read = TransformerConfig(**shape, **experts, **data["model"])
@@ -115,7 +105,9 @@ def test_megatron_core_takes_the_settings(name: str) -> None:
     if plan.pipeline > 1:
         stages = read.pipeline_model_parallel_layout.layout
         flat = [stage for column in zip(*stages, strict=True) for stage in column]
-        assert [sum(layer.name == "decoder" for layer in stage) for stage in flat] == [one.blocks for one in cuts(plan)]
+        assert [sum(layer.name == "decoder" for layer in stage) for stage in flat] == [
+            one.blocks for one in stage_blocks(plan)
+        ]
 
 
 @pytest.mark.skipif(_missing("megatron.core"), reason="Megatron Core is not installed")
@@ -140,14 +132,14 @@ def test_megatron_bridge_has_every_section_and_key(name: str) -> None:
         pytest.skip("Megatron-Bridge is not installed")
     (file,) = (one for one in files if str(one).endswith("bridge/training/config.py"))
     tree = ast.parse(Path(str(file.locate())).read_text())
-    held = {
+    sections = {
         part.name: {one.target.id for one in part.body if isinstance(one, ast.AnnAssign)}  # type: ignore[union-attr]
         for part in tree.body
         if isinstance(part, ast.ClassDef)
     }
     data = yaml.safe_load(export(PLANS[name], "nemo").text)
-    assert set(data) <= held["ConfigContainer"]
-    assert set(data["train"]) <= held["TrainingConfig"]
+    assert set(data) <= sections["ConfigContainer"]
+    assert set(data["train"]) <= sections["TrainingConfig"]
 
 
 @pytest.mark.skipif(_missing("torchtitan"), reason="torchtitan is not installed")
@@ -156,18 +148,18 @@ def test_torchtitan_parses_the_options(name: str) -> None:
     from torchtitan.config.manager import ConfigManager
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-    made, plan = export(PLANS[name], "torchtitan"), PLANS[name]
-    options = shlex.split(made.text, comments=True)
+    exported, plan = export(PLANS[name], "torchtitan"), PLANS[name]
+    options = shlex.split(exported.text, comments=True)
     read = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *options])
     parallel, strategy = read.parallelism, plan.stages[0].runs[1].strategy
     degrees = (
         parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree, parallel.context_parallel_degree,
         parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree,
     )  # fmt: skip
-    assert _product(dict(enumerate(degrees))) * strategy.spatial == plan.devices
+    assert math.prod(degrees) * strategy.spatial == plan.devices
     assert read.training.global_batch_size == BATCH
-    if plan.pipeline > 1 and not made.left_out:
+    if plan.pipeline > 1 and not exported.left_out:
         ends = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
         parts = _generate_llm_fqn_per_model_part(len(plan.stages), BLOCKS, *ends)
-        found = [sum(module.startswith("layers.") for module in part) for part in parts]
-        assert found == [one.blocks for one in cuts(plan)]
+        blocks = [sum(module.startswith("layers.") for module in part) for part in parts]
+        assert blocks == [stage.blocks for stage in stage_blocks(plan)]

@@ -27,7 +27,7 @@ from galvatron_lite.plans.export.tools import TOOLS, export, read_settings
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
-from tests.plans.export.made import PLANS
+from tests.plans.export.plans import PLANS
 
 LAYERS, DEVICES = 8, 16
 SHAPE = {"name": "tiny", "layers": LAYERS, "hidden": 1024, "heads": 16, "vocab": 32000, "seq_len": 4096}
@@ -44,8 +44,8 @@ def sampled(tool: str, arch: str, seed: int, count: int) -> Iterator[Plan]:
     """Plans that a tool can be told, as its backend states it."""
     rng, backend = random.Random(f"{tool} {arch} {seed}"), TARGETS[tool]
     profile = profile_for(backend.stack, arch)
-    made = 0
-    while made < count:
+    legal_plans = 0
+    while legal_plans < count:
         pipeline = rng.choice((1, 1, 2, 4)) if backend.pipelines else 1
         virtual = rng.choice((1, 2)) if pipeline > 1 and Schedule.INTERLEAVED in backend.schedules else 1
         tensor, context = rng.choice((1, 1, 2, 4)), rng.choice((1, 1, 2))
@@ -84,7 +84,7 @@ def sampled(tool: str, arch: str, seed: int, count: int) -> Iterator[Plan]:
             devices=DEVICES, precision="bf16", batch=samples * microbatches * strategy.batch_degree, samples=samples,
             microbatches=microbatches, strategy=strategy, schedule=schedule, virtual=virtual, stages=stages,
         )  # fmt: skip
-        made += 1
+        legal_plans += 1
         yield priced(check_plan(plan_from(settings, profile.graph)), profile)
 
 
@@ -93,11 +93,11 @@ def sampled(tool: str, arch: str, seed: int, count: int) -> Iterator[Plan]:
 def test_what_is_written_is_read_and_priced_the_same(tool: str, arch: str, tmp_path: Path) -> None:
     profile = profile_for(TARGETS[tool].stack, arch)
     for number, plan in enumerate(sampled(tool, arch, 0, 25)):
-        made = export(plan, tool, strict=True)
+        text = export(plan, tool, strict=True).text
         file = tmp_path / f"{number}"
-        file.write_text(made.text)
+        file.write_text(text)
         again = api.evaluate(file, model=profile.graph, cluster="h100", gpus=DEVICES, target=tool)
-        assert replace(again, provenance=None) == replace(plan, provenance=None), made.text
+        assert replace(again, provenance=None) == replace(plan, provenance=None), text
         assert not any("not looked at" in line or "priced as" in line for line in again.provenance.notes)
 
 

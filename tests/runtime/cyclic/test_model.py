@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -85,7 +86,7 @@ def test_the_planner_is_told_of_delay(monkeypatch: pytest.MonkeyPatch, delay: st
 
     monkeypatch.setattr("galvatron_lite.api.plan", plan)
     monkeypatch.setattr(
-        "galvatron_lite.auto._profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
+        "galvatron_lite.auto._find_profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
     )
     auto_parallelize(model, make_batches(1, 2)[0], delay=delay, blocks=[layer.name for layer in layers])
     assert {key: asked[0][key] for key in told} == told
@@ -109,7 +110,7 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(("mode", "delay"), [(None, "v3"), ("inference", "cyclic")])
 def test_a_delay_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, mode: str | None, delay: str) -> None:
     monkeypatch.setattr(
-        "galvatron_lite.auto._profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
+        "galvatron_lite.auto._find_profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
     )
     with pytest.raises(InputError, match=f"delay: '{delay}'.*leave it out"):
         auto_parallelize(Blocks(2), make_batches(1, 2)[0], blocks=["blocks.0", "blocks.1"], mode=mode, delay=delay)
@@ -282,14 +283,9 @@ def test_a_delay_that_is_not_the_given_plans_is_refused(delay: Any, told: str) -
         auto_parallelize(model, make_batches(1, 2)[0], plan=make_plan(stages, "cdp-v2", "single"), delay=delay)
 
 
-def test_a_delay_that_tied_parameters_rule_out_is_told_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: Any) -> Plan:
-        raise InputError(
-            "--fix schedule", "cyclic", "cyclic: data: before and after share parameters and must be in one"
-        )
-
-    monkeypatch.setattr(auto, "from_rank_zero", none)
+def test_a_delay_that_tied_parameters_rule_out_is_told_plainly() -> None:
+    remedy = "cyclic: data: before and after share parameters and must be in one"
     tie = SimpleNamespace(first="before", second="after", parameters=1)
     profile: Any = SimpleNamespace(graph=SimpleNamespace(ties=(tie,)))
-    with pytest.raises(InputError, match=r"^delay: 'cdp-v2'.* before and after share parameters.* Untie them"):
-        auto._searched_plan(profile, {}, "cdp-v2")
+    error = auto._delay_error(profile, "cdp-v2", InputError("--fix schedule", "cyclic", remedy))
+    assert re.match("delay: 'cdp-v2'.* before and after share parameters.* Untie them", str(error))
