@@ -171,3 +171,6 @@ SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
     ("filters", {**_ONE_COPY, "depth": 1, "height": 1, "width": 1, "channels": 1}),
 )
 """Well-known plans to compare with, as the fields of ``Strategy`` they pin (where devices are more than one)."""
+
+SPREADING: tuple[tuple[str, str], ...] = (("experts", "expert"), ("context", "context"))
+"""Well-known plans of layers that can spread what others have not: the name, and the degree of ``Strategy``."""
