@@ -251,7 +251,8 @@ def finalists(
         names = {option.name for option in options} - {GIVEN}
         # pins may go beyond the space's own rules, which are to leave every layer a strategy
         unlike = {(layer.kind, fixed.at_layer(layer.name)) for layer in request.graph.layers}
-        if len(names) <= wanted and name not in names and all(
+        sought = len(names) <= wanted or name in dict(SPREADING)
+        if sought and name not in names and all(
             request.space.offers(kind, request.devices, pinned) for kind, pinned in unlike
         ):  # fmt: skip
             narrowed = replace(request, fixed=fixed)
@@ -260,21 +261,20 @@ def finalists(
 
 
 def _families(request: Request) -> Iterator[tuple[str, Fixed]]:
-    """Well-known plans without a pipeline, as pins: those that spread what some kinds of layers alone can spread (over
-    as many devices of a node as they can), where any can; then those of ``SHAPES``."""
+    """Well-known plans without a pipeline, as pins: those of ``SHAPES``; then those that spread what some kinds of
+    layers can, over as many devices of a node as they can."""
+    for name, degrees in SHAPES:
+        yield name, Fixed(pipeline=1, strategy=tuple(degrees.items()))
     space, layers = request.space, request.graph.layers
     offered = {layer.kind: space.strategies(layer.kind, request.devices, UNPINNED) for layer in layers}
     for name, degree in SPREADING:
-        degrees = {kind: {getattr(one, degree) for one in strategies} for kind, strategies in offered.items()}
+        ways = {kind: {getattr(one, degree) for one in strategies} for kind, strategies in offered.items()}
         most = {
-            kind: max((some for some in every if some <= space.node_devices), default=1)
-            for kind, every in degrees.items()
+            kind: max((some for some in every if some <= space.node_devices), default=1) for kind, every in ways.items()
         }
         pins = tuple((layer.name, degree, most[layer.kind]) for layer in layers if most[layer.kind] > 1)
         if pins:
             yield name, Fixed(pipeline=1, layers=pins)
-    for name, degrees in SHAPES:
-        yield name, Fixed(pipeline=1, strategy=tuple(degrees.items()))
 
 
 def _beside(schedules: Sequence[Schedule], schedule: Schedule) -> list[tuple[Schedule, ...]]:
