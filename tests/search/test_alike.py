@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from galvatron_lite import api
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute, Role
@@ -17,6 +19,9 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.io import check_runs, read_plan, write_plan
 from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, TrainedBy
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.best_first import SolvedPlan, search
+from galvatron_lite.search.families import family
+from galvatron_lite.search.shapes import Request
 
 GPUS, BATCH, MEMORY = 4, 16, 24 * 10**9
 _ASKED = {"mem": MEMORY, "batch": BATCH, "backend": "deepspeed", "runners_up": 20}
@@ -52,6 +57,25 @@ def test_no_uniform_plan_is_quicker(found: Plan, profile: Profile) -> None:
             least = min(least, priced.prediction.step_seconds)
     assert found.prediction is not None
     assert found.prediction.step_seconds <= least * (1 + 1e-9)
+
+
+def test_of_many_candidates_none_is_slower_than_what_is_near_the_quickest_so_far(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, times = list[float](), list[float]()
+
+    def recorded(request: Request, pricer: LayerPricer, **options: Any) -> SolvedPlan | None:
+        found = search(request, pricer, **options)
+        if "below" in options:
+            limits.append(options["below"])
+            times.append(found.partition.time if found else float("inf"))
+        return found
+
+    monkeypatch.setattr(family, "search", recorded)
+    api.plan(profile, mem=MEMORY, batch=BATCH, backend="megatron", runners_up=0)
+    assert len(times) > 4
+    for place in range(1, len(times)):
+        assert limits[place] <= min(times[:place]) * 1.02
 
 
 @pytest.mark.parametrize("pins", [(), ("pp=1", "layers.*.tensor=2")])
