@@ -56,6 +56,10 @@ class _Pins(LayerPins):
         number: int = self.__dict__["hash"]
         return number
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Without the hash, which is another one in another process."""
+        return _Pins, (tuple(self),)
+
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
