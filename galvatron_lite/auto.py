@@ -385,8 +385,8 @@ def _plan_uncaptured(
     _say(f"plan: {plan_line(plan)}")
     module = f"{uncaptured.field} ({uncaptured.value})"
     _say(
-        f"note: {module} does not run without data: costs are not known, and only plans of data parallelism, ZeRO 1 and "
-        "full recomputation run it"
+        f"note: {module} does not run without data: costs are not known, and only plans of data parallelism, ZeRO 1 "
+        "and full recomputation run it"
     )
     return plan
 

@@ -138,7 +138,8 @@ def _bound_line(plan: Plan, prediction: Prediction, provenance: Provenance) -> s
 def _runner_up(other: Alternative, prediction: Prediction) -> str:
     change = other.step_seconds / prediction.step_seconds - 1
     fits = "" if other.fits else ", does not fit"
-    seconds = f"{format_seconds(other.step_seconds)} ({f'{change:+.0%}' if abs(change) >= 0.005 else 'equal'})"
+    beside = f"{change:+.0%}" if abs(change) >= 0.005 else "equal"
+    seconds = f"{format_seconds(other.step_seconds)}{_range(other)}, {beside}"
     return f"{seconds}, {format_bytes(other.peak_memory)}{fits}: {other.summary}"
 
 
@@ -203,8 +204,8 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
     if plan.provenance is not None:
         if plan.provenance.most_seconds:
             console.print(
-                f"  {_range(plan.provenance).strip(' ()')} where links between nodes run at half rate, less is hidden "
-                "behind compute, or kernels are 10% slower or quicker"
+                f"  {_range(plan.provenance).strip(' ()')} where links between nodes are slower, less is hidden behind "
+                "compute, ranks straggle, or kernels are slower or quicker, by as much as published runs differ"
             )
         console.print(f"  search: {_proof(plan.provenance, len(plan.stages))}; costs {plan.provenance.profile_origin}")
     if accuracy:

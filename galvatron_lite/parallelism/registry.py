@@ -175,3 +175,6 @@ SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
     ("filters", {**_ONE_COPY, "depth": 1, "height": 1, "width": 1, "channels": 1}),
 )
 """Well-known plans to compare with on several devices, as the fields of ``Strategy`` that they pin."""
+
+SPREADING: tuple[tuple[str, str], ...] = (("experts", "expert"), ("context", "context"))
+"""Well-known plans of layers with experts or tokens to spread: the name, and the degree of ``Strategy``."""

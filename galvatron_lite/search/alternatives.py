@@ -1,8 +1,9 @@
 """Finalists: the plan of least closed form and good plans of other shapes, compared by simulation and over scenarios.
 
-Scenarios are where things are not as the cost model assumes: slow links, less that hides, other kernels. Nobody has
-measured these on a cluster that is planned for by its data sheet. Each plan is priced again by the closed form under
-each scenario; what that is more or less than as assumed, its simulated time is, too.
+Scenarios are where things are not as the cost model assumes: slow links, less that hides, other kernels, stragglers.
+Nobody has measured these on a cluster that is planned for by its data sheet; how far they go is the spread that
+constants fitted to published runs have (``spread_of``). Each plan is priced again by the closed form under each
+scenario; what that is more or less than as assumed, its simulated time is, too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 
+from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cluster.budget import as_budget, bytes_on
 from galvatron_lite.cluster.cluster import Level
 from galvatron_lite.cost.layer import LayerPricer
@@ -22,22 +26,62 @@ from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, stra
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
-from galvatron_lite.parallelism.registry import SHAPES
+from galvatron_lite.parallelism.registry import SHAPES, SPREADING
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search.best_first import ANY_TIME, SolvedPlan, finished, search
 from galvatron_lite.search.problem import Partition, StagePlan
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request, open_problem, shapes_of
-from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.space import UNPINNED, Fixed
 from galvatron_lite.search.tables import ticks
 from galvatron_lite.units import format_budget
 
-LINKS, HIDDEN, KERNELS = 0.5, 0.6, 0.1
-"""Factors on the bandwidth beyond a node and on what compute hides, and by how much kernels are quicker or slower: the
-average error of estimated step times of published runs is about as much."""
 _OVERLAPPING = ("data", "zero")
 """Causes of communication that hides wholly where a profile says nothing."""
+_INSIDE = ("nvlink", "pcie")
+"""How the names of links inside a node begin."""
+_HARDLY = 0.1
+"""A share of what hides up to which software is documented not to overlap: no fit says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far what a plan is priced with may be from what a run meets."""
+
+    links: float  # factor on the bandwidth beyond a node
+    hidden: float  # factor on what compute hides
+    kernels: float  # share by which kernels may be slower or quicker
+    straggling: float  # relative growth of the step time with each doubling of nodes (``Profile.straggling``)
+
+
+def spread_of(calibration: Calibration) -> Spread:
+    """The spread of constants over link types and software stacks that were fitted to published runs, and the average
+    error of step times where the software was not seen (``expected_error``).
+
+    Links and hiding: the least fitted constant over the greatest. Stragglers: the greatest fitted one. All of entries
+    that rest on rows of ``profiles/published/runs.jsonl``, as ``configs/calibration`` says of each.
+    """
+    fitted = {name for name, origin in calibration.origins.items() if origin.rows}
+    links = [
+        link.efficiency
+        for name, link in calibration.links.items()
+        if f"links/{name}" in fitted and not name.startswith(_INSIDE)
+    ]
+    stacks = [stack for name, stack in calibration.stacks.items() if f"stacks/{name}" in fitted]
+    shares = [stack.hidden.get(cause, 0.0) for stack in stacks for cause in _OVERLAPPING]
+    hidden = [share for share in shares if share > _HARDLY]
+    return Spread(
+        links=min(links, default=1.0) / max(links, default=1.0),
+        hidden=min(hidden, default=1.0) / max(hidden, default=1.0),
+        kernels=calibration.expected_error.get("without_family", 0.0),
+        straggling=max((stack.straggling for stack in stacks), default=0.0),
+    )
+
+
+@cache
+def _shipped_spread() -> Spread:
+    return spread_of(load_calibration())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +99,8 @@ def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
         LayerPricer(profile, works=pricer.works, sizes=pricer.sizes, points=pricer.points, compute=compute)
         for profile, compute in scenarios_of(pricer.profile)
     ]
-    ranges = []
+    worst = max(pricer.profile.straggling, _shipped_spread().straggling)
+    straggler, ranges = replace(pricer.profile, straggling=worst), list[Range]()
     for plan in plans:
         strategies = strategies_of(plan, pricer.profile)
         shape, sizes = shape_of(plan, strategies), [sum(run.count for run in stage.runs) for stage in plan.stages]
@@ -64,30 +109,31 @@ def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
             for one_pricer in (pricer, *others)
         )
         step = plan.prediction.step_seconds if plan.prediction else assumed
-        seconds = [step, *(step * other / assumed for other in varied)]
+        late = straggling(straggler, plan.devices) / straggling(pricer.profile, plan.devices)
+        seconds = [step, *(step * other / assumed for other in varied), step * late]
         ranges.append(Range(min(seconds), max(seconds), sum(seconds) / len(seconds)))
     return ranges
 
 
 def scenarios_of(profile: Profile) -> list[tuple[Profile, float]]:
-    """The profile as it would be under each scenario, with a factor on its compute.
+    """The profile as it would be under each scenario that layers are priced anew under, with a factor on its compute.
 
-    Scenarios are slow links, less hidden, and quick or slow kernels where these were estimated, not measured.
+    These are slow links, less hidden, and quick or slow kernels where these were estimated, not measured.
     """
-    cluster = profile.cluster
+    cluster, spread = profile.cluster, _shipped_spread()
     first = min(1, len(cluster.levels) - 1)
     node = cluster.levels[0].size if first else 1
 
     def slowed(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple(
-            replace(level, bandwidth=LINKS * level.bandwidth) if place >= first else level
+            replace(level, bandwidth=spread.links * level.bandwidth) if place >= first else level
             for place, level in enumerate(levels)
         )
 
     groups = tuple(replace(group, levels=slowed(group.levels)) for group in cluster.groups)
     near = [(point.group - 1) * point.stride < node for point in profile.fits]
     fits = (
-        fit if inside else replace(fit, bandwidth=LINKS * fit.bandwidth)
+        fit if inside else replace(fit, bandwidth=spread.links * fit.bandwidth)
         for fit, inside in zip(profile.fits, near, strict=True)
     )
     slow = replace(
@@ -95,8 +141,8 @@ def scenarios_of(profile: Profile) -> list[tuple[Profile, float]]:
         collectives=tuple(point for point in profile.collectives if (point.group - 1) * point.stride < node),
     )  # fmt: skip
     shares = {**dict.fromkeys(_OVERLAPPING, 1.0), **profile.hidden}
-    shown = replace(profile, hidden={cause: HIDDEN * share for cause, share in shares.items()})
-    kernels = (1.0 - KERNELS, 1.0 + KERNELS) if profile.origin.kind is OriginKind.ESTIMATED else ()
+    shown = replace(profile, hidden={cause: spread.hidden * share for cause, share in shares.items()})
+    kernels = (1.0 - spread.kernels, 1.0 + spread.kernels) if profile.origin.kind is OriginKind.ESTIMATED else ()
     return [(slow, 1.0), (shown, 1.0), *((profile, factor) for factor in kernels)]
 
 
@@ -201,17 +247,34 @@ def finalists(
         _add(options, _best_of(shaped(request, shape), pricer, _name(shape), below))
     if wanted < 1:
         return tuple(options)
-    for name, degrees in SHAPES if request.fixed == Fixed() and request.devices > 1 else ():
+    for name, fixed in _families(request) if request.fixed == Fixed() and request.devices > 1 else ():
         names = {option.name for option in options} - {GIVEN}
-        fixed = Fixed(pipeline=1, strategy=tuple(degrees.items()))
         # pins may go beyond the space's own rules, which are to leave every layer a strategy
-        kinds = sorted({layer.kind for layer in request.graph.layers})
-        if len(names) <= wanted and name not in names and all(
-            request.space.offers(kind, request.devices, fixed) for kind in kinds
+        unlike = {(layer.kind, fixed.at_layer(layer.name)) for layer in request.graph.layers}
+        sought = len(names) <= wanted or name in dict(SPREADING)
+        if sought and name not in names and all(
+            request.space.offers(kind, request.devices, pinned) for kind, pinned in unlike
         ):  # fmt: skip
             narrowed = replace(request, fixed=fixed)
             _add(options, _best_of(narrowed, pricer, name) or _best_of(narrowed, pricer, name, budget=UNBOUNDED))
     return tuple(options)
+
+
+def _families(request: Request) -> Iterator[tuple[str, Fixed]]:
+    """Well-known plans without a pipeline, as pins: those of ``SHAPES``; then those that spread what some kinds of
+    layers can, over as many devices of a node as they can."""
+    for name, degrees in SHAPES:
+        yield name, Fixed(pipeline=1, strategy=tuple(degrees.items()))
+    space, layers = request.space, request.graph.layers
+    offered = {layer.kind: space.strategies(layer.kind, request.devices, UNPINNED) for layer in layers}
+    for name, degree in SPREADING:
+        ways = {kind: {getattr(one, degree) for one in strategies} for kind, strategies in offered.items()}
+        most = {
+            kind: max((some for some in every if some <= space.node_devices), default=1) for kind, every in ways.items()
+        }
+        pins = tuple((layer.name, degree, most[layer.kind]) for layer in layers if most[layer.kind] > 1)
+        if pins:
+            yield name, Fixed(pipeline=1, layers=pins)
 
 
 def _beside(schedules: Sequence[Schedule], schedule: Schedule) -> list[tuple[Schedule, ...]]:

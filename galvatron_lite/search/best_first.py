@@ -243,7 +243,7 @@ class _Walk:
         """A quick bound of a shape; under front-loaded schedules found for all numbers of stages a group at once."""
         shape = problem.shape
         if not problem.answers.averaged and shape.schedule.front_loaded:
-            shapes = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
+            shapes = self.front_loaded.pop((shape.schedule, shape.stages, shape.microbatches), [])
             alike = [open_problem(request, problem.pricer, shape) for shape in shapes]
             for alike_problem, bound in zip(alike, averaged_uniform(alike), strict=True):
                 alike_problem.answers.averaged = float(bound)

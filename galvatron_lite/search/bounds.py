@@ -280,6 +280,8 @@ def averaged_uniform(problems: Sequence[Problem]) -> FloatArray:
     stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
     blocks have any shares.
     """
+    if not problems:
+        return np.zeros(0)
     choice, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
     stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
     uniform = Uniform(choice, cuts_of(graph, int(stages[0, 0]))[0])

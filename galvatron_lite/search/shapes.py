@@ -147,12 +147,11 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
 def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
     """A table of every layer of the model that bounds all that a stage may use."""
     tied = dict(problem.choice.tied)
-    own, known = problem.tables[stage], dict[tuple[str, str], StrategyTable]()
-    keys = [(layer.kind, layer.name if own.fixed.layers else "") for layer in problem.graph.layers]
-    for key, layer in zip(keys, problem.graph.layers, strict=True):
-        if key not in known:
-            known[key] = own.unpruned(layer.kind, layer.name)
-    every = [known[key] for key in keys]
+    own = problem.tables[stage]
+    alike = own.store.alike(own.fixed.layers)
+    first = {place: problem.graph.layers[place] for place in alike}
+    tables = {place: own.unpruned(layer.kind, layer.name) for place, layer in first.items()}
+    every = [tables[place] for place in alike]
     for place, strategy in tied.items():
         every[place] = every[place].only(strategy)
     glue = problem.choice.glue

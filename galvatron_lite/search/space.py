@@ -42,6 +42,24 @@ from galvatron_lite.parallelism.registry import choosing, parts_of
 from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy, strategy_of
 from galvatron_lite.plans.schema import Schedule
 
+LayerPins = tuple[tuple[str, str, object], ...]
+"""Names or globs of layers, attributes of ``Strategy`` and values."""
+
+
+class _Pins(LayerPins):
+    """Pins of layers; hashed once, for there may be hundreds and every table is looked up by them."""
+
+    def __hash__(self) -> int:
+        """That of the tuple."""
+        if "hash" not in self.__dict__:
+            self.__dict__["hash"] = super().__hash__()
+        number: int = self.__dict__["hash"]
+        return number
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Without the hash, which is another one in another process."""
+        return _Pins, (tuple(self),)
+
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
@@ -53,14 +71,17 @@ class Fixed:
     virtual: int | None = None  # virtual stages of each group of devices; None: searched
     # attributes of ``Strategy`` (fields, or ``batch_degree``) and the value each must have in every layer
     strategy: tuple[tuple[str, object], ...] = ()
-    # (name or glob of layers, attribute of ``Strategy``, value): the same for some layers
-    layers: tuple[tuple[str, str, object], ...] = ()
+    layers: LayerPins = ()  # the same for some layers
     # names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use
     forbidden: tuple[str, ...] = ()
     # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer where that divides (the
     # smallest budget that an error names is that of any split)
     even: bool = False
     piped: bool = False  # whether there are several stages
+
+    def __post_init__(self) -> None:
+        if type(self.layers) is not _Pins:
+            object.__setattr__(self, "layers", _Pins(self.layers))
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
@@ -78,7 +99,7 @@ class Fixed:
 
     def at_layer(self, layer: str) -> Fixed:
         """What is pinned and forbidden for one layer, as if for all: what its strategies are declared under."""
-        return Fixed(strategy=self.strategy, forbidden=self.forbidden).with_pins(self.pins_of(layer))
+        return _for_all(self.strategy, self.forbidden, self.pins_of(layer))
 
     def with_pins(self, pins: Iterable[tuple[str, object]]) -> Fixed:
         """The same with more values that every layer must have."""
@@ -94,8 +115,15 @@ class Fixed:
 
 
 @lru_cache(maxsize=65536)
-def _matching(layers: tuple[tuple[str, str, object], ...], layer: str) -> tuple[tuple[str, object], ...]:
+def _matching(layers: LayerPins, layer: str) -> tuple[tuple[str, object], ...]:
     return tuple((name, value) for names, name, value in layers if fnmatchcase(layer, names))
+
+
+@lru_cache(maxsize=4096)
+def _for_all(
+    strategy: tuple[tuple[str, object], ...], forbidden: tuple[str, ...], more: tuple[tuple[str, object], ...]
+) -> Fixed:
+    return Fixed(strategy=strategy, forbidden=forbidden).with_pins(more)
 
 
 def _off(dimension: str) -> tuple[tuple[str, object], ...]:

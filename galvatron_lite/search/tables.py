@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.search.chain.chain import MEMORY
-from galvatron_lite.search.space import UNPINNED, Fixed, Space
+from galvatron_lite.search.space import UNPINNED, Fixed, LayerPins, Space
 
 T = TypeVar("T")
 Args = ParamSpec("Args")
@@ -291,6 +291,15 @@ class Store:
         found = self.pricer.profile.graph.exchanges(inside)
         return tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
 
+    @remembered
+    def alike(self, pins: LayerPins) -> tuple[int, ...]:
+        """By place of a layer the first one of its kind with its pins: what is priced of it is priced of them all."""
+        fixed, first = Fixed(layers=pins), dict[object, int]()
+        layers = self.pricer.profile.graph.layers
+        return tuple(
+            first.setdefault((layer.kind, fixed.pins_of(layer.name)), place) for place, layer in enumerate(layers)
+        )
+
     def numbers(self, table: StrategyTable) -> IntArray:
         """(S,): a number for each strategy of a table, the same in all tables."""
         strategies = table.options.strategies
@@ -401,8 +410,11 @@ class Tables:
             layer: name, for what is pinned for it.
             sharing: of parameters.
         """
-        fixed = self.fixed.at_layer(layer) if self.fixed.pins_of(layer) else self._plain
-        return self.store.table(kind, self.shape, fixed, sharing)
+        key = (kind, layer if self.fixed.layers else "", sharing)
+        return self._memo.once(key, lambda: self.store.table(kind, self.shape, self._fixed_at(layer), sharing))
+
+    def _fixed_at(self, layer: str) -> Fixed:
+        return self.fixed.at_layer(layer) if self.fixed.pins_of(layer) else self._plain
 
     def table(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """The same without strategies that never help; with any sharing none is left out: another layer has a say."""

@@ -124,6 +124,8 @@ class Uniform:
         self.problem, self.cuts, self.store = problem, cuts, store
         self.ranges = parts_of(problem.graph)
         self.chunks = _chunks(shape.schedule, shape.stages, shape.virtual, cuts, self.ranges[1], store.crossing)
+        layers, alike = problem.graph.layers, store.alike(problem.tables[0].fixed.layers)
+        self.first = [layers[place] for place in alike]  # what each layer is priced as, sharing aside
         self._memo, self.sharing = Memo(), dict[int, ParameterSharing]()
         for places in self.chunks.held:
             self.sharing |= sharing_of(problem.graph, places)
@@ -177,7 +179,7 @@ class Uniform:
         return list(parts), time
 
     def _table(self, group: int, place: int) -> StrategyTable:
-        layer = self.problem.graph.layers[place]
+        layer = self.first[place]
         return self.problem.tables[group].unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
 
     @remembered
@@ -206,12 +208,11 @@ class Uniform:
     @cached_property
     def mixtures(self) -> Mixtures | None:
         """The choices for blocks that are all alike; None where they are not."""
-        layers, tables, blocks = self.problem.graph.layers, self.problem.tables, self.ranges[1]
-        fixed = tables[0].fixed
-        kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
-        if len(kinds) > 1 or len({id(choice) for choice in tables}) > 1 or self.sharing.keys() & set(blocks):
+        tables, blocks = self.problem.tables, self.ranges[1]
+        alike = len({self.first[place].name for place in blocks}) == 1 and len({id(choice) for choice in tables}) == 1
+        if not alike or self.sharing.keys() & set(blocks):
             return None
-        free = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name)
+        free = self._table(0, blocks[0])
         form, parts = self.problem.form, self.chunks.placed.shape[-1]
 
         def mixed() -> Mixtures:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from galvatron_lite import api
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.backends import DEEPSPEED
+from galvatron_lite.parallelism.backends import DEEPSPEED, backend_named
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.io import check_runs, read_plan, write_plan
 from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, TrainedBy
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.families import family
+from galvatron_lite.search.families.family import PlanTask
+from galvatron_lite.search.planner import request_of
+from galvatron_lite.search.shapes import Request, Session
+from galvatron_lite.search.space import Fixed
 
 GPUS, BATCH, MEMORY = 4, 16, 24 * 10**9
 _ASKED = {"mem": MEMORY, "batch": BATCH, "backend": "deepspeed", "runners_up": 20}
@@ -52,6 +61,23 @@ def test_no_uniform_plan_is_quicker(found: Plan, profile: Profile) -> None:
             least = min(least, priced.prediction.step_seconds)
     assert found.prediction is not None
     assert found.prediction.step_seconds <= least * (1 + 1e-9)
+
+
+def test_of_many_candidates_none_is_slower_than_what_is_near_the_quickest(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each a little slower than the one before: near that one, but the last ones far from the first."""
+    taken = {Fixed(microbatches=count): 10**9 + 15 * 10**6 * count for count in (1, 2, 3, 4)}
+
+    def search(request: Request, _pricer: LayerPricer, below: float = inf, **_options: Any) -> Any:
+        time = taken.get(request.fixed, inf)
+        return SimpleNamespace(partition=SimpleNamespace(time=time)) if time < below else None
+
+    monkeypatch.setattr(family, "search", search)
+    session, backend = Session(profile), backend_named("megatron")
+    request = request_of(session, GPUS, BATCH, MEMORY, Fixed(), None, backend)
+    kept = family._most_promising(PlanTask(session, request, backend, None), list(taken))
+    assert kept == list(taken)[:2]
 
 
 @pytest.mark.parametrize("pins", [(), ("pp=1", "layers.*.tensor=2")])

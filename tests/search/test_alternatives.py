@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite import api
+from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin, LinkConstants, StackConstants
+from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InfeasibleError
@@ -23,11 +25,13 @@ from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import (
     Finalist,
     Range,
+    Spread,
     alternatives_to,
     finalists,
     quickest,
     ranges_of,
     scenarios_of,
+    spread_of,
     traits,
 )
 from galvatron_lite.search.best_first import finished, search
@@ -198,6 +202,9 @@ def test_other_shapes_of_near_closed_form_are_simulated() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_ranges_are_of_plans_priced_anew_without_a_pipeline(seed: int) -> None:
     profile = random_profile(random.Random(seed), devices=4)
+    if seed % 2:  # two nodes
+        levels = (replace(profile.cluster.levels[0], size=2), replace(profile.cluster.levels[0], name="far"))
+        profile = replace(profile, cluster=replace(profile.cluster, levels=levels))
     profile = replace(profile, origin=replace(profile.origin, kind=OriginKind.ESTIMATED))
     plan = find_plan(profile, devices=4, global_batch=8, budget=10**9, runners_up=0)
     (found,) = ranges_of(LayerPricer(profile), [plan])
@@ -206,13 +213,44 @@ def test_ranges_are_of_plans_priced_anew_without_a_pipeline(seed: int) -> None:
         layers = (replace(p, forward=factor * p.forward, backward=factor * p.backward) for p in one.layers)
         return replace(one, layers=tuple(layers))
 
-    steps = [evaluate(scaled(*one), plan).prediction for one in ((profile, 1.0), *scenarios_of(profile))]
+    straggling = spread_of(load_calibration()).straggling
+    assert straggling > 0.0
+    late = (replace(profile, straggling=straggling), 1.0)
+    steps = [evaluate(scaled(*one), plan).prediction for one in ((profile, 1.0), *scenarios_of(profile), late)]
     seconds = [step.step_seconds for step in steps if step is not None]
-    assert len(seconds) == 5
+    assert len(seconds) == 6
     close = 1e-9 if plan.pipeline == 1 else 0.05
     assert found.least == pytest.approx(min(seconds), rel=close)
     assert found.most == pytest.approx(max(seconds), rel=close)
     assert found.mean == pytest.approx(sum(seconds) / len(seconds), rel=close)
+
+
+def test_scenarios_go_as_far_as_constants_that_rest_on_runs() -> None:
+    def link(efficiency: float) -> LinkConstants:
+        return LinkConstants(efficiency, 1e-6)
+
+    links = {"nvlink4": link(0.2), "infiniband-ndr": link(0.9), "roce": link(0.6), "efa": link(0.3)}
+    stacks = {
+        "a": StackConstants(hidden={"data": 0.8, "zero": 0.02}, straggling=0.01),
+        "b": StackConstants(hidden={"zero": 0.4, "tensor": 0.1}, straggling=0.03),
+        "c": StackConstants(hidden={"data": 0.2}, straggling=0.5),
+    }
+    seen = ("links/nvlink4", "links/infiniband-ndr", "links/roce", "stacks/a", "stacks/b")
+    origins = {name: ConstantsOrigin("runs", rows=3) for name in seen} | {"stacks/c": ConstantsOrigin("a guess")}
+    spread = spread_of(Calibration({}, links, stacks, origins=origins, expected_error={"without_family": 0.12}))
+    assert spread == Spread(links=0.6 / 0.9, hidden=0.4 / 0.8, kernels=0.12, straggling=0.03)
+    assert spread_of(Calibration({}, {}, {})) == Spread(links=1.0, hidden=1.0, kernels=0.0, straggling=0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "degree"), [("mixtral-8x7b", "experts", "expert"), ("llama3-8b", "context", "context")]
+)
+def test_plans_that_spread_experts_or_tokens_are_among_the_finalists(model: str, name: str, degree: str) -> None:
+    plan = api.plan(model=model, cluster="h100", gpus=16, mem="80GB", batch=16, runners_up=12)
+    (found,) = [one for one in plan.alternatives if one.summary.startswith(f"{name}: ")] or [None]
+    assert found is not None, [one.summary for one in plan.alternatives]
+    assert f"{degree}8" in found.summary
+    assert 0.0 < found.least_seconds <= found.step_seconds <= found.most_seconds
 
 
 def test_of_plans_within_the_tolerance_the_one_of_least_expected_step_is_chosen() -> None:

@@ -296,7 +296,7 @@ def _most_promising(task: PlanTask, candidates: Sequence[Fixed]) -> list[Fixed]:
         request = replace(task.request, fixed=fixed, wider=task.request)
         best = search(request, task.session.pricer, below=limit, effort=_WORK)
         if best is not None:
-            limit = int(best.partition.time * (1.0 + _REACH))
+            limit = min(limit, int(best.partition.time * (1.0 + _REACH)))
             promising.append((best.partition.time, fixed))
     promising.sort(key=itemgetter(0))
     return [fixed for _, fixed in promising[:_PROMISING]] or list(candidates[-_PROMISING:])
