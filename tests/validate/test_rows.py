@@ -18,7 +18,7 @@ from galvatron_lite.validate.checks import (
     unknown_device,
 )
 from galvatron_lite.validate.plans import argument, compute_precision, integer_argument, recompute_of, schedule_of
-from galvatron_lite.validate.rows import KINDS, REAL, WHOLE, parse_rows, read_runs, run_from_data
+from galvatron_lite.validate.rows import INTEGERS, KINDS, REALS, parse_rows, read_runs, run_from_data
 
 from .runs import gpt, predicted, skipped
 
@@ -60,9 +60,9 @@ def test_a_run_with_a_problem_keeps_its_other_fields() -> None:
     assert (run.family, run.run_id, run.gpu, run.quality, run.layers) == ("f", "r", "A100", "A", None)
 
 
-@pytest.mark.parametrize("field", sorted(WHOLE))
+@pytest.mark.parametrize("field", sorted(INTEGERS))
 def test_whole_numbers_have_a_least_and_a_largest_value(field: str) -> None:
-    least, largest = WHOLE[field]
+    least, largest = INTEGERS[field]
     assert getattr(run_from_data(LEAST | {field: least}), field) == least
     assert getattr(run_from_data(LEAST | {field: largest}), field) == largest
     for value in (least - 1, largest + 1, 10**400, float("inf"), float("nan"), -1):
@@ -70,7 +70,7 @@ def test_whole_numbers_have_a_least_and_a_largest_value(field: str) -> None:
             run_from_data(LEAST | {field: value})
 
 
-@pytest.mark.parametrize("field", sorted(REAL))
+@pytest.mark.parametrize("field", sorted(REALS))
 def test_numbers_are_positive_and_finite(field: str) -> None:
     assert getattr(run_from_data(LEAST | {field: 0.5}), field) == 0.5
     for value in (0, -1.2, float("inf"), float("nan"), 1e12, 10**400, True, "1"):
@@ -79,8 +79,8 @@ def test_numbers_are_positive_and_finite(field: str) -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    assert {name for name, kind in KINDS.items() if kind == "int"} == set(WHOLE)
-    assert {name for name, kind in KINDS.items() if kind == "float"} == set(REAL)
+    assert {name for name, kind in KINDS.items() if kind == "int"} == set(INTEGERS)
+    assert {name for name, kind in KINDS.items() if kind == "float"} == set(REALS)
 
 
 def test_grades_are_known_ones() -> None:
