@@ -111,8 +111,8 @@ def transfer_profile(
                       forward_working=0, spread=0)  # fmt: skip
         if key not in estimates:
             estimates[key] = (_times(profile, here, stack, point), _times(profile, there, stack, point))
-        forward = (times.forward_with_host for times in estimates[key])
-        backward = (times.backward_with_host(point.recompute) for times in estimates[key])
+        forward = (times.forward.seconds for times in estimates[key])
+        backward = (times.backward_with(point.recompute).seconds for times in estimates[key])
         return replace(point, forward=predict(point.forward, *forward), backward=predict(point.backward, *backward))
 
     name = profile.optimizer.name if profile.optimizer.name in OPTIMIZERS else "adamw"
@@ -192,7 +192,7 @@ def class_factors(profile: Profile, machine: Machine, stack: Stack) -> StackCons
     def predict(logs: Vector) -> Vector:
         candidate = with_factors(machine, scaled_constants(prior, logs))
         times = (_times(profile, candidate, stack, point) for point in points)
-        seconds = (layer.forward_with_host + layer.backward_with_host(Recompute.NONE) for layer in times)
+        seconds = (layer.forward.seconds + layer.backward.seconds for layer in times)
         return np.log([max(total, 1e-9) for total in seconds])
 
     measured = [point.forward + point.backward for point in points]
