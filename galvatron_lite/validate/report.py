@@ -68,7 +68,7 @@ def implausible(judged: Iterable[ScoredRun]) -> list[str]:
 def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
     """Return ``run_id``, ``line``, ``reason`` and ``detail`` of each row that is not scored, in order."""
     failed = SkipError(FAILED, "oom: True, and neither time nor memory measured.")
-    rows = []
+    rows = list[dict[str, object]]()
     for scored in judged:
         if not scored.scored:
             skip = scored.outcome if isinstance(scored.outcome, SkipError) else failed
