@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil
 from typing import Any
@@ -79,7 +79,8 @@ class Design:
 
 
 @cache
-def _designs() -> dict[str, Any]:
+def publication_patterns() -> dict[str, Any]:
+    """Return regular expressions for names in publications, and what they mean (``configs/devices/designs.yaml``)."""
     data: dict[str, Any] = read_data(config_folder("devices") / "designs.yaml")
     return data
 
@@ -87,7 +88,7 @@ def _designs() -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def reference_of(gpu: str) -> Design:
     """Return the vendor's reference design around a device, by its name; servers with PCIe cards if it has none."""
-    data = _designs()
+    data = publication_patterns()
     design = next(design for design in data["designs"] if re.search(design["match"], gpu.lower()))
     return Design(design["inside"], design["network"], design["adapters"], data["sources"][design["source"]])
 
@@ -105,7 +106,7 @@ def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
     link_type = link_types().get(words)
     if link_type is not None and link_type.network == between:
         return words
-    table = _designs()["between" if between else "inside"]
+    table = publication_patterns()["between" if between else "inside"]
     link: str | None = next((name for pattern, name in table if re.search(pattern, words)), None)
     if link is not None:
         return link
@@ -167,12 +168,24 @@ def cluster_from_links(
     # A group of racks takes an even share of each domain (64 of 72 where 128 are used).
     limit = min(n_gpus, max(inside.domain, stated))
     node = next(size for size in range(limit, 0, -1) if n_gpus % size == 0)
-    levels = [_inside(inside, node, calibration)]
+    levels = [_level("node", node, inside, inside.bandwidth, calibration)]
     if n_gpus > node:
-        between = link_named(link_matching(inter, device.name, between=True))
-        rate = None if inter_gbps_per_node is None else inter_gbps_per_node * GBIT * node / stated
-        levels.append(_between(between, device, node, n_gpus // node, rate, calibration))
+        between, reference = link_named(link_matching(inter, device.name, between=True)), reference_of(device.name)
+        adapter = between.bandwidth or link_named(reference.network).bandwidth
+        total = adapter * max(reference.adapters * node, 1.0)
+        if inter_gbps_per_node is not None:
+            total = inter_gbps_per_node * GBIT * node / stated
+        lanes = max(1, min(ceil(round(total / adapter, 6)), node))  # several adapters at one device are a single lane
+        levels.append(replace(_level("cluster", n_gpus // node, between, total, calibration), lanes=lanes))
     return Cluster(device.name, (DeviceGroup(device, n_gpus),), tuple(levels))
+
+
+def _level(name: str, size: int, link: LinkType, bandwidth: float, calibration: Calibration | None) -> Level:
+    constants = constants_of(link.name, calibration)
+    return Level(
+        name, size, bandwidth, constants.latency, link.contention, constants.efficiency, link.source,
+        half_size=constants.half_size, mesh=() if link.network else link.mesh_of(size), start=START,
+    )  # fmt: skip
 
 
 def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -204,26 +217,3 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not link.network and isinstance(level.get("size"), int):
         implied["mesh"] = link.mesh_of(level["size"])
     return implied | level
-
-
-def _inside(link: LinkType, node: int, calibration: Calibration | None) -> Level:
-    """Return the level inside a node of ``node`` devices."""
-    constants = constants_of(link.name, calibration)
-    return Level(
-        "node", node, link.bandwidth, constants.latency, link.contention, constants.efficiency, link.source,
-        half_size=constants.half_size, mesh=link.mesh_of(node), start=START,
-    )  # fmt: skip
-
-
-def _between(
-    link: LinkType, device: Device, node: int, nodes: int, rate: float | None, calibration: Calibration | None
-) -> Level:
-    """Return the level between nodes; several adapters at one device count as a single lane."""
-    constants, reference = constants_of(link.name, calibration), reference_of(device.name)
-    adapter = link.bandwidth or link_named(reference.network).bandwidth
-    total = rate if rate is not None else adapter * max(reference.adapters * node, 1.0)
-    lanes = max(1, min(ceil(round(total / adapter, 6)), node))
-    return Level(
-        "cluster", nodes, total, constants.latency, link.contention, constants.efficiency, link.source, lanes,
-        half_size=constants.half_size, start=START,
-    )  # fmt: skip

@@ -134,11 +134,7 @@ class ExpectedStep:
 
 
 def expect(profile: Profile, plan: Plan) -> ExpectedStep:
-    """Predict the parts of a step of a plan.
-
-    Raises:
-        InputError: a plan with cyclic data parallelism or branches.
-    """
+    """Predict the parts of a step of a plan."""
     if not explained_in_parts(plan):
         remedy = "What a step's time goes to is only told apart for plans in stages; look at the steps' times alone."
         raise InputError("plan", "cyclic" if plan.cyclic is not None else "branches", remedy)

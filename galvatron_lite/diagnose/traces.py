@@ -217,11 +217,7 @@ def rank_of(trace: Trace) -> int:
 
 
 def times_of(trace: Trace) -> RankTimes:
-    """Return the times of the steps of a trace.
-
-    Raises:
-        FileFormatError: a trace without operations.
-    """
+    """Return the times of the steps of a trace."""
     steps = _StepTimes(trace, _steps(trace))
     if steps.kernels:
         steps.add_kernel_times()

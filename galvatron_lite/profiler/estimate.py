@@ -179,11 +179,7 @@ _FP32 = 4
 def optimizer_cost(
     machines: Sequence[Machine], name: str, states: StateLayout | None = None, stack: StackConstants | None = None
 ) -> OptimizerCost:
-    """Estimate an optimizer's update from its memory traffic, on the slowest of some devices.
-
-    Raises:
-        InputError: an optimizer that is not in ``OPTIMIZERS``.
-    """
+    """Estimate an optimizer's update from its memory traffic, on the slowest of some devices."""
     if name not in OPTIMIZERS:
         raise InputError("--optimizer", name, f"Known for estimates: {', '.join(OPTIMIZERS)}.")
     traffic, stack = OPTIMIZERS[name], stack or StackConstants()

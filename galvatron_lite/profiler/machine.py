@@ -201,9 +201,6 @@ def machine_of(
         reached: shares of the data sheet that kernels reach; None: the calibrated constants of its type.
         stack: costs of the training software; None: none.
         uneven: see ``Rates``.
-
-    Raises:
-        InputError: an unknown precision, or no peak for it.
     """
     if precision not in ITEM_BYTES and precision not in NARROW:
         raise InputError("--precision", precision, f"Give one of {', '.join((*ITEM_BYTES, *NARROW[1:]))}.")

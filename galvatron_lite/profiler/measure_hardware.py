@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.cluster.cluster import Cluster, Collective
+from galvatron_lite.cluster.cluster import Cluster, Collective, RankGroup
 from galvatron_lite.model.trace.meta import dtype_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
@@ -120,32 +120,23 @@ def _optimizer(tensors: int, items: int, device: torch.device) -> torch.optim.Op
 SIZES = tuple(4096 * 4**power for power in range(8))  # message sizes in bytes, 4 KiB to 64 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """Groups of ``size`` ranks ``stride`` apart; ``siblings`` of them tile the world."""
-
-    size: int
-    stride: int
-    siblings: int
-
-
-def group_shapes(world: int) -> list[GroupShape]:
+def group_shapes(world: int) -> list[RankGroup]:
     """Return all shapes whose groups tile a world, small strides first."""
     shapes = []
     for size in divisors(world):
         if size > 1:
-            shapes += [GroupShape(size, stride, world // size) for stride in divisors(world // size)]
+            shapes += [RankGroup(size, stride, world // size) for stride in divisors(world // size)]
     return shapes
 
 
-def ranks_of(shape: GroupShape, world: int) -> list[list[int]]:
+def ranks_of(shape: RankGroup, world: int) -> list[list[int]]:
     """Return the ranks of each group of one shape in a world."""
     span = shape.size * shape.stride
     starts = [block + offset for block in range(0, world, span) for offset in range(shape.stride)]
     return [[start + index * shape.stride for index in range(shape.size)] for start in starts]
 
 
-def make_group(shape: GroupShape) -> dist.ProcessGroup | None:
+def make_group(shape: RankGroup) -> dist.ProcessGroup | None:
     """Create this rank's group of a shape; all ranks must call it. None stands for the full world."""
     world = dist.get_world_size()
     if shape.size == world:
@@ -156,7 +147,7 @@ def make_group(shape: GroupShape) -> dist.ProcessGroup | None:
 
 def measure_collective(
     collective: Collective,
-    shape: GroupShape,
+    shape: RankGroup,
     group: dist.ProcessGroup | None,
     device: torch.device,
     sizes: Sequence[int] = SIZES,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
@@ -34,7 +34,7 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
-from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
+from galvatron_lite.profiler.measure_hardware import make_group, prepare
 from galvatron_lite.profiler.measure_layers import (
     cut_pictures,
     differentiable,
@@ -217,7 +217,7 @@ def _exchange_seconds(
     moved = exchanges(kind, strategy_on(grid), image.shape[0] * image.element_size())
     if not moved:
         return 0.0
-    group = make_group(GroupShape(_PAIR, 1, world // _PAIR))
+    group = make_group(RankGroup(_PAIR, 1, world // _PAIR))
     pair = ProcessAxisGroup(group)
 
     def chain(axis: AxisGroup | None, rank: int) -> Callable[[Lap], object]:
@@ -284,7 +284,7 @@ def measure_waiting(
     degree = max(degree for degree in range(1, world + 1) if world % degree == 0 and plan.max_degree % degree == 0)
     if degree == 1:
         return Line()
-    group = make_group(GroupShape(degree, 1, world // degree))
+    group = make_group(RankGroup(degree, 1, world // degree))
     points = [_waiting_point(block, plan, call, ProcessTensorGroup(group), device, rule) for call in calls]
     return line_through(points)
 

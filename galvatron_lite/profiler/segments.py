@@ -139,11 +139,7 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
 def record_calls(
     skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, compute: torch.dtype | None = None
 ) -> dict[str, SegmentCall]:
-    """Run a batch and return the call of the first block of each kind.
-
-    Raises:
-        TraceError: a block that does not run by itself or is not called.
-    """
+    """Run a batch and return the call of the first block of each kind."""
     calls: dict[str, SegmentCall] = {}
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,11 +175,7 @@ def stub_result(call: SegmentCall, hidden: Tensor) -> Any:
 
 
 def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the boundary tensor among a block's arguments: the first floating tensor, else the first tensor (ids).
-
-    Raises:
-        TraceError: arguments without a tensor.
-    """
+    """Return the boundary tensor among a block's arguments: the first floating tensor, else the first tensor (ids)."""
     tensors = list(tensors_of((args, kwargs)))
     hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), next(iter(tensors), None))
     if hidden is None:

@@ -77,9 +77,6 @@ def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool
         folder: the profiles folder.
         machine: name of the machine.
         remember: whether this becomes the latest profile if there is one already.
-
-    Raises:
-        InputError: the folder cannot be written.
     """
     if (refused := unwritable(folder)) is not None:
         raise refused
@@ -120,16 +117,6 @@ def data_hash(data: Any) -> str:
     """Return sixteen hex digits (SHA-256) of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def check_hardware(profile: Profile, cluster: Cluster) -> list[str]:
-    """Return a warning for each difference between the hardware a profile was measured on and ``cluster``."""
-    from galvatron_lite.cluster.probe import differs
-
-    return [
-        f"Profile {profile.name} was measured on other hardware: {difference}. Its times may not hold here."
-        for difference in differs(profile.cluster.fingerprint, cluster.fingerprint)
-    ]
 
 
 def _check_complete(profile: Profile, path: Path) -> None:
@@ -203,8 +190,15 @@ def check_trainable(model: nn.Module, profile: Profile) -> None:
 
 
 def other_hardware(profile: Profile, here: Cluster | None = None) -> list[str]:
-    """Return the differences between the machine of a profile and this one, for people; none for data sheets."""
-    return check_hardware(profile, here or _this_machine()) if profile.cluster.fingerprint else []
+    """Return a warning for each difference between the machine of a profile and this one; none for data sheets."""
+    from galvatron_lite.cluster.probe import differs
+
+    if not profile.cluster.fingerprint:
+        return []
+    return [
+        f"Profile {profile.name} was measured on other hardware: {difference}. Its times may not hold here."
+        for difference in differs(profile.cluster.fingerprint, (here or _this_machine()).fingerprint)
+    ]
 
 
 def _this_machine() -> Cluster:

@@ -15,7 +15,7 @@ from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import constants_for_stack
 from galvatron_lite.cluster.catalog import known_devices, match_device
 from galvatron_lite.cluster.cluster import Cluster, Device
-from galvatron_lite.cluster.links import cluster_from_links, link_matching
+from galvatron_lite.cluster.links import cluster_from_links, link_matching, publication_patterns
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.stacks.catalog import DEFAULT, match_stack
@@ -24,39 +24,6 @@ from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.plans import gathers_once, integer_argument
 from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
-
-_PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"gb300(?!\d)", "GB300"),
-    (r"gb200(?!\d)", "GB200"),
-    (r"b300(?!\d)", "B300"),
-    (r"b200(?!\d)", "B200"),
-    (r"h200(?!\d)", "H200"),
-    (r"h100(?!\d).*96 ?gb", "H100-SXM-96GB"),
-    (r"h100(?!\d).*nvl", "H100-NVL"),
-    (r"h100(?!\d).*pcie", "H100-PCIE-80GB"),
-    (r"h100(?!\d)", "H100-SXM5-80GB"),
-    (r"h800(?!\d)", "H800-SXM5-80GB"),
-    (r"a800(?!\d)", "A800-SXM4-80GB"),
-    (r"a100(?!\d).*40 ?gb.*pcie|a100.*pcie.*40 ?gb", "A100-PCIE-40GB"),
-    (r"a100(?!\d).*pcie", "A100-PCIE-80GB"),
-    (r"a100(?!\d).*40 ?gb", "A100-SXM4-40GB"),
-    (r"a100(?!\d)", "A100-SXM4-80GB"),
-    (r"v100(?!\d).*16 ?gb", "V100-SXM2-16GB"),
-    (r"v100(?!\d)", "V100-SXM2-32GB"),
-    (r"p100(?!\d)", "P100-SXM2-16GB"),
-    (r"p40", "P40"),
-    (r"\bt4\b", "T4"),
-    (r"rtx ?titan|titan ?rtx", "RTX-Titan"),
-    (r"rtx ?8000", "Quadro-RTX-8000"),
-    (r"6000 ?ada", "RTX-6000-Ada"),
-    (r"a6000(?!\d)", "RTX-A6000"),
-    (r"4090(?!\d)", "RTX-4090"),
-    (r"3090(?!\d)", "RTX-3090"),
-    (r"l40s", "L40S"),
-    (r"\ba10\b", "A10"),
-    (r"\ba40\b", "A40"),
-)
-"""Patterns of the names that publications use for devices, besides those of the data sheets; the first match counts."""
 
 
 def device_of(text: str | None) -> Device | None:
@@ -67,7 +34,7 @@ def device_of(text: str | None) -> Device | None:
     exact = match_device(words)
     if exact is not None:
         return exact
-    names = (name for pattern, name in _PATTERNS if re.search(pattern, words))
+    names = (name for pattern, name in publication_patterns()["devices"] if re.search(pattern, words))
     return next((device for device in map(match_device, names) if device is not None), None)
 
 

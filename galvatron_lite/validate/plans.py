@@ -90,11 +90,7 @@ class Batch:
 
 
 def batch_of(run: PublishedRun) -> Batch:
-    """Return the batch of a run: ``global_batch = dp x micro_batch x count``.
-
-    Raises:
-        SkipError: a batch that does not divide.
-    """
+    """Return the batch of a run: ``global_batch = dp x micro_batch x count``."""
     replicas, stages = run.dp or 1, run.pp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
         raise SkipError("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")

@@ -16,7 +16,7 @@ from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.trainable import Trainable
-from galvatron_lite.oracle.pricing import lay_out_model, profile_on, reading_seconds
+from galvatron_lite.oracle.pricing import price_layout, profile_on, reading_seconds
 from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
@@ -57,11 +57,7 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
 
 
 def question_of(run: PublishedRun) -> RowQuestion:
-    """Return the oracle's question for a run whose groups of devices share pixels or filters.
-
-    Raises:
-        SkipError: degrees or a batch that do not divide.
-    """
+    """Return the oracle's question for a run whose groups of devices share pixels or filters."""
     pixels, filters = run.spatial or 1, run.filter or 1
     group, devices = pixels * filters, run.n_gpus or 0
     if min(pixels, filters) > 1:
@@ -168,7 +164,7 @@ class Predictor:
             raise SkipError("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
         question = question_of(run)
         pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, self.calibration))
-        layout = lay_out_model(pricer, question)
+        layout = price_layout(pricer, question)
         (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
         step = (seconds + cost.step + pricer.profile.overhead.step) * straggling(pricer.profile, question.devices)
         step = max(step, reading_seconds(pricer.profile, question))

@@ -120,11 +120,7 @@ KINDS = {
 
 
 def _checked(name: str, value: Any, place: str) -> Any:
-    """Return a field's value in its type.
-
-    Raises:
-        FileFormatError: a value of another type or out of bounds.
-    """
+    """Return a field's value in its type."""
     if name in INTEGERS or name in REALS:
         least, largest = INTEGERS.get(name) or (0, REALS[name])
         is_valid = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
@@ -189,11 +185,7 @@ def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> 
 
 
 def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:
-    """Return the run of an object.
-
-    Raises:
-        FileFormatError: a required field is absent, or a value has another type or is out of bounds.
-    """
+    """Return the run of an object."""
     for name in ("family", "run_id", "framework"):
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")

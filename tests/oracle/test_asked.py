@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.request import OracleOptions, counts_of, forecast, kinds_of, network_names
+from galvatron_lite.oracle.request import OracleOptions, counts_of, forecast, methods_named, network_names
 from galvatron_lite.oracle.rows import Method
 
 
@@ -41,10 +41,10 @@ def test_numbers_of_devices() -> None:
 
 
 def test_words_of_strategies() -> None:
-    assert kinds_of(["filter", "data", "filter"]) == (Method.FILTER, Method.DATA)
-    assert len(kinds_of([])) == 7
+    assert methods_named(["filter", "data", "filter"]) == (Method.FILTER, Method.DATA)
+    assert len(methods_named([])) == 7
     with pytest.raises(InputError, match=r"--strategies: 'tensor'.*data\+filter"):
-        kinds_of(["tensor"])
+        methods_named(["tensor"])
 
 
 def test_the_paper_s_figure() -> None:

@@ -50,8 +50,8 @@ def test_nothing_bites() -> None:
         ),
         ("memory redundancy", FindingKind.BOTTLENECK, {"replicated": 6.0}, 0.6),
         ("weight update", FindingKind.LIMITATION, {"update": 25.0}, 0.2),
-        ("workload balance", FindingKind.LIMITATION, {"uneven": 1.25}, 0.2),
-        ("computation redundancy", FindingKind.BOTTLENECK, {"twice": 0.3}, 0.3),
+        ("workload balance", FindingKind.LIMITATION, {"imbalance": 1.25}, 0.2),
+        ("computation redundancy", FindingKind.BOTTLENECK, {"duplicated": 0.3}, 0.3),
     ],
 )
 def test_each_cause(name: str, sort: FindingKind, changes: dict[str, object], share: float) -> None:
@@ -73,7 +73,7 @@ def test_thresholds_are_passed_not_neared() -> None:
 def test_the_worst_is_told_with_its_layer() -> None:
     loud = LongestCommunication(gradients="fc6")
     rows = [
-        replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), loudest=loud)
+        replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), longest=loud)
         for p, s in ((2, 1.0), (4, 25.0), (8, 100.0))
     ]
     (one,) = found(*rows)
