@@ -41,6 +41,7 @@ from galvatron_lite.profiler.schema import (
     DeviceFigures,
     HostOverhead,
     LayerPoint,
+    LayerSetting,
     OptimizerCost,
     Origin,
     OriginKind,
@@ -223,19 +224,6 @@ Wanted = tuple[str, int, bool, Recompute, float]
 """A point to estimate: kind, tensor degree, sequence parallel, recomputation, samples."""
 
 
-class _Choice(NamedTuple):
-    """A point to estimate; see ``LayerPoint``."""
-
-    kind: str
-    tensor: int
-    split: bool  # whether tokens are split over the tensor group, too
-    recompute: Recompute
-    samples: float
-    expert: int = 1
-    by: str = ""  # the field of ``Strategy`` that splits channels
-    shares: int = 1  # its degree
-
-
 def estimate_profile(
     graph: ModelGraph,
     cluster: Cluster,
@@ -284,17 +272,18 @@ def estimate_profile(
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
     node, gathers_each = cluster.levels[0].size, stack.pictures.gathers_each
-    choices = list(_all_choices(graph, cluster.devices, node, samples, gathers_each)) if wanted is None else []
-    for point in wanted or ():
-        kind = graph.kinds.get(point[0])
-        if kind is not None and point[3] in kind.kept:
-            choices.append(_Choice(*point, expert if kind.expert_parameters else 1))
+    settings = list(_all_settings(graph, cluster.devices, node, samples, gathers_each)) if wanted is None else []
+    for key, degree, split, recompute, count in wanted or ():
+        kind = graph.kinds.get(key)
+        if kind is not None and recompute in kind.kept:
+            spread = expert if kind.expert_parameters else 1
+            settings.append(LayerSetting(key, count, degree, split, recompute, spread))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
         return DeviceFigures(
             device,
-            tuple(_points(graph, machines, stack, choices)),
+            tuple(_points(graph, machines, stack, settings)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
             HostOverhead(
                 step=host.step_host,
@@ -357,18 +346,18 @@ def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
 
 
-def _all_choices(
+def _all_settings(
     graph: ModelGraph, devices: int, node: int, samples: Sequence[float], gathers_each: bool
-) -> Iterator[_Choice]:
+) -> Iterator[LayerSetting]:
     for name, kind in graph.kinds.items():
         for by, degree in _channel_splits(kind, min(node, devices), gathers_each):
             for count, recompute in product(samples[::2], kind.kept):
-                yield _Choice(name, 1, False, recompute, count, 1, by, degree)
+                yield LayerSetting(name, count, recompute=recompute, by=by, shares=degree)
         for expert, degree in product(_expert_degrees(kind, devices), tensor_degrees(kind, devices)):
             for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
                 counts = (*_sample_shares(kind, devices // degree, degree if split else 1), *samples)
                 for count, recompute in product(counts, kind.kept):
-                    yield _Choice(name, degree, split, recompute, count, expert)
+                    yield LayerSetting(name, count, degree, split, recompute, expert)
 
 
 def _expert_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
@@ -399,43 +388,35 @@ def _sample_shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, .
 
 
 def _points(
-    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, choices: Sequence[_Choice]
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, settings: Sequence[LayerSetting]
 ) -> Iterator[LayerPoint]:
-    """Yield the point of each choice on the slowest machine."""
-    times: dict[_Choice, LayerTimes] = {}
+    """Yield the point of each setting on the slowest machine."""
+    times: dict[LayerSetting, LayerTimes] = {}
     kinds: dict[tuple[str, str, int], LayerKind] = {}
-    for choice in choices:
-        name, by, degree = key = choice.kind, choice.by, choice.shares
+    for setting in settings:
+        name, by, degree = key = setting.kind, setting.by, setting.shares
         if key not in kinds:
             kind = graph.kinds[name]
             kinds[key] = sliced_kind(kind, by, degree, stack.pictures.gathers_each) if by else kind
-        plain = choice._replace(recompute=Recompute.NONE)
+        plain = setting._replace(recompute=Recompute.NONE)
         if plain not in times:
-            split = choice.samples, choice.tensor, choice.split, choice.expert, stack.early_stop
+            split = setting.samples, setting.tensor, setting.sequence_parallel, setting.expert, stack.early_stop
             candidates = [layer_times(machine, kinds[key], stack.states, *split) for machine in machines]
             times[plain] = max(candidates, key=lambda item: item.forward.device + item.backward.device)
-        yield _point(choice, kinds[key], times[plain])
+        yield _point(setting, kinds[key], times[plain])
 
 
-def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
-    """Return the point of a choice; with recomputation, all that a plain layer keeps is live again in backward."""
-    samples, degree, split = choice.samples, choice.tensor, choice.split
-    kept = kind.kept[choice.recompute].at(degree, split) * samples
-    plain = kind.kept.get(Recompute.NONE, kind.kept[choice.recompute]).at(degree, split) * samples
+def _point(setting: LayerSetting, kind: LayerKind, times: LayerTimes) -> LayerPoint:
+    """Return the point of a setting; with recomputation, all that a plain layer keeps is live again in backward."""
+    samples, degree, split = setting.samples, setting.tensor, setting.sequence_parallel
+    kept = kind.kept[setting.recompute].at(degree, split) * samples
+    plain = kind.kept.get(Recompute.NONE, kind.kept[setting.recompute]).at(degree, split) * samples
     spared = kind.spared_bytes / degree if degree > 1 else 0.0
-    rebuilt = plain + kept if choice.recompute is Recompute.FULL else max(plain, kept)
-    return LayerPoint(
-        kind=choice.kind,
-        samples=samples,
-        tensor=degree,
-        sequence_parallel=split,
-        recompute=choice.recompute,
+    rebuilt = plain + kept if setting.recompute is Recompute.FULL else max(plain, kept)
+    return setting.point(
         forward=times.forward.seconds,
-        backward=times.backward_with(choice.recompute).seconds,
+        backward=times.backward_with(setting.recompute).seconds,
         kept=round(kept),
         working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
-        expert=choice.expert,
-        filters=choice.shares if choice.by == "filters" else 1,
-        channels=choice.shares if choice.by == "channels" else 1,
     )

@@ -40,7 +40,7 @@ from galvatron_lite.profiler.measure_hardware import (
     measure_throughput,
     with_throughput,
 )
-from galvatron_lite.profiler.measure_layers import LayerSetting, first_share, measured_channel_splits, measured_grids
+from galvatron_lite.profiler.measure_layers import first_share, measured_channel_splits, measured_grids
 from galvatron_lite.profiler.measure_overhead import Line
 from galvatron_lite.profiler.schema import (
     PROFILE_VERSION,
@@ -48,6 +48,7 @@ from galvatron_lite.profiler.schema import (
     CollectivePoint,
     HostOverhead,
     LayerPoint,
+    LayerSetting,
     OptimizerCost,
     Origin,
     OriginKind,
@@ -209,7 +210,7 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
     """Return all points of blocks: splits of pixels and channels first, then ascending numbers of samples."""
     kinds = _kinds(scope, Role.BLOCK)
     splits = [*_pixel_settings(scope, kinds), *channel_settings(scope, kinds)]
-    return [replace(setting, recompute=choice) for setting in splits for choice in kinds[setting.kind].kept] + [
+    return [setting._replace(recompute=choice) for setting in splits for choice in kinds[setting.kind].kept] + [
         LayerSetting(name, samples, degree, shared, recompute)
         for samples in scope.samples
         for name, kind in kinds.items()
@@ -282,7 +283,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
 def _measure_block(setting: LayerSetting, bench: LayerBench, scope: Scope, results: Mapping[str, Any]) -> Any:
     """Measure a point as plain data; no point if fewer samples show that it exceeds the device's memory, as then no
     plan can use it."""
-    keys = {n: layer_key(replace(setting, samples=n)) for n in scope.samples if n < setting.samples}
+    keys = {n: layer_key(setting._replace(samples=n)) for n in scope.samples if n < setting.samples}
     fewer = max((n for n, key in keys.items() if key in results), default=None)
     if fewer is not None:
         smaller = results[keys[fewer]]

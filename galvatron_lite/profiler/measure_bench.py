@@ -30,7 +30,6 @@ from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_layers import (
     WHOLE,
-    LayerSetting,
     SegmentMemory,
     cut_pictures,
     give_gradients,
@@ -40,7 +39,7 @@ from galvatron_lite.profiler.measure_layers import (
 )
 from galvatron_lite.profiler.measure_overhead import Line, measure_overhead, measure_waiting
 from galvatron_lite.profiler.memory import MemoryPhase, track_peak
-from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
+from galvatron_lite.profiler.schema import HostOverhead, LayerPoint, LayerSetting
 from galvatron_lite.profiler.segments import (
     DependentCopy,
     GradientMarker,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.memory import MemoryPhase, storage_bytes, track_peak
-from galvatron_lite.profiler.schema import LayerPoint
+from galvatron_lite.profiler.schema import LayerPoint, LayerSetting
 from galvatron_lite.profiler.segments import SegmentCall, fresh_input, hidden_state, input_leaf, run_with
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 
@@ -139,20 +139,6 @@ _CPU_ROOM = 2**29  # bytes for these copies on a CPU
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSetting:
-    """The choices under which a layer is measured; the key of a ``LayerPoint``."""
-
-    kind: str  # kind, samples, tensor, sequence_parallel, recompute: see ``LayerPoint``
-    samples: float
-    tensor: int = 1
-    sequence_parallel: bool = False
-    recompute: Recompute = Recompute.NONE
-    grid: Grid = WHOLE  # devices that share the pixels of one sample; the first one has ``samples`` of it
-    by: str = ""  # ``filters`` or ``channels`` if devices split the channels of convolutions
-    shares: int = 1  # degree of that split
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentMemory:
     """Bytes of one segment of the model, as in ``LayerPoint``."""
 
@@ -201,21 +187,8 @@ def measure_block(
 
 def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) -> LayerPoint:
     """Return the point of a setting from a timing with forward and backward as laps, and its memory."""
-    return LayerPoint(
-        kind=setting.kind,
-        samples=setting.samples,
-        tensor=setting.tensor,
-        sequence_parallel=setting.sequence_parallel,
-        recompute=setting.recompute,
-        forward=timing.laps[0],
-        backward=timing.laps[1],
-        kept=memory.kept,
-        working=memory.working,
-        forward_working=memory.forward_working,
-        spread=timing.spread,
-        filters=setting.shares if setting.by == "filters" else 1,
-        channels=setting.shares if setting.by == "channels" else 1,
-    )
+    forward, backward = timing.laps
+    return setting.point(forward=forward, backward=backward, spread=timing.spread, **asdict(memory))
 
 
 def make_shard(

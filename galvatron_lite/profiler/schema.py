@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Interval
 
@@ -70,6 +70,30 @@ class LayerPoint(Strict):
     expert: Devices = 1  # devices that experts were spread over, each with the tokens of them all
     filters: Devices = 1  # devices that split the output channels of convolutions
     channels: Devices = 1  # devices that split their input channels
+
+
+class LayerSetting(NamedTuple):
+    """The choices under which a layer is measured or estimated; the key of a ``LayerPoint``."""
+
+    kind: str
+    samples: float
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    expert: int = 1
+    by: str = ""  # ``filters`` or ``channels`` if devices split the channels of convolutions
+    shares: int = 1  # degree of that split
+    grid: tuple[int, int, int] = (
+        1,
+        1,
+        1,
+    )  # devices that share the pixels of one sample; the first has ``samples`` of it
+
+    def point(self, **figures: Any) -> LayerPoint:
+        """Return the point with the other fields of ``LayerPoint``."""
+        kind, samples, tensor, sequence_parallel, recompute, expert, by, shares, _ = self
+        channels = {by: shares} if by else {}
+        return LayerPoint(kind, samples, tensor, sequence_parallel, recompute, expert=expert, **channels, **figures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,23 +27,17 @@ LEAST = {"family": "f", "run_id": "r", "framework": "x"}
 
 
 def test_absent_fields_are_none_and_unknown_ones_are_passed_over() -> None:
-    run = run_from_data(LEAST | {"layers": 4.0, "something_new": [1]})  # whole numbers may be written as floats
+    run = run_from_data(LEAST | {"layers": 4.0, "something_new": [1], "mfu2": None})  # 4.0 counts as an integer
     assert (run.layers, run.hidden, run.oom) == (4, None, None)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("layers", "four"), ("layers", 4.5), ("tp", 0), ("gated_mlp", 1), ("gpu", 3), ("mfu2", None)]
+    ("field", "value"), [("layers", "four"), ("layers", 4.5), ("tp", 0), ("gated_mlp", 1), ("gpu", 3)]
 )
-def test_a_field_of_the_wrong_kind_is_named_with_its_line(field: str, value: object) -> None:
-    lines = ["", json.dumps(LEAST | {field: value})]
-    ((_, run),) = parse_rows(lines, "runs.jsonl")
-    if field == "mfu2":
-        assert run.problem is None
-    else:
-        assert run.problem is not None
-        assert f"runs.jsonl, line 2, {field}" in run.problem
-        with pytest.raises(FileFormatError, match=field):
-            run_from_data(LEAST | {field: value})
+def test_a_field_of_the_wrong_type_is_named_with_its_line(field: str, value: object) -> None:
+    ((_, run),) = parse_rows(["", json.dumps(LEAST | {field: value})], "runs.jsonl")
+    assert run.problem is not None
+    assert f"runs.jsonl, line 2, {field}" in run.problem
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"family": "f"}', "[" * 100_000])
@@ -83,13 +77,10 @@ def test_every_number_has_a_range() -> None:
     assert {name for name, kind in KINDS.items() if kind == "float"} == set(REALS)
 
 
-def test_grades_are_known_ones() -> None:
+def test_grades_and_files_that_do_not_exist(tmp_path: Path) -> None:
     assert run_from_data(LEAST | {"quality": "A-mem"}).quality == "A-mem"
     with pytest.raises(FileFormatError, match="A, B, A-mem, C"):
         run_from_data(LEAST | {"quality": "Z"})
-
-
-def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="no such file"):
         read_runs(tmp_path / "none.jsonl")
 
