@@ -167,7 +167,7 @@ def _widest_choices(
         for one in (_within(layer, outer, option),)
         if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
     ]
-    return widest or [(0.0, LayerChoice(_within(layer, outer, Strategy(data=group)), alike=group))]
+    return widest or [(0.0, LayerChoice(_within(layer, outer, Strategy(data=group)), duplicates=group))]
 
 
 def _group_strategies(pricer: LayerPricer, layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
