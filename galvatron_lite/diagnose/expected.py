@@ -85,8 +85,8 @@ def times_from_log(records: Sequence[RankRecord], passes: int) -> RankTimes:
     backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}
     return RankTimes(
         records[0].rank, total, sum(record.steps for record in with_steps), forward, backward,
-        {key: own for key, own in communication.items() if own}, seconds[StepPart.OPTIMIZER], seconds[StepPart.WAITING],
-        seconds[StepPart.OTHER], between, has_layers=bool(layers), has_parts=has_parts,
+        {key: spent for key, spent in communication.items() if spent}, seconds[StepPart.OPTIMIZER],
+        seconds[StepPart.WAITING], seconds[StepPart.OTHER], between, has_layers=bool(layers), has_parts=has_parts,
     )  # fmt: skip
 
 

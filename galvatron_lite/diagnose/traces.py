@@ -40,7 +40,7 @@ class IntervalUnion:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        self._starts, self._ends = [one[0] for one in merged], [one[1] for one in merged]
+        self._starts, self._ends = [start for start, _ in merged], [end for _, end in merged]
         self._sums = [0.0, *accumulate(end - start for start, end in merged)]
 
     @property

@@ -259,9 +259,8 @@ def closed_forecast(case: Case, kinds: Sequence[Method], counts: Sequence[int]) 
     notes = [f"quirk on: {quirk.value}" for quirk in sorted(case.quirks)]
     notes += [] if case.contention else ["contention is left out"]
     alone = case.samples * network.seconds
-    lines = [
-        strategy_line(one, counts, limit_of(one), _row, alone) for one in (replace(case, kind=kind) for kind in kinds)
-    ]
+    cases = [replace(case, kind=kind) for kind in kinds]
+    lines = [strategy_line(of_kind, counts, limit_of(of_kind), _row, alone) for of_kind in cases]
     return Forecast(
         network.name, f"{wires.name} ({wires.setting})", "paradl", case.samples,
         f"{network.seconds_origin}: {network.seconds_source}", tuple(notes), tuple(lines),
@@ -327,10 +326,10 @@ def _replicated(case: Case) -> float:
     if case.kind is Method.DATA:
         items = network.weights
     elif case.split is ModelSplit.SPATIAL:
-        split = sum(one.inputs + one.outputs for one in network.split_by(case.split) if one.counts_as_memory)
-        items = activations - case.batch * split + network.weights
+        counted = (layer for layer in network.split_by(case.split) if layer.counts_as_memory)
+        items = activations - case.batch * sum(layer.inputs + layer.outputs for layer in counted) + network.weights
     elif case.split is ModelSplit.FILTER:
-        items = activations + network.weights - sum(one.weights for one in network.split_by(case.split))
+        items = activations + network.weights - sum(layer.weights for layer in network.split_by(case.split))
     return 2 * network.item_bytes * items
 
 

@@ -102,7 +102,7 @@ def _machine(origin: str, model: str, devices: int, batch: int) -> ClusterCosts 
         return str(error)
 
 
-def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
+def _check(row: MeasuredRow, model_costs: ClusterCosts | str) -> RowCheck:
     """Predict one row; the closed forms are without quirks and with the default setting of the network."""
     predicted, problems = dict[str, float | None](), dict[str, str]()
     network, fabric = network_named(row.model), fabric_named(CLUSTER)
@@ -114,11 +114,13 @@ def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
         predicted["paradl"] = epoch if row.per == "epoch" else epoch / case.iterations
     except GalvatronError as error:
         problems["paradl"] = str(error)
-    if not isinstance(machine, str):
-        priced = price_row(machine, question)
-        predicted["galvatron"], machine = priced.epoch if row.per == "epoch" else priced.iteration, priced.problem
-    if machine:
-        predicted["galvatron"], problems["galvatron"] = None, machine
+    if isinstance(model_costs, str):
+        problem = model_costs
+    else:
+        priced = price_row(model_costs, question)
+        predicted["galvatron"], problem = priced.epoch if row.per == "epoch" else priced.iteration, priced.problem
+    if problem:
+        predicted["galvatron"], problems["galvatron"] = None, problem
     predicted["published"] = row.projected or None
     return RowCheck(row, {name: predicted.get(name) for name in FORMULAS}, problems)
 

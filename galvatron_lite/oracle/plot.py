@@ -125,7 +125,7 @@ def _panel(line: StrategyLine, place: int) -> Iterator[str]:
     capacity, fullest = line.complete[0].capacity, max(line.complete, key=lambda row: row.memory)
     most = max(min(fullest.memory, 2 * capacity), 1.12 * capacity)
     base = y + _BARS + 30 + _MEMORY
-    every = max(1, ceil(36 / step))
+    period = max(1, ceil(36 / step))  # bars from one label of GPUs to the next
     for number, row in enumerate(line.rows):
         bar = x + number * step + (step - wide) / 2
         if not row.problem:
@@ -134,7 +134,7 @@ def _panel(line: StrategyLine, place: int) -> Iterator[str]:
             words = f"{row.devices:,} GPUs: {format_bytes(row.memory)} of {format_bytes(row.capacity)}"
             rectangle = _rectangle(3 if row.fits else 4, bar, base - high, wide, high)
             yield f"<g><title>{escape(words)}</title>{rectangle}</g>"
-        if number % every == 0 or (number == len(line.rows) - 1 and number % every > every / 2):
+        if number % period == 0 or (number == len(line.rows) - 1 and number % period > period / 2):
             yield caption(bar + wide / 2, base + 15, f"{row.devices:,}", "middle", "soft", _SMALL)
     limit = base - _MEMORY * capacity / most
     yield f'<path class="grid" d="M{x:.1f} {base:.1f}H{end:.1f}"/>'

@@ -30,6 +30,7 @@ from galvatron_lite.oracle.rows import (
     LongestCommunication,
     Method,
     RowQuestion,
+    StrategyLine,
     balanced_runs,
     limit_by_count,
     strategy_line,
@@ -177,7 +178,7 @@ def _splits_pixels(question: RowQuestion) -> bool:
 
 
 def _price(pricer: LayerPricer, question: RowQuestion, layer: Layer, chosen: LayerChoice) -> LayerCost:
-    """Where a group works alike, each of its devices has all of the group's samples."""
+    """Price a layer; if a group repeats work, each of its devices has all samples of the group."""
     batch = question.global_batch * chosen.duplicates
     if batch % chosen.strategy.batch_degree:
         raise InputError("--batch", question.batch, f"{batch} samples do not divide over {chosen.strategy}.")
@@ -203,11 +204,11 @@ def _pipeline(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     return LayerLayout(shape, priced, CommunicationSeconds(messages=seconds if stages > 1 else 0.0))
 
 
-def price_row(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
+def price_row(model_costs: ClusterCosts, question: RowQuestion) -> ForecastRow:
     """Return the figures of a row, or its problem if it cannot be run."""
     row = ForecastRow(question.name, question.devices, question.global_batch, question.iterations)
     try:
-        pricer = machine.pricer(question.devices)
+        pricer = model_costs.pricer(question.devices)
         layout = price_layout(pricer, question)
     except InputError as error:
         return replace(row, problem=str(error))
@@ -225,7 +226,7 @@ def price_row(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     host = profile.overhead.step + seconds - seconds / slower
     left = max(seconds - max(works) - update - layout.moved.total, 0.0)
     waiting = max(left - host, 0.0) if len(costs) > 1 else 0.0
-    count, memory = row.iterations, max((cost.memory for cost in costs), key=lambda one: one.total)
+    count, memory = row.iterations, max((cost.memory for cost in costs), key=lambda memory: memory.total)
     replicated = memory.parameters + memory.gradients + memory.optimizer
     if question.kind in (Method.FILTER, Method.CHANNEL, Method.DATA_FILTER):
         replicated = memory.activations
@@ -275,20 +276,22 @@ def _longest_communication(
 
 
 def forecast(
-    machine: ClusterCosts,
+    model_costs: ClusterCosts,
     question: RowQuestion,
     words: Sequence[Method],
     strategies: Sequence[Strategy],
     counts: Sequence[int],
 ) -> Forecast:
     """Return the table; methods that the model does not allow are left out, with a note."""
-    graph = machine.graph
-    kinds = [kind for kind in words if can_split(machine, kind)]
+    graph = model_costs.graph
+    kinds = [kind for kind in words if can_split(model_costs, kind)]
     # seconds of compute of an epoch on one device, even if they exceed its memory
-    alone = price_row(machine, replace(question, kind=Method.SERIAL, devices=1, text=None)).compute
-    price = partial(_row, machine)
-    questions = [replace(question, kind=kind) for kind in kinds]
-    lines = [strategy_line(one, counts, limit_of(machine, one), price, alone) for one in questions]
+    alone = price_row(model_costs, replace(question, kind=Method.SERIAL, devices=1, text=None)).compute
+    price = partial(_row, model_costs)
+    lines = list[StrategyLine]()
+    for kind in kinds:
+        of_kind = replace(question, kind=kind)
+        lines.append(strategy_line(of_kind, counts, limit_of(model_costs, of_kind), price, alone))
     for strategy in strategies:
         most = question.samples // question.batch * strategy.devices
         limit = Limit(most, f"whole copies of its {strategy.devices} GPUs, B at most the data set")
@@ -296,25 +299,25 @@ def forecast(
     notes = [f"{graph.precision}, {question.batch} samples a replica"]
     if missing := ", ".join(kind.value for kind in words if kind not in kinds):
         notes.append(f"left out, as no layer of {graph.name} can be split so: {missing}")
-    origin = machine.profile.origin
+    origin = model_costs.profile.origin
     return Forecast(
-        graph.name, machine.profile.cluster.name, "galvatron", question.samples,
+        graph.name, model_costs.profile.cluster.name, "galvatron", question.samples,
         f"{origin.kind.value}: {origin.source}", tuple(notes), tuple(lines),
     )  # fmt: skip
 
 
-def _row(machine: ClusterCosts, question: RowQuestion, row: ForecastRow) -> ForecastRow:
+def _row(model_costs: ClusterCosts, question: RowQuestion, row: ForecastRow) -> ForecastRow:
     """Return a row with the cost of congestion."""
-    if problem := _unsplit_reason(machine, question):
+    if problem := _unsplit_reason(model_costs, question):
         return replace(row, iterations=1, problem=problem)
-    priced = price_row(machine, question)
-    if priced.problem or question.devices <= machine.profile.cluster.levels[0].size:
+    priced = price_row(model_costs, question)
+    if priced.problem or question.devices <= model_costs.profile.cluster.levels[0].size:
         return priced
-    free = price_row(machine.alone, question)
+    free = price_row(model_costs.alone, question)
     return replace(priced, congested=max(priced.moved.total - free.moved.total, 0.0))
 
 
-def _unsplit_reason(machine: ClusterCosts, question: RowQuestion) -> str:
+def _unsplit_reason(model_costs: ClusterCosts, question: RowQuestion) -> str:
     """Return why devices cannot split layers by a method; empty if they can."""
     kind, width = question.kind, question.width
     if question.text is not None:
@@ -324,45 +327,43 @@ def _unsplit_reason(machine: ClusterCosts, question: RowQuestion) -> str:
         return ""
     if question.devices % width:
         return f"{kind.value} takes whole groups of {width}; see --group"
-    ways = _widest_split(machine, kind)
-    if width > ways:
-        return f"groups of {width} are beyond the {ways} ways in which layers can be split; see --group"
-    kinds = machine.graph.kinds.values()
-    most = max(degree_of(kind, strategy) for one in kinds for strategy in widest_strategies(one, kind, width, width))
-    return "" if most > 1 else f"no layer can be split among {width} GPUs"
+    degree = _widest_split(model_costs, kind)
+    if width > degree:
+        return f"groups of {width} are beyond the {degree} ways in which layers can be split; see --group"
+    strategies = (widest_strategies(layer, kind, width, width) for layer in model_costs.graph.kinds.values())
+    is_split = any(degree_of(kind, strategy) > 1 for options in strategies for strategy in options)
+    return "" if is_split else f"no layer can be split among {width} GPUs"
 
 
-def can_split(machine: ClusterCosts, kind: Method) -> bool:
+def can_split(model_costs: ClusterCosts, kind: Method) -> bool:
     """Whether a layer of the model can be split by a method."""
-    return kind not in SHARING or _widest_split(machine, kind) > 1
+    return kind not in SHARING or _widest_split(model_costs, kind) > 1
 
 
-def limit_of(machine: ClusterCosts, question: RowQuestion) -> Limit:
+def limit_of(model_costs: ClusterCosts, question: RowQuestion) -> Limit:
     """Return the number of devices that a strategy can use."""
-    if limit := limit_by_count(question, len(machine.graph.layers)):
+    if limit := limit_by_count(question, len(model_costs.graph.layers)):
         return limit
     kind, replicas = question.kind, max(question.samples // question.batch, 1)
-    ways = _widest_split(machine, kind)
+    degree = _widest_split(model_costs, kind)
     if kind in HYBRIDS:
-        group = min(ways, question.group)
+        group = min(degree, question.group)
         size = f"groups of {group}" if group == question.group else f"groups of at most {group} (--group)"
         return Limit(replicas * group, f"p <= B x {group}, {size}, B at most the data set")
-    return Limit(ways, f"p <= {ways}, the ways in which every layer with convolutions can be split")
+    return Limit(degree, f"p <= {degree}, the ways in which every layer with convolutions can be split")
 
 
-def _widest_split(machine: ClusterCosts, kind: Method) -> int:
+def _widest_split(model_costs: ClusterCosts, kind: Method) -> int:
     """Return the largest power of two that splits all kinds of layers with convolutions that can be split at all."""
 
-    def most(layer: LayerKind) -> int:
-        ways = 1
-        while ways < MOST and any(
-            degree_of(kind, option) == 2 * ways for option in widest_strategies(layer, kind, 2 * ways, 1)
-        ):
-            ways *= 2
-        return ways
+    def can_split_by(layer: LayerKind, degree: int) -> bool:
+        return any(degree_of(kind, strategy) == degree for strategy in widest_strategies(layer, kind, degree, 1))
 
-    layers = machine.graph.kinds.values()
-    convolutions = [
-        kind for kind in layers if any(operator.kind is OperatorClass.CONVOLUTION for operator in kind.operators)
-    ]
-    return min((ways for ways in map(most, convolutions) if ways > 1), default=1)
+    degrees = list[int]()
+    for layer in model_costs.graph.kinds.values():
+        if any(operator.kind is OperatorClass.CONVOLUTION for operator in layer.operators):
+            degree = 1
+            while degree < MOST and can_split_by(layer, 2 * degree):
+                degree *= 2
+            degrees += [degree] if degree > 1 else []
+    return min(degrees, default=1)

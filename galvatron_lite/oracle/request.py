@@ -178,10 +178,10 @@ def _layer_table(model: str, cluster: str, options: OracleOptions) -> Network:
         network = network_named(model)
         return network if options.samples is None else replace(network, samples=options.samples)
     samples, batch = options.samples or SAMPLES, options.batch or BATCH
-    machine = cluster_costs(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
-    row = price_row(machine, RowQuestion(Method.SERIAL, 1, batch, samples))
-    source = f"{machine.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
-    return network_of(machine.graph, row.compute / samples, source, samples, batch)
+    model_costs = cluster_costs(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
+    row = price_row(model_costs, RowQuestion(Method.SERIAL, 1, batch, samples))
+    source = f"{model_costs.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
+    return network_of(model_costs.graph, row.compute / samples, source, samples, batch)
 
 
 def _holds_layers(path: str) -> bool:
@@ -205,12 +205,12 @@ def _priced_forecast(model: str, cluster: str, options: OracleOptions) -> Foreca
         if all(count % unit for count in options.counts):
             counts = ", ".join(f"{count:,}" for count in options.counts)
             raise InputError("--gpus", counts, f"{strategy} takes {unit:,} devices or a multiple: give --gpus {unit}.")
-    machine = cluster_costs(graph, cluster, most, precision, batch)
+    model_costs = cluster_costs(graph, cluster, most, precision, batch)
     for kind in kinds if options.strategies else ():
-        if not can_split(machine, kind):
-            words = ", ".join(word.value for word in DEFAULT_METHODS if can_split(machine, word))
+        if not can_split(model_costs, kind):
+            words = ", ".join(method.value for method in DEFAULT_METHODS if can_split(model_costs, method))
             remedy = f"No layer of {graph.name} can be split so; it allows {words}, and --strategy any other."
             raise InputError("--strategies", kind.value, remedy)
-    node = machine.profile.cluster.levels[0].size
+    node = model_costs.profile.cluster.levels[0].size
     question = RowQuestion(Method.SERIAL, 1, batch, samples, options.group or node, options.segments)
-    return pricing.forecast(machine, question, kinds, strategies, options.counts)
+    return pricing.forecast(model_costs, question, kinds, strategies, options.counts)

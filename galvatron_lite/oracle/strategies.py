@@ -159,15 +159,16 @@ def choices_of(pricer: LayerPricer, question: RowQuestion, name: str) -> list[Pr
 def _widest_choices(
     pricer: LayerPricer, question: RowQuestion, name: str, kind: Method, outer: Strategy, group: int
 ) -> list[PricedChoice]:
-    """The ways to split a layer the most among a group, _inside replicas; alike where there is none."""
+    """Return the widest splits of a layer among a group within ``outer``; without one the group repeats the work."""
     layer = pricer.profile.graph.kinds[name]
-    widest = [
-        (cost.forward_seconds + cost.backward_seconds + cost.step_seconds, LayerChoice(one))
-        for option in _group_strategies(pricer, layer, kind, group, question.batch)
-        for one in (_within(layer, outer, option),)
-        if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
-    ]
-    return widest or [(0.0, LayerChoice(_within(layer, outer, Strategy(data=group)), duplicates=group))]
+    choices = list[PricedChoice]()
+    for inner in _group_strategies(pricer, layer, kind, group, question.batch):
+        strategy = _within(layer, outer, inner)
+        cost = pricer.price(name, strategy, question.global_batch, 1)
+        if cost is not None:
+            seconds = cost.forward_seconds + cost.backward_seconds + cost.step_seconds
+            choices.append((seconds, LayerChoice(strategy)))
+    return choices or [(0.0, LayerChoice(_within(layer, outer, Strategy(data=group)), duplicates=group))]
 
 
 def _group_strategies(pricer: LayerPricer, layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:

@@ -272,12 +272,8 @@ def estimate_profile(
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
     node, gathers_each = cluster.levels[0].size, stack.pictures.gathers_each
-    settings = list(_all_settings(graph, cluster.devices, node, samples, gathers_each)) if wanted is None else []
-    for key, degree, split, recompute, count in wanted or ():
-        kind = graph.kinds.get(key)
-        if kind is not None and recompute in kind.kept:
-            spread = expert if kind.expert_parameters else 1
-            settings.append(LayerSetting(key, count, degree, split, recompute, spread))
+    every_setting = _all_settings(graph, cluster.devices, node, samples, gathers_each)
+    settings = list(every_setting if wanted is None else _offered_settings(graph, wanted, expert))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
@@ -344,6 +340,13 @@ def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     """Return the legal tensor-parallel degrees of a kind on up to ``devices`` devices."""
     largest = min(LARGEST_DEGREE, devices, kind.tensor_degrees)
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
+
+
+def _offered_settings(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iterator[LayerSetting]:
+    for name, degree, split, recompute, count in wanted:
+        kind = graph.kinds.get(name)
+        if kind is not None and recompute in kind.kept:
+            yield LayerSetting(name, count, degree, split, recompute, expert if kind.expert_parameters else 1)
 
 
 def _all_settings(
