@@ -397,21 +397,22 @@ def _points(
     times: dict[LayerSetting, LayerTimes] = {}
     kinds: dict[tuple[str, str, int], LayerKind] = {}
     for setting in settings:
-        name, by, degree = key = setting.kind, setting.by, setting.shares
+        name, by, shares = key = setting.kind, setting.by, setting.shares
         if key not in kinds:
             kind = graph.kinds[name]
-            kinds[key] = sliced_kind(kind, by, degree, stack.pictures.gathers_each) if by else kind
+            kinds[key] = sliced_kind(kind, by, shares, stack.pictures.gathers_each) if by else kind
         plain = setting._replace(recompute=Recompute.NONE)
         if plain not in times:
-            split = setting.samples, setting.tensor, setting.sequence_parallel, setting.expert, stack.early_stop
-            candidates = [layer_times(machine, kinds[key], stack.states, *split) for machine in machines]
+            _, samples, degree, split, _, expert, *_ = setting
+            choices = samples, degree, split, expert, stack.early_stop
+            candidates = [layer_times(machine, kinds[key], stack.states, *choices) for machine in machines]
             times[plain] = max(candidates, key=lambda item: item.forward.device + item.backward.device)
         yield _point(setting, kinds[key], times[plain])
 
 
 def _point(setting: LayerSetting, kind: LayerKind, times: LayerTimes) -> LayerPoint:
     """Return the point of a setting; with recomputation, all that a plain layer keeps is live again in backward."""
-    samples, degree, split = setting.samples, setting.tensor, setting.sequence_parallel
+    _, samples, degree, split, *_ = setting
     kept = kind.kept[setting.recompute].at(degree, split) * samples
     plain = kind.kept.get(Recompute.NONE, kind.kept[setting.recompute]).at(degree, split) * samples
     spared = kind.spared_bytes / degree if degree > 1 else 0.0
