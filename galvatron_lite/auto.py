@@ -338,7 +338,7 @@ def _find_profile(
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import check_trainable, kept_profile, other_hardware, profile_name, read_profile
-    from galvatron_lite.profiler.timing import agree, notices
+    from galvatron_lite.profiler.timing import from_first_rank, log_progress
     from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
@@ -347,7 +347,7 @@ def _find_profile(
         _warn(other_hardware(profile))
         return profile
     graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, watched=watched)
-    cached: Profile | None = agree(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
+    cached: Profile | None = from_first_rank(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
     if cached is not None:
         return cached
     alone, start = world_size() == 1, monotonic()
@@ -355,7 +355,7 @@ def _find_profile(
     measured = measure_profile(
         model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder,
         remember=False, brief=alone, graph=graph, branch_seconds=branch_seconds,
-        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {action}"),
+        progress=log_progress(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {action}"),
     )  # fmt: skip
     _say(f"measured in {monotonic() - start:.0f} s; the next run reads it from {folder}/")
     return measured

@@ -115,7 +115,7 @@ def understood(run: PublishedRun, predictor: Predictor) -> InterpretedRun | None
     """A run in our words; None where that cannot be."""
     try:
         check_understood(run)
-        return predictor.understand(run)
+        return predictor.interpret(run)
     except (InputError, SkipError):
         return None
 

@@ -35,7 +35,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import layer_ranges, pipeline_of
 from galvatron_lite.plans.schema import Plan, Prediction
 from galvatron_lite.profiler.estimate import stack_constants
-from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
+from galvatron_lite.profiler.machine import Machine, machine_of
+from galvatron_lite.profiler.roofline import operator_seconds
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.stacks.catalog import GALVATRON
 

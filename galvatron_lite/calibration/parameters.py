@@ -1,17 +1,15 @@
-"""Calibrated constants as the unknowns of a fit: one number each, on a scale without bounds.
+"""Calibrated constants as parameters of a fit, and the fit to measurements around a prior.
 
-A share of a data sheet lies between 0 and 1 and is fitted as its logit; times and factors are above 0 and are fitted
-as their logarithm. Each unknown has a prior: a normal distribution on that scale around the value before the fit, as
+Every parameter is fitted on an unbounded scale: the logit of a share of a data sheet (between 0 and 1), the logarithm
+of a time or factor (above 0). Its prior is a normal distribution on that scale around the value before the fit, as
 wide as figures of its kind are uncertain.
 
-Constants learnt from measurements around a prior, with how sure they are.
-
-Unknowns x have independent normal priors N(mean, width²), logarithms of measurements independent errors N(0, noise²).
-The most likely x minimises
+With independent priors N(mean, width²) of the parameters x and independent errors N(0, noise²) of the logarithms of
+measurements, the maximum a posteriori estimate minimises
 
     sum((log predicted(x) - log measured)² / noise²) + sum((x - mean)² / width²)
 
-by Gauss-Newton steps with halving; its covariance is the inverse of J'J / noise² + diag(1 / width²) there, J the
+by Gauss-Newton steps with halving. Its covariance is the inverse of J'J / noise² + diag(1 / width²), with J the
 derivatives of the logarithms (Gelman et al., Bayesian Data Analysis, 3rd ed., 4.1).
 """
 
@@ -28,16 +26,16 @@ from numpy.typing import NDArray
 from galvatron_lite.calibration.schema import Calibration
 
 SMALLEST = 1e-9
-"""Stands for 0 on a logarithmic scale: a nanosecond, a billionth, a byte that counts for nothing."""
+"""Stands in for 0 on a logarithmic scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitScale:
     """How one field of constants is fitted."""
 
-    share: bool  # whether it lies between 0 and 1 (logit), else above 0 (logarithm)
+    share: bool  # whether it lies between 0 and 1 (logit) or above 0 (logarithm)
     deviation: float  # standard deviation of the prior on that scale
-    low: float  # low, high: values the fit never leaves, in the field's own unit
+    low: float  # low, high: bounds of the fit in the field's unit
     high: float
 
 
@@ -83,12 +81,12 @@ class Parameter:
 
     @property
     def owner(self) -> str:
-        """The entry with its kind: ``devices/A100``."""
+        """The entry and its kind: ``devices/A100``."""
         return f"{self.kind}/{self.entry}"
 
     @property
     def name(self) -> str:
-        """For people and files: ``devices/A100/matmul/bf16``."""
+        """Display name: ``devices/A100/matmul/bf16``."""
         return "/".join(part for part in (self.kind, self.entry, self.field, self.key) if part)
 
     @property
@@ -98,87 +96,87 @@ class Parameter:
 
 
 def parameters_of(calibration: Calibration, owners: Collection[str]) -> tuple[Parameter, ...]:
-    """Every fitted number of the entries named (``devices/A100``), in the order of the calibration."""
+    """Return the fitted parameters of the entries ``owners`` (``devices/A100``), in the order of the calibration."""
     parameters: list[Parameter] = []
     for kind, scales in SCALES.items():
         for entry, constants in getattr(calibration, kind).items():
-            for name in (item.name for item in fields(constants) if f"{kind}/{entry}" in owners):
-                if name in scales:
-                    value = getattr(constants, name)
+            for item in fields(constants) if f"{kind}/{entry}" in owners else ():
+                if item.name in scales:
+                    value = getattr(constants, item.name)
                     keys = value if isinstance(value, dict) else ("",)
-                    parameters += [Parameter(kind, entry, name, key) for key in keys]
+                    parameters += [Parameter(kind, entry, item.name, key) for key in keys]
     return tuple(parameters)
 
 
 def value_of(calibration: Calibration, parameter: Parameter) -> float:
-    """The number itself, in its own unit."""
+    """Return a parameter's value in its unit."""
     value = getattr(getattr(calibration, parameter.kind)[parameter.entry], parameter.field)
     return float(value[parameter.key] if parameter.key else value)
 
 
 def to_scale(parameter: Parameter, value: float) -> float:
-    """A value on the scale of the fit, after clipping to the values allowed."""
+    """Return a value, clipped to the parameter's bounds, on the scale of the fit."""
     scale = parameter.scale
     inside = min(max(value, scale.low, SMALLEST), scale.high)
     return log(inside / (1 - inside)) if scale.share else log(inside)
 
 
-def from_scale(parameter: Parameter, place: float) -> float:
-    """The inverse of ``to_scale``, within the values allowed."""
+def from_scale(parameter: Parameter, scaled: float) -> float:
+    """Return the value, within the parameter's bounds, of a number on the scale of the fit."""
     scale = parameter.scale
-    value = 1 / (1 + exp(-place)) if scale.share else exp(min(place, 100.0))
+    value = 1 / (1 + exp(-scaled)) if scale.share else exp(min(scaled, 100.0))
     return min(max(value, scale.low), scale.high)
 
 
-def places_of(calibration: Calibration, parameters: Iterable[Parameter]) -> list[float]:
-    """Where a calibration lies on the scale of the fit."""
+def scaled_values(calibration: Calibration, parameters: Iterable[Parameter]) -> list[float]:
+    """Return the values of parameters on the scale of the fit."""
     return [to_scale(parameter, value_of(calibration, parameter)) for parameter in parameters]
 
 
-def with_places(calibration: Calibration, parameters: Sequence[Parameter], places: Sequence[float]) -> Calibration:
-    """A calibration with numbers replaced."""
+def with_scaled_values(
+    calibration: Calibration, parameters: Sequence[Parameter], scaled: Sequence[float]
+) -> Calibration:
+    """Return the calibration with new values, on the scale of the fit, of some parameters."""
     changed: dict[str, dict[str, Any]] = {}
-    for parameter, place in zip(parameters, places, strict=True):
+    for parameter, number in zip(parameters, scaled, strict=True):
         entries = changed.setdefault(parameter.kind, dict(getattr(calibration, parameter.kind)))
-        old, value = entries[parameter.entry], from_scale(parameter, place)
+        old, value = entries[parameter.entry], from_scale(parameter, number)
         new = getattr(old, parameter.field) | {parameter.key: value} if parameter.key else value
         entries[parameter.entry] = replace(old, **{parameter.field: new})
     return replace(calibration, **changed)  # type: ignore[arg-type]
 
 
 Vector = NDArray[np.float64]
-_STEP = 1e-3  # of the derivatives, beside unknowns of widths about 0.1 to 2
+_STEP = 1e-3  # of the differences that derivatives are computed by; priors are about 0.1 to 2 wide
 _HALVINGS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Learnt:
-    """What measurements say of some unknowns."""
+class Posterior:
+    """Parameters after a fit."""
 
-    values: Vector  # most likely
-    deviations: Vector  # standard deviations, that of the prior where measurements say nothing
-    slopes: NDArray[np.float64]  # of the logarithms of predictions at the values, (measurements, unknowns)
+    values: Vector  # the maximum a posteriori estimate
+    deviations: Vector  # standard deviations
+    slopes: NDArray[np.float64]  # derivatives of the logarithms of predictions, (measurements, parameters)
 
 
-def learn(
+def fit(
     predict: Callable[[Vector], Vector],
     measured: Sequence[float],
     mean: Sequence[float] | Vector,
     widths: Sequence[float] | Vector,
     noise: float,
     rounds: int = 3,
-    slopes: NDArray[np.float64] | None = None,
-) -> Learnt:
-    """The most likely unknowns.
+) -> Posterior:
+    """Fit parameters to measurements.
 
     Args:
-        predict: logarithms of predictions at some values.
-        measured: what was measured, above 0.
-        mean: of the priors, where the search begins.
+        predict: returns the logarithms of predictions for some parameters.
+        measured: measurements, above 0.
+        mean: means of the priors, where the search begins.
         widths: standard deviations of the priors.
         noise: standard deviation of the logarithms of measurements.
-        rounds: Gauss-Newton steps at most.
-        slopes: derivatives that are known, used in every step; None: by differences, anew in each.
+        rounds: most Gauss-Newton steps, at least 1.
     """
     target, prior, precision = np.log(np.asarray(measured)), np.asarray(mean, float), np.asarray(widths, float) ** -2.0
 
@@ -186,30 +184,28 @@ def learn(
         return float(((logs - target) ** 2).sum() / noise**2 + (precision * (values - prior) ** 2).sum())
 
     values, logs = prior.copy(), predict(prior)
-    best, slopes_here = objective(logs, values), slopes
+    best = objective(logs, values)
     for _ in range(rounds):
-        slopes_here = slopes if slopes is not None else _slopes(predict, values, logs)
-        curvature = slopes_here.T @ slopes_here / noise**2 + np.diag(precision)
-        step = np.linalg.solve(curvature, slopes_here.T @ (target - logs) / noise**2 - precision * (values - prior))
+        jacobian = _jacobian(predict, values, logs)
+        curvature = jacobian.T @ jacobian / noise**2 + np.diag(precision)
+        step = np.linalg.solve(curvature, jacobian.T @ (target - logs) / noise**2 - precision * (values - prior))
         for halving in range(_HALVINGS):
-            tried = values + step / 2**halving
-            reached = predict(tried)
-            if (cost := objective(reached, tried)) < best:
+            candidate = values + step / 2**halving
+            candidate_logs = predict(candidate)
+            if (cost := objective(candidate_logs, candidate)) < best:
                 break
         else:
             break
-        gain, values, logs, best = best - cost, tried, reached, cost
+        gain, values, logs, best = best - cost, candidate, candidate_logs, cost
         if gain < 1e-3 * best:
             break
-    assert slopes_here is not None
-    spread = np.sqrt(np.diag(np.linalg.inv(slopes_here.T @ slopes_here / noise**2 + np.diag(precision))))
-    return Learnt(values, spread, slopes_here)
+    return Posterior(values, np.sqrt(np.diag(np.linalg.inv(curvature))), jacobian)
 
 
-def _slopes(predict: Callable[[Vector], Vector], values: Vector, logs: Vector) -> NDArray[np.float64]:
+def _jacobian(predict: Callable[[Vector], Vector], values: Vector, logs: Vector) -> NDArray[np.float64]:
     columns = []
-    for place in range(len(values)):
+    for index in range(len(values)):
         moved = values.copy()
-        moved[place] += _STEP
+        moved[index] += _STEP
         columns.append((predict(moved) - logs) / _STEP)
     return np.stack(columns, axis=1) if columns else np.zeros((len(logs), 0))

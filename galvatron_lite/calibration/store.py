@@ -1,6 +1,6 @@
-"""Calibrated constants on disk (``configs/calibration``) and by name.
+"""Reads and writes calibrated constants (``configs/calibration``), and looks them up by name.
 
-One file a kind of constants; the format is described in ``configs/calibration/README.md``.
+Each kind of constants has a file; ``configs/calibration/README.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from galvatron_lite.files import Strict, from_data, read_data, to_data, write_da
 from galvatron_lite.folders import config_folder
 
 KINDS: dict[str, type[Any]] = {"devices": DeviceConstants, "links": LinkConstants, "stacks": StackConstants}
-"""The files of a calibration folder and what each one's entries are."""
+"""Kinds of constants, each a file of a calibration folder, and the type of its entries."""
 
 DEFAULT = "default"
-"""The entry for names that have none of their own; every file has it."""
+"""The entry for names without an entry; every file has it."""
 
 MEASURED = "measured"
-"""The device entry for devices whose peak and bandwidth were measured, where no other entry fits their name."""
+"""The entry for devices without an entry whose peak and bandwidth were measured."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry(Strict):
-    """One entry of a file: constants of its own with their origin, or the entry whose constants it shares."""
+    """One entry of a file: constants and their origin, or the name of the entry whose constants it shares."""
 
     constants: dict[str, Any] | None = None
     origin: ConstantsOrigin | None = None
@@ -55,11 +55,11 @@ class _File(Strict):
 
 
 def load_calibration(path: Path | None = None) -> Calibration:
-    """The constants of a calibration folder; read once per process.
+    """Return the constants of a calibration folder, which is read once per process.
 
     Args:
-        path: folder with ``devices.json``, ``links.json`` and ``stacks.json``; None: the one that is chosen
-            (``chosen_calibration``), else the one that ships with the package.
+        path: folder with ``devices.json``, ``links.json`` and ``stacks.json``; None: that of ``chosen_calibration``,
+            else the one that ships with the package.
     """
     return _load((path or _CHOSEN.get() or config_folder("calibration")).resolve())
 
@@ -69,10 +69,10 @@ _CHOSEN: ContextVar[Path | None] = ContextVar("calibration", default=None)
 
 @contextmanager
 def chosen_calibration(path: Path) -> Iterator[Calibration]:
-    """Estimate with other constants than the shipped ones, inside the ``with`` block.
+    """Make ``load_calibration`` return the constants of a folder inside the ``with`` block.
 
     Raises:
-        FileFormatError: no such folder, or files that are damaged.
+        FileFormatError: a missing folder or damaged files.
     """
     constants = load_calibration(path)
     token = _CHOSEN.set(path)
@@ -85,12 +85,19 @@ def chosen_calibration(path: Path) -> Iterator[Calibration]:
 @cache
 def _load(folder: Path) -> Calibration:
     files = {kind: _read_file(folder / f"{kind}.json") for kind in KINDS}
-    constants = {kind: _constants(kind, files[kind], folder) for kind in KINDS}
-    named = [(f"{kind}/{name}", entry) for kind, file in files.items() for name, entry in file.entries.items()]
+    constants = {
+        kind: {
+            name: from_data(KINDS[kind], entry.constants, f"{folder / kind}.json, {name}")
+            for name, entry in file.entries.items()
+            if entry.constants is not None
+        }
+        for kind, file in files.items()
+    }
+    entries = [(f"{kind}/{name}", entry) for kind, file in files.items() for name, entry in file.entries.items()]
     return Calibration(
         **constants,
-        like={name: entry.like for name, entry in named if entry.like is not None},
-        origins={name: entry.origin for name, entry in named if entry.origin is not None},
+        like={name: entry.like for name, entry in entries if entry.like is not None},
+        origins={name: entry.origin for name, entry in entries if entry.origin is not None},
         provenance=files["stacks"].provenance,
         expected_error=files["stacks"].expected_error,
     )
@@ -107,28 +114,21 @@ def _read_file(path: Path) -> _File:
     return file
 
 
-def _constants(kind: str, file: _File, folder: Path) -> dict[str, Any]:
-    return {
-        name: from_data(KINDS[kind], entry.constants, f"{folder / kind}.json, {name}")
-        for name, entry in file.entries.items()
-        if entry.constants is not None
-    }
+def _shared_entries(calibration: Calibration, kind: str) -> dict[str, str]:
+    """Return the entries of a kind that have no constants, and the entries they share."""
+    prefix = f"{kind}/"
+    return {key.removeprefix(prefix): other for key, other in calibration.like.items() if key.startswith(prefix)}
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Write a calibration folder; each file is replaced as a whole.
+    """Write a calibration folder; each file is replaced atomically.
 
-    Processes that have read the folder keep what they read, this one too.
+    Processes that have read the folder, this one included, keep the constants they read.
     """
     common = {"provenance": list(calibration.provenance), "expected_error": dict(calibration.expected_error)}
     for kind in KINDS:
-        own = {name: {"constants": to_data(value)} for name, value in getattr(calibration, kind).items()}
-        shared = {
-            name.removeprefix(f"{kind}/"): {"like": other}
-            for name, other in calibration.like.items()
-            if name.startswith(f"{kind}/")
-        }
-        entries = own | shared
+        entries = {name: {"constants": to_data(value)} for name, value in getattr(calibration, kind).items()}
+        entries |= {name: {"like": other} for name, other in _shared_entries(calibration, kind).items()}
         for name in entries:
             if (origin := calibration.origins.get(f"{kind}/{name}")) is not None:
                 entries[name] |= {"origin": to_data(origin)}
@@ -136,40 +136,39 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DEFAULT) -> str:
-    """Name of the entry whose constants serve a name: the longest entry name it begins with, whatever the case.
+    """Return the entry whose constants serve a name: the longest entry that the name begins with, ignoring case.
 
     Args:
         kind: ``devices``, ``links`` or ``stacks``.
-        name: of a device, link type or stack.
-        fallback: the entry for a name that none fits.
+        name: name of a device, link type or stack.
+        fallback: the entry for a name that no entry fits.
     """
     if kind not in KINDS:
         raise InputError("kind of constants", kind, f"Known: {', '.join(KINDS)}.")
-    shared = {key.removeprefix(f"{kind}/"): other for key, other in calibration.like.items() if key.startswith(kind)}
-    entries = {entry: entry for entry in getattr(calibration, kind)} | shared
+    entries = {entry: entry for entry in getattr(calibration, kind)} | _shared_entries(calibration, kind)
     fitting = [entry for entry in entries if name.upper().startswith(entry.upper())]
     return entries[max(fitting, key=len)] if fitting else fallback
 
 
 def constants_for_device(calibration: Calibration, name: str, source: str = "") -> DeviceConstants:
-    """The constants of a device type, by the longest entry its name begins with.
+    """Return the constants of a device by name.
 
-    A device that no entry fits has the entry ``measured`` where the source of its figures is that, else ``default``.
+    A device that no entry fits has the entry ``measured`` if its figures were measured, else ``default``.
     """
     fallback = MEASURED if source == MEASURED and MEASURED in calibration.devices else DEFAULT
     return calibration.devices[entry_for(calibration, "devices", name, fallback)]
 
 
 def constants_for_link(calibration: Calibration, name: str) -> LinkConstants:
-    """The constants of a link type, by the longest entry its name begins with, else the entry ``default``."""
+    """Return the constants of a link type by name."""
     return calibration.links[entry_for(calibration, "links", name)]
 
 
 def constants_for_stack(calibration: Calibration, name: str) -> StackConstants:
-    """The constants of a software stack, by the longest entry its name begins with, else the entry ``default``."""
+    """Return the constants of a software stack by name."""
     return calibration.stacks[entry_for(calibration, "stacks", name)]
 
 
 def margin_of(kind: str, calibration: Calibration) -> float:
-    """Share of a memory budget that plans keep free, by where their costs come from: ``estimated`` or ``measured``."""
+    """Return the share of a memory budget that plans keep free if their costs are ``estimated`` or ``measured``."""
     return calibration.expected_error.get(f"memory_{kind}", 0.0)

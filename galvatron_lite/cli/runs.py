@@ -37,7 +37,7 @@ def diagnose_command(
 ) -> None:
     """Find where a training run differs from its prediction."""
     from galvatron_lite.api_profile import profile_of
-    from galvatron_lite.diagnose.diagnosis import diagnose, open_source, profile_beside, updated
+    from galvatron_lite.diagnose.diagnosis import correct_profile, diagnose, open_source, profile_beside
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import read_profile, write_profile
 
@@ -48,7 +48,7 @@ def diagnose_command(
     diagnosis = diagnose(source, priced_with)
     changed: tuple[str, ...] = ()
     if update is not None:
-        corrected, changed = updated(priced_with, source)
+        corrected, changed = correct_profile(priced_with, source)
         write_profile(corrected, update)
     if as_json:
         print_json(asdict(diagnosis) | {"corrected": list(changed)})

@@ -1,4 +1,4 @@
-"""Where a model is trained: devices in nested levels."""
+"""The cluster a model trains on: devices in nested levels, and process groups on them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class Device(Strict):
     memory_bandwidth: Rate  # bytes per second
     peak: dict[str, Rate]  # dense peak FLOP/s by precision (``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``)
     units: Devices = 1  # streaming multiprocessors (or cores), for wave quantisation
-    launch_overhead: Seconds = 0.0  # seconds a kernel launch costs at the least
+    launch_overhead: Seconds = 0.0  # the shortest time of a kernel launch, seconds
     context: Size = 0  # bytes taken before the first tensor: driver context, library workspaces
     source: str = ""  # address of the data sheet, or ``measured``
-    # bytes per second that it can send to host memory while it receives as much; 0: not known, so that nothing is
-    # kept there
+    # bytes per second to host memory, in each direction at once; 0: unknown, so that nothing is offloaded
     host_bandwidth: RateOrNone = 0.0
-    # bytes per second of host memory, its even part where devices of a node share it
+    # bytes per second of host memory: this device's even part if devices of a node share it
     host_memory_bandwidth: RateOrNone = 0.0
 
 
@@ -50,35 +49,31 @@ class Level(Strict):
     """One level of nesting: how the members of the level below are joined."""
 
     name: Name  # ``node`` (devices of one node over NVLink), ``rack``, ``cluster``
-    size: Devices  # how many members of the level below it joins
-    # bytes per second that one member can send while it receives as much (one direction), with the whole link to
-    # itself. For a level above the node, what one whole node can send: all NICs together
+    size: Devices  # number of members of the level below
+    # bytes per second of one member in one direction, with the link to itself; above the node, of a whole node: all
+    # NICs together
     bandwidth: Rate
     latency: CallSeconds  # seconds before the first byte of a message arrives
     contention: Factor = 1.0  # factor >= 1 by which times grow when every member sends at once
-    # share of ``bandwidth`` that a collective really reaches on large messages
+    # share of ``bandwidth`` that a collective reaches on large messages
     efficiency: Annotated[float, Interval(gt=0, le=1)] = 1.0
     source: str = ""  # where the figures come from, or ``measured``
-    # how many equal adapters (NICs) ``bandwidth`` is the sum of; one sending device alone reaches one of them
-    lanes: Devices = 1
-    # bytes a message at which it reaches half of the bandwidth; 0: any message reaches all of it
-    half_size: Amount = 0.0
-    # share of ``bandwidth`` that a group of at most so many members reaches, ascending by members, where they are
-    # joined directly (hybrid cube mesh); empty where a switch joins them
+    lanes: Devices = 1  # equal adapters (NICs) that ``bandwidth`` is the sum of; a single sending device drives one
+    half_size: Amount = 0.0  # bytes of a message that reaches half of the bandwidth; 0: any message reaches all of it
+    # (members of a group at most, share of ``bandwidth`` it reaches), ascending, if members are joined directly (hybrid
+    # cube mesh); empty if a switch joins them
     mesh: tuple[tuple[Devices, Annotated[float, Interval(gt=0, le=1)]], ...] = ()
-    # seconds that a collective over this level takes to get going, whatever its size and algorithm
-    start: CallSeconds = 0.0
-    rings: Size = 0  # how many of the adapters the collective of one group drives (``transport``); 0: all
+    start: CallSeconds = 0.0  # fixed seconds of a collective over this level, whatever its size and algorithm
+    rings: Size = 0  # adapters that the collective of one group drives (``transport``); 0: all
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup(Strict):
-    """A run of consecutive equal devices in a cluster whose devices are not all alike."""
+    """A run of consecutive equal devices."""
 
-    device: Device  # what they are
-    count: Devices  # how many follow one another
-    # their own links, innermost first, as many levels of the same sizes as the cluster's; empty where they are the
-    # cluster's
+    device: Device
+    count: Devices  # number of devices
+    # their links, innermost first, with the sizes of the cluster's levels; empty: the cluster's links
     levels: tuple[Level, ...] = ()
 
     def like(self, other: DeviceGroup) -> bool:
@@ -92,10 +87,10 @@ class Cluster(Strict):
 
     Attributes:
         name: for people.
-        groups: runs of equal devices in rank order; one run where all are alike.
-        levels: innermost first; the product of their sizes is the number of devices. Where devices are unlike, what
-            counts among devices of several types: of each level the slower of their own.
-        fingerprint: what identifies the machine a measurement was made on; empty for data-sheet clusters.
+        groups: runs of equal devices in rank order; a single run if all are alike.
+        levels: innermost first; the product of their sizes is the number of devices. If devices are unlike, these
+            links count between devices of several types.
+        fingerprint: identifies the machine a measurement was made on; empty for data-sheet clusters.
     """
 
     name: Name
@@ -105,12 +100,12 @@ class Cluster(Strict):
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return prod(level.size for level in self.levels)
 
     @property
     def device(self) -> Device:
-        """The device with the least memory (the only one where all are alike), with the largest of their contexts."""
+        """The device with the least memory, with the largest context of all devices."""
         least = min((group.device for group in self.groups), key=lambda device: device.memory)
         context = max(group.device.context for group in self.groups)
         return least if context == least.context else replace(least, context=context)
@@ -122,52 +117,52 @@ class Cluster(Strict):
 
     @property
     def types(self) -> tuple[DeviceGroup, ...]:
-        """A run of each type of device, in rank order of the first of each; one where all are alike."""
-        first: list[DeviceGroup] = []
+        """The first group of each type of device, in rank order."""
+        types: list[DeviceGroup] = []
         for group in self.groups:
-            if not any(group.like(group_type) for group_type in first):
-                first.append(group)
-        return tuple(first)
+            if not any(group.like(other) for other in types):
+                types.append(group)
+        return tuple(types)
 
     def type_of(self, ranks: range) -> int | None:
-        """Place in ``types`` of the type of some devices; None where all of the cluster are alike or these are not."""
+        """Return the index in ``types`` that all ``ranks`` share; None if they differ, or if the cluster is alike."""
         if self.alike:
             return None
-        types, place, reached = self.types, 0, set[int]()
+        types, start, reached = self.types, 0, set[int]()
         for group in self.groups:
-            if place < ranks.stop and place + group.count > ranks.start:
-                reached.add(next(number for number, type_ in enumerate(types) if group.like(type_)))
-            place += group.count
+            if start < ranks.stop and start + group.count > ranks.start:
+                reached.add(next(number for number, other in enumerate(types) if group.like(other)))
+            start += group.count
         return reached.pop() if len(reached) == 1 else None
 
     def of_one_type(self, size: int, devices: int) -> bool:
-        """Whether none of the runs of ``size`` that the first ``devices`` ranks make has devices of several types."""
-        return self.alike or all(self.type_of(range(at, at + size)) is not None for at in range(0, devices, size))
+        """Whether each run of ``size`` ranks among the first ``devices`` has devices of one type only."""
+        starts = range(0, devices, size)
+        return self.alike or all(self.type_of(range(start, start + size)) is not None for start in starts)
 
     def only(self, kind: int) -> Cluster:
-        """A cluster of as many devices, all of one type (a place in ``types``)."""
-        own = self.types[kind]
-        group = replace(own, count=self.devices, levels=())
-        return replace(self, groups=(group,), levels=own.levels or self.levels)
+        """Return a cluster with as many devices, all of the type ``types[kind]``."""
+        group = self.types[kind]
+        levels = group.levels or self.levels
+        return replace(self, groups=(replace(group, count=self.devices, levels=()),), levels=levels)
 
     def peak(self, precision: str, devices: int) -> float:
-        """FLOP/s of the first so many devices together, in a precision; the best they have where they lack it."""
+        """Return the FLOP/s of the first ``devices`` devices together; a device without the precision runs its best."""
         total, left = 0.0, devices
         for group in self.groups:
-            own = group.device.peak.get(precision) or max(group.device.peak.values())
-            total, left = total + own * min(group.count, left), max(left - group.count, 0)
+            rate = group.device.peak.get(precision) or max(group.device.peak.values())
+            total, left = total + rate * min(group.count, left), max(left - group.count, 0)
         return total
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The shape of a process group inside one stage; arrays where there is one for each of several strategies."""
+    """The shape of a process group inside one stage; arrays for the groups of several strategies."""
 
     size: Whole  # ranks
     stride: Whole = 1  # ranks from one member to the next
     siblings: Whole = 1  # groups that work at the same moment and share the links above the level they fit in
-    # of arrays, which groups occur, where that was worked out
-    apart: DistinctGroups | None = field(default=None, compare=False, repr=False)
+    apart: DistinctGroups | None = field(default=None, compare=False, repr=False)  # the distinct groups of arrays
 
     @property
     def reach(self) -> Whole:
@@ -177,8 +172,8 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistinctGroups:
-    """The groups that occur in an array of n groups."""
+    """The distinct groups in an array of n groups."""
 
-    groups: Sequence[RankGroup]  # each of them once
-    place: IntArray  # (n,) which of them each is
-    cache: dict[object, object] = field(default_factory=dict)  # what was found out of them, by who asked
+    groups: Sequence[RankGroup]  # each distinct group once
+    place: IntArray  # (n,) index into ``groups``
+    cache: dict[object, object] = field(default_factory=dict)  # results for ``groups``, by caller

@@ -27,25 +27,25 @@ TREE_EFFICIENCY = 0.92
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What a group has of one level: the links between its sub-groups of the level below."""
+    """A level that a group crosses: the links between its sub-groups in the level below."""
 
-    members: int  # how many sub-groups this level joins (> 1)
-    ranks: int  # ranks of the group inside one such sub-group
+    members: int  # sub-groups that this level joins (> 1)
+    ranks: int  # ranks of the group in one sub-group
     latency: float  # seconds before the first byte of a message arrives
     bandwidth: float  # bytes per second that one sub-group as a whole can send while all sibling groups send too
-    lane: float  # bytes per second that a single rank can send over it
+    lane: float  # bytes per second that a single rank can send
     ramp: float = 0.0  # bytes that a message's ramp is worth (``Level.half_size``)
-    start: float = 0.0  # seconds that a collective takes to get going
+    start: float = 0.0  # fixed seconds of a collective
     level: str = ""  # name of the level
 
     @property
     def alpha(self) -> float:
-        """Seconds of an empty message with its ramp, sent by a whole sub-group."""
+        """Seconds of an empty message and its ramp, sent by a sub-group as a whole."""
         return self.latency + self.ramp / self.bandwidth
 
 
 def hops_of(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
-    """The levels a group crosses, innermost first; empty for a group of one.
+    """Return the levels a group crosses, innermost first; none for a group of one rank.
 
     A level's block of ``c`` devices holds ``ceil(c / stride)`` of the group's ranks. Sibling groups with
     ranks in the same block share its links; adapters that no rank of the block drives are idle (``Level.lanes``).
@@ -72,11 +72,11 @@ def _hops(levels: tuple[Level, ...], group: RankGroup) -> tuple[Hop, ...]:
 
 
 def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Hop:
-    """The hop of a group with ``inside`` ranks in a block of ``block`` devices and ``upper`` in the level's block."""
+    """Return the hop of a group with ``inside`` ranks in each block of ``block`` devices and ``upper`` in the level."""
     groups = min(siblings, block // inside)
     size = block * level.size
     busy = upper * min(siblings, size // upper) / size
-    # share of a device's direct links that lead to others of its group; all of them through a switch
+    # share of a device's direct links that lead to members of its group; a switch uses all of them
     direct = next((share for most, share in level.mesh if upper <= most), 1.0) if block == 1 else 1.0
     reached = level.bandwidth * level.efficiency * direct / (1.0 + (level.contention - 1.0) * busy)
     # Devices have a link each at the innermost level; above it a block shares its adapters.
@@ -88,7 +88,7 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
 
 
 def _path_latency(hops: Sequence[Hop]) -> float:
-    """Latency along a ring through all ranks but one: most hops are near, few cross the upper levels."""
+    """Return the latency along a ring through all ranks: most hops are near, few cross the upper levels."""
     crossings, latency = 1, 0.0
     for hop in reversed(hops):
         latency += (hop.members - 1) * crossings * hop.alpha
@@ -102,22 +102,22 @@ def _slowest(hops: Sequence[Hop]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """Seconds of a collective of S bytes: ``latency + S * per_byte``; arrays where there are several groups."""
+    """Seconds of a collective of S bytes, ``latency + S * per_byte``; arrays for several groups."""
 
     latency: Real
     per_byte: Real
 
     def at(self, size: Real) -> Real:
-        """Seconds of so many bytes."""
+        """Return the seconds for ``size`` bytes."""
         return self.latency + size * self.per_byte
 
     def times(self, count: float) -> CollectiveTime:
-        """So many of them, one after the other."""
+        """Return the time of ``count`` such collectives, one after the other."""
         return CollectiveTime(count * self.latency, count * self.per_byte)
 
 
 def ring_pass(hops: Sequence[Hop]) -> CollectiveTime:
-    """One ring pass over all ranks (a reduce-scatter or an all-gather): (n-1)/n · S/β + (n-1)·α.
+    """Return the time of one ring pass (a reduce-scatter or an all-gather): (n-1)/n · S/β + (n-1)·α.
 
     The slowest link of the ring sets β; α adds up along the ring (Thakur et al. 2005, 4.1 and 4.5).
     """
@@ -126,27 +126,27 @@ def ring_pass(hops: Sequence[Hop]) -> CollectiveTime:
 
 
 def tree_all_reduce(hops: Sequence[Hop]) -> CollectiveTime:
-    """A pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + bytes/β of the slowest level.
+    """Return the time of a pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + 2·S/β of the slowest level.
 
-    Each half of the tensor has a tree of its own. A member is a leaf of one (sends S/2 up) and has two children in the
+    Each half of the tensor has its own tree. A member is a leaf of one tree (sends S/2 up) and has two children in the
     other (sends S/2 up and twice S/2 down): 2·S (P. Sanders, J. Speck, J. Träff, "Two-tree algorithms for full
-    bandwidth broadcast", Parallel Computing 35, 2009). Two members are root of one tree each and need send S only, but
-    do not reach it: 201 MB over two nodes of 8 V100 on one EDR adapter take 40 ms, as the ring's 1.88·S at 9.5 GB/s do
-    and tensor groups over four nodes (43 ms) too (github.com/Oneflow-Inc/DLPerf, reports/GPT, 2021).
+    bandwidth broadcast", Parallel Computing 35, 2009). Two members are root of a tree each and could send S only, but
+    measurements do not show it: 201 MB over two nodes of 8 V100 on one EDR adapter take 40 ms, like the ring's 1.88·S
+    at 9.5 GB/s, and tensor groups over four nodes take 43 ms (github.com/Oneflow-Inc/DLPerf, reports/GPT, 2021).
     """
     latency = sum(ceil(log2(hop.members)) * hop.alpha for hop in hops)
     return CollectiveTime(2 * latency, 2 / _slowest(hops) / TREE_EFFICIENCY)
 
 
 def _all_to_all(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
-    """Pairwise exchange (Thakur et al. 2005, 4.3); the levels' links work at the same time."""
+    """Return the time of a pairwise exchange (Thakur et al. 2005, 4.3); links of all levels work at the same time."""
     ranks = prod(hop.members for hop in hops)
     latency = sum((hop.members - 1) * hop.ranks * hop.alpha for hop in hops)
     return (CollectiveTime(latency, max((hop.members - 1) * hop.ranks**2 / ranks / hop.bandwidth for hop in hops)),)
 
 
 def _broadcast(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
-    """The better of NCCL's pipelined ring and a binomial tree (Thakur et al. 2005, 4.2), level by level."""
+    """Return the times of NCCL's pipelined ring and of a binomial tree (Thakur et al. 2005, 4.2), level by level."""
     rounds = [ceil(log2(hop.members)) for hop in hops]
     latency = sum(count * hop.alpha for count, hop in zip(rounds, hops, strict=True))
     per_byte = sum(count / hop.bandwidth for count, hop in zip(rounds, hops, strict=True))
@@ -154,7 +154,7 @@ def _broadcast(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
 
 
 def _send_recv(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
-    """Every rank sends ``size`` bytes to the next one; the slowest pair counts."""
+    """Return the time of every hop, since each rank sends to the next and the slowest pair counts."""
     return tuple(CollectiveTime(hop.latency + hop.ramp / hop.lane, 1 / hop.lane) for hop in hops)
 
 
@@ -169,7 +169,7 @@ _LINES: dict[Collective, Callable[[Sequence[Hop]], tuple[CollectiveTime, ...]]] 
 
 
 def collective_lines(cluster: Cluster, collective: Collective, group: RankGroup) -> tuple[CollectiveTime, ...]:
-    """Straight lines that bound a collective's seconds by its bytes, see ``seconds_on``.
+    """Return lines that bound a collective's seconds by its bytes; ``seconds_on`` combines them.
 
     Raises:
         InputError: the group reaches beyond the cluster.
@@ -182,22 +182,18 @@ def collective_lines(cluster: Cluster, collective: Collective, group: RankGroup)
 
 
 def seconds_on(collective: Collective, lines: Sequence[CollectiveTime], size: Real) -> Real:
-    """Seconds of so many bytes: the least of the lines of all algorithms, the greatest of those of all pairs that send.
-
-    Args:
-        size: bytes, more than 0.
-    """
+    """Return the seconds for ``size`` bytes (> 0): the fastest algorithm, or the slowest pair of a send."""
     pick = largest if collective is Collective.SEND_RECV else least
     return reduce(pick, (line.at(size) for line in lines))
 
 
 def collective_seconds(cluster: Cluster, collective: Collective, size_bytes: float, group: RankGroup) -> float:
-    """Seconds of one collective on a group of ranks.
+    """Return the seconds of one collective on a group of ranks.
 
     Args:
-        size_bytes: bytes of the whole tensor: what an all-reduce or broadcast carries, an all-gather yields, a
+        size_bytes: bytes of the full tensor: what an all-reduce or broadcast carries, an all-gather yields, a
             reduce-scatter takes, one rank of an all-to-all holds, and one rank of a send/recv sends.
-        group: its ranks, how far apart they lie, and how many such groups work at once.
+        group: shape of the process group.
 
     Raises:
         InputError: the group reaches beyond the cluster.

@@ -1,15 +1,15 @@
-"""Link types by name, links recognised from free text, and clusters built from two link types.
+"""Types of links, by name or from free text, and clusters built from two of them.
 
-Bandwidths are data-sheet figures in one direction: for links inside a node of one device, for networks of one adapter.
-What collectives reach of them (efficiency, latency, size at half bandwidth) comes from the calibration, and where it
-has no entry from the sourced starting values here.
+Bandwidths are data-sheet figures in one direction, of a device for links inside a node and of an adapter for networks.
+What collectives reach of them (efficiency, latency, size at half bandwidth) comes from the calibration, or without one
+from the sourced starting values of ``configs/devices/links.yaml``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil
 from typing import Any
@@ -24,26 +24,26 @@ from galvatron_lite.folders import config_folder
 GBIT = 1e9 / 8
 
 START = 8.4e-6
-"""Seconds NCCL takes for a collective beside its steps (``baseLat`` of the Simple protocol in src/graph/tuning.cc)."""
+"""Fixed seconds of an NCCL collective (``baseLat`` of the Simple protocol in src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkType:
-    """One type of link, see ``configs/devices/links.yaml``."""
+    """One type of link, an entry of ``configs/devices/links.yaml``."""
 
     name: str  # key of its calibrated constants
-    # bytes per second in one direction, of a device (inside a node) or an adapter (network); 0 where the adapter
-    # depends on the design
+    # bytes per second in one direction, of a device (inside a node) or an adapter (network); 0: the adapter is that of
+    # the reference design
     bandwidth: float
-    constants: LinkConstants  # starting values of what is calibrated
+    constants: LinkConstants  # starting values of the calibrated constants
     source: str  # address of the data sheet
     network: bool = False  # whether it joins nodes
     contention: float = 1.0  # factor by which times grow when all members send at once
-    domain: int = 0  # devices that one switch domain joins, however many nodes they are in; 0: those of a node
-    mesh: tuple[tuple[int, float], ...] = ()  # see ``Level.mesh``, of a node of 8 devices
+    domain: int = 0  # devices in one switch domain, which may span nodes; 0: those of a node
+    mesh: tuple[tuple[int, float], ...] = ()  # ``Level.mesh`` of a node of 8 devices
 
     def mesh_of(self, node: int) -> tuple[tuple[int, float], ...]:
-        """``mesh`` for a node of ``node`` devices: 4 joined by all their links reach all of them.
+        """Return ``mesh`` for a node of ``node`` devices.
 
         A node of four V100 has two links between each pair (3 x 2 x 25 GB/s, ABCI and Summit-like designs); one of
         eight is a hybrid cube mesh.
@@ -55,7 +55,7 @@ class LinkType:
 
 @cache
 def link_types() -> dict[str, LinkType]:
-    """Every link type by name."""
+    """Return every link type by name."""
     data = read_data(config_folder("devices") / "links.yaml")
     return {
         name: LinkType(
@@ -70,7 +70,7 @@ def link_types() -> dict[str, LinkType]:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The vendor's reference design around one generation of devices, see ``configs/devices/designs.yaml``."""
+    """The vendor's reference design around one generation of devices (``configs/devices/designs.yaml``)."""
 
     inside: str  # link type inside a node
     network: str  # link type between nodes
@@ -79,37 +79,38 @@ class Design:
 
 
 @cache
-def _texts() -> dict[str, Any]:
+def publication_patterns() -> dict[str, Any]:
+    """Return regular expressions for names in publications, and what they mean (``configs/devices/designs.yaml``)."""
     data: dict[str, Any] = read_data(config_folder("devices") / "designs.yaml")
     return data
 
 
 @lru_cache(maxsize=256)
 def reference_of(gpu: str) -> Design:
-    """The vendor's reference design around a device, by its name; servers with PCIe cards where there is none."""
-    data = _texts()
-    found = next(dict(design) for design in data["designs"] if re.search(design["match"], gpu.lower()))
-    return Design(found["inside"], found["network"], found["adapters"], data["sources"][found["source"]])
+    """Return the vendor's reference design around a device, by its name; servers with PCIe cards if it has none."""
+    data = publication_patterns()
+    design = next(design for design in data["designs"] if re.search(design["match"], gpu.lower()))
+    return Design(design["inside"], design["network"], design["adapters"], data["sources"][design["source"]])
 
 
 @lru_cache(maxsize=1024)
 def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
-    """Name of the link type that a text of a publication means; the device's reference design where it says nothing.
+    """Return the name of the link type that a publication's text means.
 
     Args:
-        text: what is said of the link (``NVLink3/NVSwitch 600GB/s``); None or unknown words: not stated.
+        text: description of the link (``NVLink3/NVSwitch 600GB/s``); None or unknown words: the reference design's.
         gpu: name of the device.
-        between: whether it is the network between nodes, not the link inside one.
+        between: whether it is the network between nodes rather than the link inside a node.
     """
-    reference, wanted = reference_of(gpu), (text or "").lower()
-    named = link_types().get(wanted)
-    if named is not None and named.network == between:
-        return wanted
-    table = _texts()["between" if between else "inside"]
-    link: str | None = next((name for pattern, name in table if re.search(pattern, wanted)), None)
+    reference, words = reference_of(gpu), (text or "").lower()
+    link_type = link_types().get(words)
+    if link_type is not None and link_type.network == between:
+        return words
+    table = publication_patterns()["between" if between else "inside"]
+    link: str | None = next((name for pattern, name in table if re.search(pattern, words)), None)
     if link is not None:
         return link
-    if not between and "pci" in wanted:
+    if not between and "pci" in words:
         # the PCIe generation that goes with a generation of NVLink
         generation = reference.inside.removeprefix("nvlink")[:1]
         bus = {"1": "pcie3", "2": "pcie3", "3": "pcie4"}.get(generation, "pcie5")
@@ -118,19 +119,19 @@ def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
 
 
 def constants_of(name: str, calibration: Calibration | None) -> LinkConstants:
-    """Calibrated constants of a link type; its starting values without a calibration.
+    """Return the calibrated constants of a link type, or its starting values without a calibration.
 
     Raises:
-        InputError: no such link type.
+        InputError: unknown link type.
     """
     return link_named(name).constants if calibration is None else constants_for_link(calibration, name)
 
 
 def link_named(name: str) -> LinkType:
-    """A link type by name.
+    """Return a link type.
 
     Raises:
-        InputError: no such link type; lists the known ones.
+        InputError: unknown link type; lists the known ones.
     """
     if name not in link_types():
         raise unknown("link", name, link_types())
@@ -146,14 +147,14 @@ def cluster_from_links(
     inter_gbps_per_node: float | None,
     calibration: Calibration | None = None,
 ) -> Cluster:
-    """A cluster of equal devices from the types of its two links.
+    """Build a cluster of equal devices from the types of its two links.
 
     Args:
-        device: all devices are such.
-        n_gpus: how many.
-        gpus_per_node: None: 8, or all where there are fewer.
-        intra: link type inside a node, or any text ``link_matching`` understands; None: the reference design.
-        inter: the same of the network between nodes.
+        device: the type of all devices.
+        n_gpus: number of devices.
+        gpus_per_node: devices of a node; None: 8, or all if there are fewer.
+        intra: link type inside a node, or any text for ``link_matching``; None: the reference design's.
+        inter: the same for the network between nodes.
         inter_gbps_per_node: gigabits a second that one node sends; None: the reference design's adapters.
         calibration: constants by link type; None: starting values.
 
@@ -167,22 +168,31 @@ def cluster_from_links(
     # A group of racks takes an even share of each domain (64 of 72 where 128 are used).
     limit = min(n_gpus, max(inside.domain, stated))
     node = next(size for size in range(limit, 0, -1) if n_gpus % size == 0)
-    levels = [_inside(inside, node, calibration)]
+    levels = [_level("node", node, inside, inside.bandwidth, calibration)]
     if n_gpus > node:
-        between = link_named(link_matching(inter, device.name, between=True))
-        rate = None if inter_gbps_per_node is None else inter_gbps_per_node * GBIT * node / stated
-        levels.append(_between(between, device, node, n_gpus // node, rate, calibration))
+        between, reference = link_named(link_matching(inter, device.name, between=True)), reference_of(device.name)
+        adapter = between.bandwidth or link_named(reference.network).bandwidth
+        total = adapter * max(reference.adapters * node, 1.0)
+        if inter_gbps_per_node is not None:
+            total = inter_gbps_per_node * GBIT * node / stated
+        lanes = max(1, min(ceil(round(total / adapter, 6)), node))  # several adapters at one device are a single lane
+        levels.append(replace(_level("cluster", n_gpus // node, between, total, calibration), lanes=lanes))
     return Cluster(device.name, (DeviceGroup(device, n_gpus),), tuple(levels))
 
 
-def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """A level's mapping with what its ``link`` implies for keys that are not given; unchanged where it has none.
+def _level(name: str, size: int, link: LinkType, bandwidth: float, calibration: Calibration | None) -> Level:
+    constants = constants_of(link.name, calibration)
+    return Level(
+        name, size, bandwidth, constants.latency, link.contention, constants.efficiency, link.source,
+        half_size=constants.half_size, mesh=() if link.network else link.mesh_of(size), start=START,
+    )  # fmt: skip
 
-    Args:
-        data: the level as in a cluster file.
+
+def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Replace the ``link`` of a level, as in a cluster file, by the figures it implies for absent keys.
 
     Raises:
-        InputError: no such link type.
+        InputError: unknown link type.
     """
     level = dict(data)
     name = level.pop("link", None)
@@ -207,25 +217,3 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not link.network and isinstance(level.get("size"), int):
         implied["mesh"] = link.mesh_of(level["size"])
     return implied | level
-
-
-def _inside(link: LinkType, node: int, calibration: Calibration | None) -> Level:
-    constants = constants_of(link.name, calibration)
-    return Level(
-        "node", node, link.bandwidth, constants.latency, link.contention, constants.efficiency, link.source,
-        half_size=constants.half_size, mesh=link.mesh_of(node), start=START,
-    )  # fmt: skip
-
-
-def _between(
-    link: LinkType, device: Device, node: int, nodes: int, rate: float | None, calibration: Calibration | None
-) -> Level:
-    """The network; adapters count where each gives a device its own way out (4 of 100 Gb/s at one device are one)."""
-    constants, reference = constants_of(link.name, calibration), reference_of(device.name)
-    adapter = link.bandwidth or link_named(reference.network).bandwidth
-    total = rate if rate is not None else adapter * max(reference.adapters * node, 1.0)
-    lanes = max(1, min(ceil(round(total / adapter, 6)), node))
-    return Level(
-        "cluster", nodes, total, constants.latency, link.contention, constants.efficiency, link.source, lanes,
-        half_size=constants.half_size, start=START,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which precisions the devices of a cluster compute in."""
+"""Precisions that the devices of a cluster compute in."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.units import ITEM_BYTES
 
 _PREFERRED = ("bf16", "fp16", "fp32")
-"""Precisions of mixed-precision training, best first (Kalamkar et al. 2019, "A Study of BFLOAT16": the exponent of
-fp32, so no loss scaling; fp16 needs it, Micikevicius et al. 2018). fp8 is of linear layers alone and has to be asked
-for."""
+"""Precisions of mixed-precision training, best first: bf16 has the exponent of fp32 and needs no loss scaling (Kalamkar
+et al. 2019, "A Study of BFLOAT16"), fp16 does (Micikevicius et al. 2018). fp8 serves linear layers only and is never
+the default."""
 
 
 def known_precisions(cluster: Cluster) -> tuple[str, ...]:
-    """The precisions that every device of a cluster has a peak for, in the order of its data sheet."""
+    """Return the precisions that all devices of a cluster have a peak for, in the order of the data sheet."""
     first, *others = (group.device.peak for group in cluster.groups)
     return tuple(name for name in first if name in ITEM_BYTES and all(name in peak for peak in others))
 
 
 def best_precision(cluster: Cluster) -> str:
-    """The best precision to train in that every device of a cluster has: bf16, else fp16, else fp32.
+    """Return the best precision to train in that all devices have: bf16, else fp16, else fp32.
 
     Raises:
-        InputError: the devices have none of them in common.
+        InputError: the devices share none of them.
     """
     supported = known_precisions(cluster)
     for precision in _PREFERRED:
@@ -32,10 +32,10 @@ def best_precision(cluster: Cluster) -> str:
 
 
 def check_precision(precision: str, cluster: Cluster, field: str = "--precision") -> None:
-    """Refuse a precision that a device of the cluster has no units for.
+    """Refuse a precision that a device of the cluster has no peak for.
 
     Raises:
-        InputError: names the devices and the precisions that they have.
+        InputError: names the devices and their precisions.
     """
     supported = known_precisions(cluster)
     if precision not in supported:

@@ -24,14 +24,16 @@ _COPY_BYTES = 32 * 2**20
 _ROUNDS = 5
 
 HIDDEN_LOCAL = "GALVATRON_LOCAL_WORLD_SIZE"
-"""``LOCAL_WORLD_SIZE`` where other libraries are not to see it, and one GPU is visible (``frameworks.one_process``)."""
+"""Stands in for ``LOCAL_WORLD_SIZE`` while it is hidden from other libraries and each process sees a single GPU
+(``frameworks.one_process``)."""
+
 CPU_LINK = Level("machine", 1, 5e9, 3e-5, contention=1.0, efficiency=0.5, source="rough figure for gloo in one machine")
-"""[Empirical] processes of one machine that talk over gloo; ``galvatron profile`` measures the real figures."""
+"""[Empirical] gloo between processes of one machine; ``galvatron profile`` measures the real figures."""
 
 NETWORK_LINK = Level("cluster", 1, 12.5e9, 3e-5, efficiency=0.8, source="rough figure: one 100 Gb/s adapter a node")
-"""[Empirical] machines of unknown network."""
+"""[Empirical] an unknown network."""
 
-_WORDS = {
+_LABELS = {
     "device": "device",
     "count": "number of devices",
     "cpu": "CPU model",
@@ -42,17 +44,17 @@ _WORDS = {
 
 
 def probe(world_size: int | None = None, device: str = "auto") -> Cluster:
-    """This machine, or all machines of a launch, as a cluster.
+    """Return this machine, or all machines of a launch, as a cluster.
 
     Levels come from ``LOCAL_WORLD_SIZE`` and ``WORLD_SIZE`` as torchrun sets them; their figures are rough until
     ``galvatron profile`` has measured communication.
 
     Args:
-        world_size: how many processes; default: ``WORLD_SIZE``, else all GPUs of this machine, else 1.
-        device: ``cuda``, ``cpu``, or ``auto``: GPUs where there are any.
+        world_size: number of processes; default: ``WORLD_SIZE``, else all GPUs of this machine, else 1.
+        device: ``cuda``, ``cpu``, or ``auto``: GPUs if there are any.
 
     Raises:
-        LaunchError: ``cuda`` was asked for and there is no GPU, or more processes a machine than GPUs.
+        LaunchError: ``cuda`` without a GPU, or more processes than GPUs on a machine.
         InputError: an unknown device, or a world that does not fill its machines.
     """
     import torch
@@ -66,29 +68,31 @@ def probe(world_size: int | None = None, device: str = "auto") -> Cluster:
         )
     on_gpu = device != "cpu" and torch.cuda.is_available()
     world, local = _sizes(world_size, torch.cuda.device_count() if on_gpu else 1)
-    cluster = _gpu(torch.cuda.device_count(), local) if on_gpu else _cpu(local)
+    probed = _gpu(torch.cuda.device_count(), local) if on_gpu else _cpu(local)
+    node, network = _gpu_links(probed, local) if on_gpu else (CPU_LINK, NETWORK_LINK)
+    levels = (replace(node, size=local), replace(network, size=world // local))
     return Cluster(
         name="this machine" if world == local else "these machines",
-        groups=(DeviceGroup(cluster, world),),
-        levels=_levels(cluster, world, local, on_gpu),
-        fingerprint=_fingerprint(cluster, world, "nccl" if on_gpu else "gloo"),
+        groups=(DeviceGroup(probed, world),),
+        levels=levels[:1] if world == local else levels,
+        fingerprint=_fingerprint(probed, world, "nccl" if on_gpu else "gloo"),
     )
 
 
 def differs(fingerprint_a: Mapping[str, str], fingerprint_b: Mapping[str, str]) -> list[str]:
-    """What differs between the machines two fingerprints were taken on, in words; empty where nothing does.
+    """Return a line for each difference between the machines of two fingerprints.
 
-    Things that only one of them knows are left out, so an empty fingerprint (data sheets) differs from none.
+    Keys that only one of them has are left out, so that an empty fingerprint (data sheets) differs from none.
     """
     return [
-        f"{_WORDS.get(key, key)}: {fingerprint_a[key]} against {fingerprint_b[key]}"
+        f"{_LABELS.get(key, key)}: {fingerprint_a[key]} against {fingerprint_b[key]}"
         for key in fingerprint_a
         if key in fingerprint_b and fingerprint_a[key] != fingerprint_b[key]
     ]
 
 
 def _sizes(world_size: int | None, devices: int) -> tuple[int, int]:
-    """Processes in all, and on this machine."""
+    """Return the number of processes of the world and of this machine."""
     world = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", devices))
     if world < 1:
         raise InputError("world_size", world, "Give 1 or more.")
@@ -100,10 +104,7 @@ def _sizes(world_size: int | None, devices: int) -> tuple[int, int]:
 
 
 def _gpu(count: int, local: int) -> Device:
-    """The first GPU: peaks from its data sheet, memory as the driver reports it.
-
-    A GPU of no known data sheet has its peak and bandwidth measured.
-    """
+    """Return the first GPU: peaks from its data sheet (measured if there is none), memory as the driver reports it."""
     import torch
 
     if local > count and HIDDEN_LOCAL not in os.environ:
@@ -126,7 +127,7 @@ def _gpu(count: int, local: int) -> Device:
 
 
 def _cpu(local: int) -> Device:
-    """One CPU process: its share of memory, and the speed this process measures now."""
+    """Return one of ``local`` CPU processes: its share of memory, and the speed measured now."""
     import torch
 
     peaks, bandwidth = _measured(torch.device("cpu"), ("fp32",), _MATMUL_EXTENT, _COPY_BYTES)
@@ -137,21 +138,21 @@ def _cpu(local: int) -> Device:
 def _measured(
     device: torch.device, precisions: tuple[str, ...], extent: int, size: int
 ) -> tuple[dict[str, float], float]:
-    """FLOP/s of a short matmul by precision, and bytes per second read and written by a short copy."""
+    """Return the FLOP/s of a short matmul by precision, and the bytes per second of a short copy."""
     import torch
 
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     peaks = {}
     for precision in precisions:
-        left = torch.rand(extent, extent, dtype=torch.float32, device=device).to(kinds[precision])
-        peaks[precision] = 2 * extent**3 / _shortest(partial(torch.mm, left, left), device)
+        matrix = torch.rand(extent, extent, dtype=torch.float32, device=device).to(dtypes[precision])
+        peaks[precision] = 2 * extent**3 / _shortest(partial(torch.mm, matrix, matrix), device)
     source = torch.rand(size // 4, device=device)
     target = torch.empty_like(source)
     return peaks, 2 * size / _shortest(partial(target.copy_, source), device)
 
 
 def _shortest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs, after one to warm up."""
+    """Return the seconds of the fastest of a few runs after a warm-up."""
     import torch
 
     times = []
@@ -164,14 +165,8 @@ def _shortest(run: Callable[[], object], device: torch.device) -> float:
     return max(min(times[1:]), 1e-9)
 
 
-def _levels(device: Device, world: int, local: int, on_gpu: bool) -> tuple[Level, ...]:
-    """Links of a shipped cluster of the same device where there is one, else rough figures."""
-    node, network = _links(device, local) if on_gpu else (CPU_LINK, NETWORK_LINK)
-    inner = replace(node, size=local)
-    return (inner,) if world == local else (inner, replace(network, size=world // local))
-
-
-def _links(device: Device, local: int) -> tuple[Level, Level]:
+def _gpu_links(device: Device, local: int) -> tuple[Level, Level]:
+    """Return the links inside and between nodes of a shipped cluster of the same device, else rough figures."""
     for name in known_clusters():
         shipped = load_cluster(name)
         if shipped.device.name == device.name and shipped.devices >= local:
@@ -182,7 +177,7 @@ def _links(device: Device, local: int) -> tuple[Level, Level]:
 
 
 def _cpu_model() -> str:
-    """The CPU's name as the system tells it."""
+    """Return the CPU's name as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -192,7 +187,7 @@ def _cpu_model() -> str:
 
 
 def _fingerprint(device: Device, world: int, backend: str) -> dict[str, str]:
-    """What identifies the machine; the host's name only as a hash."""
+    """Return what identifies the machine, with the host's name as a hash only."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Step times by rank in one form, from logs and from the prediction, so that both can be compared."""
+"""Parts of step times by rank, measured (``RankTimes``) and predicted (``ExpectedStep``), for comparison."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.schema import RankRecord, StepPart
 
 
-class Where(StrEnum):
-    """Where in a step communication is waited for."""
+class WaitPlace(StrEnum):
+    """The part of a step in which a rank waits for communication."""
 
     LAYERS = "inside layers"
     GRADIENTS = "sums of gradients"
@@ -28,46 +28,45 @@ class Where(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Seconds of a mean step on a rank; they add up to ``seconds``."""
+    """Seconds of the parts of a mean step on a rank; they add up to ``seconds``."""
 
     rank: int  # in the world
-    seconds: float  # of a step
-    steps: int  # that the figures are of
-    # by layer; of a trace without communication, of a log with it
+    seconds: float  # seconds of a step
+    steps: int  # steps in the mean
+    # by layer; from a trace without communication, from a log with it
     forward: Mapping[str, float] = field(default_factory=dict)
-    # the same; of a log under an empty name alone, for all layers together
+    # by layer; from a log only the sum of all layers, under an empty name
     backward: Mapping[str, float] = field(default_factory=dict)
-    # that nothing hides, by where it is and its kind (``all_reduce``)
-    communication: Mapping[tuple[Where, str], float] = field(default_factory=dict)
+    # exposed communication by place and kind (``all_reduce``)
+    communication: Mapping[tuple[WaitPlace, str], float] = field(default_factory=dict)
     optimizer: float = 0.0  # the update
     waiting: float = 0.0  # for other stages of a pipeline
-    other: float = 0.0  # all else: host work, what is outside layers, an idle device
+    other: float = 0.0  # the remainder: host work, code outside layers, an idle device
     between: float = 0.0  # seconds between steps, not part of ``seconds``
-    traced: bool = False  # whether it is from a trace
-    # what a trace calls the groups of ranks, by kind of communication
-    groups: Mapping[str, str] = field(default_factory=dict)
-    layered: bool = True  # whether forward passes were told apart by layer
-    parted: bool = True  # whether the parts of a step were told apart
+    traced: bool = False  # whether the times are from a trace
+    groups: Mapping[str, str] = field(default_factory=dict)  # names of groups in a trace, by kind of communication
+    has_layers: bool = True  # whether forward is by layer
+    has_parts: bool = True  # whether the parts of a step were measured
 
-    def exposed(self, where: Where) -> float:
-        """Seconds of communication of all kinds at a place."""
+    def exposed(self, where: WaitPlace) -> float:
+        """Return the seconds of all communication at a place."""
         return sum(seconds for (place, _), seconds in self.communication.items() if place is where)
 
-    def kinds(self, where: Where) -> dict[str, float]:
-        """Seconds by kind at a place, the longest first."""
+    def kinds(self, where: WaitPlace) -> dict[str, float]:
+        """Return the seconds of communication at a place by kind, the longest first."""
         seconds_of = {kind: seconds for (place, kind), seconds in self.communication.items() if place is where}
         return dict(sorted(seconds_of.items(), key=lambda item: -item[1]))
 
 
-def times_logged(records: Sequence[RankRecord], passes: int) -> RankTimes:
-    """What the log of a rank tells, under a plan of so many micro-batches.
+def times_from_log(records: Sequence[RankRecord], passes: int) -> RankTimes:
+    """Return the times of a rank's log under a plan with ``passes`` micro-batches.
 
-    Forward passes of blocks are told apart, each of them with its communication; backward is one figure.
+    A log has forward by block, including communication, and a single figure for backward.
     """
     with_steps = [record for record in records if record.steps]
 
     def middle(figures: Iterable[float]) -> float:
-        """The median of records: a slow moment of the machine is not the run."""
+        """Return the median, so that a slow moment of the machine does not count."""
         values = list(figures)
         return median(values) if values else 0.0
 
@@ -77,71 +76,74 @@ def times_logged(records: Sequence[RankRecord], passes: int) -> RankTimes:
         name: passes * median(record.layers[name] for record in with_steps if name in record.layers) for name in names
     }  # fmt: skip
     forward = {**layers, "": max(seconds[StepPart.FORWARD] - sum(layers.values()), 0.0)}
-    communication = {(Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS], (Where.CHECK, ""): seconds[StepPart.CHECK]}
-    total, between = (middle(getattr(one, name) for one in with_steps) for name in ("seconds", "between"))
-    parted = any(record.parts.keys() - {StepPart.OTHER} for record in with_steps)
+    communication = {
+        (WaitPlace.GRADIENTS, ""): seconds[StepPart.GRADIENTS],
+        (WaitPlace.CHECK, ""): seconds[StepPart.CHECK],
+    }
+    total, between = (middle(getattr(record, name) for record in with_steps) for name in ("seconds", "between"))
+    has_parts = any(record.parts.keys() - {StepPart.OTHER} for record in with_steps)
     backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}
     return RankTimes(
         records[0].rank, total, sum(record.steps for record in with_steps), forward, backward,
-        {key: own for key, own in communication.items() if own}, seconds[StepPart.OPTIMIZER], seconds[StepPart.WAITING],
-        seconds[StepPart.OTHER], between, layered=bool(layers), parted=parted,
+        {key: spent for key, spent in communication.items() if spent}, seconds[StepPart.OPTIMIZER],
+        seconds[StepPart.WAITING], seconds[StepPart.OTHER], between, has_layers=bool(layers), has_parts=has_parts,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class LayersExpected:
-    """A run of layers of one strategy; seconds a step on one device."""
+class ExpectedLayers:
+    """Predicted seconds of a run of layers with one strategy, in a step on one device."""
 
-    run: LayerRun  # of the plan
-    stage: int  # it is of
-    layers: tuple[Layer, ...]  # of the run
-    forward: float  # forward, backward: compute; ``backward`` with what is computed again
-    backward: float
-    forward_communication: float  # forward_communication, backward_communication: that compute does not hide
-    backward_communication: float
+    run: LayerRun
+    stage: int
+    layers: tuple[Layer, ...]
+    forward: float  # compute
+    backward: float  # compute, with recomputation
+    forward_communication: float  # exposed
+    backward_communication: float  # exposed
 
 
 @dataclass(frozen=True, slots=True)
-class GroupExpected:
-    """The devices of one place in the pipeline; seconds a step."""
+class ExpectedGroup:
+    """Predicted seconds of a step on the devices that share the same stages."""
 
-    ranks: range  # of the world
-    layers: tuple[LayersExpected, ...]  # that they run
-    gradients: float  # communication once a step that nothing hides
+    ranks: range  # in the world
+    layers: tuple[ExpectedLayers, ...]
+    gradients: float  # exposed communication once a step
     optimizer: float  # the update
     other: float  # fixed host time
     waiting: float  # for other groups
 
     @property
     def inside(self) -> float:
-        """Seconds of communication inside layers."""
+        """Seconds of exposed communication inside layers."""
         return sum(layer.forward_communication + layer.backward_communication for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """A plan as its profile prices it."""
+class ExpectedStep:
+    """Predicted seconds of a step of a plan."""
 
     plan: Plan  # priced
-    seconds: float  # of a step
-    groups: tuple[GroupExpected, ...]  # of devices
+    seconds: float  # seconds of a step
+    groups: tuple[ExpectedGroup, ...]
 
-    def group_of(self, rank: int) -> GroupExpected:
-        """The group that a rank is of."""
+    def group_of(self, rank: int) -> ExpectedGroup:
+        """Return the group of a rank."""
         return next(group for group in self.groups if rank in group.ranks)
 
 
-def expect(profile: Profile, plan: Plan) -> Expected:
-    """What a plan in stages is predicted to do."""
+def expect(profile: Profile, plan: Plan) -> ExpectedStep:
+    """Predict the parts of a step of a plan."""
     if not explained_in_parts(plan):
         remedy = "What a step's time goes to is only told apart for plans in stages; look at the steps' times alone."
         raise InputError("plan", "cyclic" if plan.cyclic is not None else "branches", remedy)
     priced = price_in_parts(LayerPricer(for_mode(profile, plan.mode)), plan)
     groups = tuple(_group(priced, number) for number in range(plan.pipeline))
-    return Expected(priced.plan, priced.prediction.step_seconds, groups)
+    return ExpectedStep(priced.plan, priced.prediction.step_seconds, groups)
 
 
-def _group(priced: PricedStages, number: int) -> GroupExpected:
+def _group(priced: PricedStages, number: int) -> ExpectedGroup:
     plan, overhead, stages = priced.plan, priced.pricer.profile.overhead, priced.stages_of(number)
     layers = tuple(layer for stage in stages for layer in _layers(priced, stage))
     each = [cost for stage in stages for cost in priced.stages[stage].layers]
@@ -154,18 +156,18 @@ def _group(priced: PricedStages, number: int) -> GroupExpected:
         work += layer.forward + layer.backward + layer.forward_communication + layer.backward_communication
     ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
     waiting = max(priced.prediction.step_seconds - work, 0.0) if plan.pipeline > 1 else 0.0
-    return GroupExpected(ranks, layers, gradients, optimizer, other, waiting)
+    return ExpectedGroup(ranks, layers, gradients, optimizer, other, waiting)
 
 
-def _layers(priced: PricedStages, stage: int) -> Iterator[LayersExpected]:
-    """The runs of a stage."""
+def _layers(priced: PricedStages, stage: int) -> Iterator[ExpectedLayers]:
+    """Yield the predicted runs of layers of a stage."""
     start, begin = priced.ranges[stage].start, 0
     for run in priced.plan.stages[stage].runs:
-        own = priced.stages[stage].layers[begin : begin + run.count]
+        costs = priced.stages[stage].layers[begin : begin + run.count]
         layers = priced.pricer.profile.graph.layers[start + begin : start + begin + run.count]
         begin += run.count
         sums = (
-            sum(one.forward for one in own), sum(one.backward + one.recompute for one in own),
-            sum(one.forward_exposed for one in own), sum(one.backward_exposed for one in own),
+            sum(cost.forward for cost in costs), sum(cost.backward + cost.recompute for cost in costs),
+            sum(cost.forward_exposed for cost in costs), sum(cost.backward_exposed for cost in costs),
         )  # fmt: skip
-        yield LayersExpected(run, stage, layers, *(priced.plan.microbatches * sum_ for sum_ in sums))
+        yield ExpectedLayers(run, stage, layers, *(priced.plan.microbatches * seconds for seconds in sums))

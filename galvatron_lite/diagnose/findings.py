@@ -1,4 +1,4 @@
-"""Causes of differences between measured and predicted steps, each with its cost and the remedy."""
+"""Finds causes of differences between measured and predicted steps, each with its cost and a remedy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median, median_low
 
-from galvatron_lite.diagnose.expected import Expected, GroupExpected, LayersExpected, RankTimes, Where
+from galvatron_lite.diagnose.expected import ExpectedGroup, ExpectedLayers, ExpectedStep, RankTimes, WaitPlace
 
 _SHARE = 0.02
-"""Part of the predicted step that a cause must cost or save to be reported."""
+"""Least share of the predicted step that a reported cause costs or saves."""
 _CONCENTRATED = 0.8
-"""Share of a rank's delay from which one run of layers is the cause rather than the rank."""
+"""Least share of a rank's delay for which a run of layers, rather than the rank, is the cause."""
 
 NCCL, GLOO = "nccl", "gloo"
 _LINKS = {
@@ -23,7 +23,7 @@ _LINKS = {
 
 
 class Cause(StrEnum):
-    """What is slower, or quicker, than predicted."""
+    """The part of a step that is slower, or quicker, than predicted."""
 
     LAYERS = "layers"
     RANK = "rank"
@@ -54,53 +54,53 @@ _LOG_ALONE = "A log does not tell layers' backward passes apart: profile a few s
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause."""
+    """A cause of a difference."""
 
     cause: Cause
-    where: str  # which layers, collective, or part, in words
-    seconds: float  # a step, that it takes longer than predicted; negative: shorter
-    measured: float  # seconds a step
-    predicted: float  # seconds a step
-    advice: str  # empty where it is quicker than predicted
-    ranks: tuple[int, ...] = ()  # empty: on all
+    where: str  # the layers, collective, or part, in words
+    seconds: float  # seconds of a step longer than predicted; negative: shorter
+    measured: float  # seconds of a step
+    predicted: float  # seconds of a step
+    advice: str  # empty if it is quicker than predicted
+    ranks: tuple[int, ...] = ()  # empty: all
     stage: int = -1  # of a pipeline; -1: all, or the only one
 
 
-def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL) -> list[Finding]:
-    """All causes that cost or save at least a fiftieth of a step, the most expensive first."""
-    between = min((time_.between for time_ in times), default=0.0)
+def findings(times: Sequence[RankTimes], expected: ExpectedStep, backend: str = NCCL) -> list[Finding]:
+    """Return the causes that cost or save at least ``_SHARE`` of a step, the most expensive first."""
+    between = min((rank_times.between for rank_times in times), default=0.0)
     results = [_finding(Cause.BETWEEN, "data, printing, saving", between, 0.0)]
     least = _SHARE * expected.seconds
     for group in expected.groups:
-        members = [time_ for time_ in times if time_.rank in group.ranks]
+        members = [rank_times for rank_times in times if rank_times.rank in group.ranks]
         if members:
             stage = group.layers[0].stage if len(expected.plan.stages) > 1 else -1
-            results += _slow_ranks(members, group, least)
-            results += _layers(members, group, stage)
-            results += _collectives(members, group, stage, backend)
-            if all(member.parted for member in members):
+            results += _slow_rank_findings(members, group, least)
+            results += _layer_findings(members, group, stage)
+            results += _collective_findings(members, group, stage, backend)
+            if all(member.has_parts for member in members):
                 update = median_low(member.optimizer for member in members)
                 other = median_low(member.other for member in members)
                 results.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
                 results.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
-    results += _bubble(times, expected)
+    results += _bubble_findings(times, expected)
     reported = (
         result if result.seconds > 0 else replace(result, advice="")
         for result in results
         if abs(result.seconds) >= least
     )
-    return sorted(reported, key=lambda one: -one.seconds)
+    return sorted(reported, key=lambda finding: -finding.seconds)
 
 
 def rank_words(first: int, last: int) -> str:
-    """``rank 3``, or ``ranks 0..3``."""
+    """Return ``rank 3``, or ``ranks 0..3``."""
     return f"rank {first}" if first == last else f"ranks {first}..{last}"
 
 
-def runs_measured(times: RankTimes, group: GroupExpected) -> Iterator[tuple[LayersExpected, str, float, float]]:
-    """Runs of layers, forward or backward, measured and predicted seconds, as far as a rank's times tell them apart.
+def measured_runs(times: RankTimes, group: ExpectedGroup) -> Iterator[tuple[ExpectedLayers, str, float, float]]:
+    """Yield runs of layers, ``forward`` or ``backward``, measured and predicted seconds, if a rank has them by layer.
 
-    Times of a log include the communication inside layers; so does then the prediction.
+    Times of a log include the communication inside layers, and so does the prediction for them.
     """
     for run in group.layers:
         names = [layer.name for layer in run.layers]
@@ -117,114 +117,122 @@ def _finding(cause: Cause, where: str, measured: float, predicted: float, stage:
     )
 
 
-def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) -> Iterator[Finding]:
-    """Ranks that are slower than those that do the same."""
+def _slow_rank_findings(times: Sequence[RankTimes], group: ExpectedGroup, least: float) -> Iterator[Finding]:
+    """Find ranks that are slower than the others of their group."""
     if len(times) < 2:
         return
     table = {
-        time_.rank: {(run.run.first, direction): now for run, direction, now, _ in runs_measured(time_, group)}
-        for time_ in times
+        rank_times.rank: {
+            (run.run.first, direction): seconds for run, direction, seconds, _ in measured_runs(rank_times, group)
+        }
+        for rank_times in times
     }
-    for time_ in times:
-        if not time_.traced:
-            table[time_.rank]["", "backward"] = sum(time_.backward.values())
-            table[time_.rank]["", "forward"] = time_.forward.get("", 0.0)
-        table[time_.rank]["", "other"] = time_.other
+    for rank_times in times:
+        if not rank_times.traced:
+            table[rank_times.rank]["", "backward"] = sum(rank_times.backward.values())
+            table[rank_times.rank]["", "forward"] = rank_times.forward.get("", 0.0)
+        table[rank_times.rank]["", "other"] = rank_times.other
     common = {key: median_low(row.get(key, 0.0) for row in table.values()) for key in next(iter(table.values()))}
     base = sum(common.values())
     for rank, row in table.items():
-        more = {key: max(seconds - common.get(key, 0.0), 0.0) for key, seconds in row.items()}
-        if sum(more.values()) >= max(least, 0.1 * base):
-            yield _slow_rank(rank, base, more, group)
+        delays = {key: max(seconds - common.get(key, 0.0), 0.0) for key, seconds in row.items()}
+        if sum(delays.values()) >= max(least, 0.1 * base):
+            yield _slow_rank(rank, base, delays, group)
 
 
-def _slow_rank(rank: int, base: float, more: Mapping[tuple[str, str], float], group: GroupExpected) -> Finding:
-    lost, by_run = sum(more.values()), dict[str, float]()
-    for (first, _), seconds in more.items():
+def _slow_rank(rank: int, base: float, delays: Mapping[tuple[str, str], float], group: ExpectedGroup) -> Finding:
+    total, by_run = sum(delays.values()), dict[str, float]()
+    for (first, _), seconds in delays.items():
         by_run[first] = by_run.get(first, 0.0) + seconds
     layers = {first: seconds for first, seconds in by_run.items() if first} or by_run
     worst = max(layers, key=lambda first: layers[first])
     run = next((run for run in group.layers if run.run.first == worst), None)
     if run is not None and layers[worst] >= _CONCENTRATED * sum(layers.values()) and len(group.layers) > 1:
-        where = f"{_words(run)} on rank {rank} alone"
-        return Finding(Cause.LAYERS, where, lost, base + lost, base, _ONE_RANK, (rank,), run.stage)
-    return Finding(Cause.RANK, f"rank {rank}", lost, base + lost, base, _ADVICE[Cause.RANK], (rank,))
+        where = f"{_describe_run(run)} on rank {rank} alone"
+        return Finding(Cause.LAYERS, where, total, base + total, base, _ONE_RANK, (rank,), run.stage)
+    return Finding(Cause.RANK, f"rank {rank}", total, base + total, base, _ADVICE[Cause.RANK], (rank,))
 
 
-def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> Iterator[Finding]:
-    """Runs of layers that differ from their prediction on all ranks.
+def _layer_findings(times: Sequence[RankTimes], group: ExpectedGroup, stage: int) -> Iterator[Finding]:
+    """Compare runs of layers with their predictions, by the median rank.
 
-    Forward and backward of a run are one cause where both are slower, or both quicker.
+    Forward and backward of a run are a single cause if both are slower, or both quicker.
     """
-    rows: dict[LayersExpected, dict[str, tuple[list[float], float]]] = {}
-    for time_ in times:
-        for run, direction, now, then in runs_measured(time_, group):
-            rows.setdefault(run, {}).setdefault(direction, ([], then))[0].append(now)
+    rows: dict[ExpectedLayers, dict[str, tuple[list[float], float]]] = {}
+    for rank_times in times:
+        for run, direction, measured, predicted in measured_runs(rank_times, group):
+            rows.setdefault(run, {}).setdefault(direction, ([], predicted))[0].append(measured)
     for run, directions in rows.items():
-        figures = {direction: (median_low(seconds), then) for direction, (seconds, then) in directions.items()}
-        more = {direction: now - then for direction, (now, then) in figures.items()}
+        figures = {name: (median_low(seconds), predicted) for name, (seconds, predicted) in directions.items()}
+        excess = {name: measured - predicted for name, (measured, predicted) in figures.items()}
         number = run.stage if stage >= 0 else -1
-        if len(more) == 2 and len({seconds > 0 for seconds in more.values()}) == 1:
-            most = max(more, key=lambda direction: abs(more[direction]))
-            share = more[most] / (sum(more.values()) or 1.0)
-            now, then = (sum(values) for values in zip(*figures.values(), strict=True))
-            yield _finding(Cause.LAYERS, f"{_words(run)} ({share:.0%} of it in {most})", now, then, number)
+        if len(excess) == 2 and len({seconds > 0 for seconds in excess.values()}) == 1:
+            most = max(excess, key=lambda name: abs(excess[name]))
+            share = excess[most] / (sum(excess.values()) or 1.0)
+            measured, predicted = (sum(values) for values in zip(*figures.values(), strict=True))
+            label = f"{_describe_run(run)} ({share:.0%} of it in {most})"
+            yield _finding(Cause.LAYERS, label, measured, predicted, number)
         else:
-            for direction, (now, then) in figures.items():
-                yield _finding(Cause.LAYERS, f"{direction} of {_words(run)}", now, then, number)
-    if any(not time_.traced for time_ in times):
-        now = median_low(sum(time_.backward.values()) for time_ in times)
-        then = sum(run.backward + run.backward_communication for run in group.layers)
-        yield _finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE)
+            for name, (measured, predicted) in figures.items():
+                yield _finding(Cause.LAYERS, f"{name} of {_describe_run(run)}", measured, predicted, number)
+    if any(not rank_times.traced for rank_times in times):
+        measured = median_low(sum(rank_times.backward.values()) for rank_times in times)
+        predicted = sum(run.backward + run.backward_communication for run in group.layers)
+        yield _finding(Cause.LAYERS, "backward of all layers", measured, predicted, stage, _LOG_ALONE)
 
 
-def _collectives(times: Sequence[RankTimes], group: GroupExpected, stage: int, backend: str) -> Iterator[Finding]:
-    """Exposed communication of the rank that waits least, as the others also wait for the slowest."""
-    predicted = {Where.LAYERS: group.inside, Where.GRADIENTS: group.gradients, Where.CHECK: 0.0, Where.OPTIMIZER: 0.0}
-    for where, then in predicted.items():
-        if where is Where.LAYERS and not all(time_.traced for time_ in times):
+def _collective_findings(
+    times: Sequence[RankTimes], group: ExpectedGroup, stage: int, backend: str
+) -> Iterator[Finding]:
+    """Compare exposed communication of the rank that waits least, as the others also wait for the slowest rank."""
+    predictions = {WaitPlace.LAYERS: group.inside, WaitPlace.GRADIENTS: group.gradients}
+    for where in WaitPlace:
+        predicted = predictions.get(where, 0.0)
+        if where is WaitPlace.LAYERS and not all(rank_times.traced for rank_times in times):
             continue
-        least = min(times, key=lambda one: one.exposed(where))
+        least = min(times, key=lambda rank_times: rank_times.exposed(where))
         seconds = least.exposed(where)
-        if seconds or then:
+        if seconds or predicted:
             kinds = [kind for kind in least.kinds(where) if kind]
             groups = [least.groups[kind] for kind in kinds if kind in least.groups]
-            label = f"{' and '.join(kinds[:2]) or 'collectives'}, {where.value}" + _over(where, group, groups)
-            yield _finding(Cause.COLLECTIVE, label, seconds, then, stage, _of_links(where, backend))
+            label = f"{' and '.join(kinds[:2]) or 'collectives'}, {where.value}" + _group_words(where, group, groups)
+            yield _finding(Cause.COLLECTIVE, label, seconds, predicted, stage, _link_advice(where, backend))
 
 
-def _over(where: Where, group: GroupExpected, groups: Sequence[str]) -> str:
-    """The ranks of a collective, as the trace names them, or by the plan."""
+def _group_words(where: WaitPlace, group: ExpectedGroup, groups: Sequence[str]) -> str:
+    """Return the group of a collective in words, by its name in the trace or by the plan."""
     if groups:
         return f", group {', '.join(groups)}"
-    if where is Where.CHECK:
+    if where is WaitPlace.CHECK:
         return ", group of all ranks"
     strategy = group.layers[0].run.strategy
     if len(group.ranks) == 1:
         return ", between stages that share parameters"
-    size = strategy.batch_degree * strategy.context * strategy.spatial if where is Where.GRADIENTS else len(group.ranks)
+    size = len(group.ranks)
+    if where is WaitPlace.GRADIENTS:
+        size = strategy.batch_degree * strategy.context * strategy.spatial
     return f", groups of {max(size, 1)} of {rank_words(group.ranks[0], group.ranks[-1])}"
 
 
-def _of_links(where: Where, backend: str) -> str:
-    if where is Where.CHECK:
+def _link_advice(where: WaitPlace, backend: str) -> str:
+    if where is WaitPlace.CHECK:
         return "One small message behind every step: it waits for whoever is last, so look at slow ranks first."
     return f"Look at {_LINKS[backend]}; if it is as it will stay, correct the profile with --update and plan anew."
 
 
-def _bubble(times: Sequence[RankTimes], expected: Expected) -> Iterator[Finding]:
-    """Waiting for other stages, where the busiest one waits longer than predicted: others only wait for it."""
+def _bubble_findings(times: Sequence[RankTimes], expected: ExpectedStep) -> Iterator[Finding]:
+    """Compare the waiting of the busiest stages, for which the others wait."""
     waits = []
     for group in expected.groups:
-        own = [time_.waiting for time_ in times if time_.rank in group.ranks and time_.parted]
-        if own:
-            waits.append((median(own), group))
+        seconds = [part.waiting for part in times if part.rank in group.ranks and part.has_parts]
+        if seconds:
+            waits.append((median(seconds), group))
     if len(expected.groups) > 1 and len(waits) == len(expected.groups):
-        seconds, group = min(waits, key=lambda one: one[0])
+        waiting, group = min(waits, key=lambda wait: wait[0])
         where = f"waiting for other stages on {rank_words(group.ranks[0], group.ranks[-1])}"
-        yield _finding(Cause.BUBBLE, where, seconds, min(group.waiting for group in expected.groups))
+        yield _finding(Cause.BUBBLE, where, waiting, min(group.waiting for group in expected.groups))
 
 
-def _words(run: LayersExpected) -> str:
+def _describe_run(run: ExpectedLayers) -> str:
     names = run.run.first if run.run.count == 1 else f"{run.run.first} .. {run.run.last}"
     return f"{names} ({run.run.strategy})"

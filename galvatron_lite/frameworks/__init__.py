@@ -1,1 +1,1 @@
-"""Training loops of other libraries around models that are split."""
+"""Training loops of other libraries around parallel models."""

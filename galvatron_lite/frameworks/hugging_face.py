@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` around a model that is split."""
+"""``transformers.Trainer`` around a parallel model."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from transformers.utils.generic import find_labels
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.engine import ParallelModel
 
-_ALONE = (
+_ONE_PROCESS_REMEDY = (
     "The Trainer would share out batches and wrap the model by itself: call galvatron_lite.as_one_process() in the "
     "script's first lines, before TrainingArguments are made."
 )
 
 
 class SplitModel(nn.Module):
-    """A split model as the Trainer calls it: with a batch's entries; it returns ``{"loss": loss}``, and without
-    gradients all that the user's model returns, whole on every rank.
+    """Adapts a parallel model to the Trainer's calls with a batch's entries.
+
+    With gradients it returns ``{"loss": loss}``, without them the outputs of the user's model, gathered on every rank.
 
     Attributes:
         parallel: from ``auto_parallelize``.
-        config: of the user's model, for callbacks; None where it has none.
-        accepts_loss_kwargs: told to the Trainer: whether the user's model takes the number of labels that count.
-        loss_type: of the user's model, from which the Trainer knows which labels count; None where it has none.
-        loss_alone: whether nothing but the loss is wanted without gradients either.
+        config: configuration of the user's model, for callbacks; None if it has none.
+        accepts_loss_kwargs: tells the Trainer whether the user's model takes the number of labels that count.
+        loss_type: tells the Trainer which labels of the user's model count; None if the model does not say.
+        returns_loss_only: whether the model returns the loss only without gradients, too.
     """
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
         self.parallel, self.config = parallel, getattr(parallel.module, "config", None)
-        # as the Trainer finds it out of a model of its own: what the model says, else whether its forward takes any
-        taken = inspect.signature(type(parallel.module).forward).parameters.values()
-        takes = any(one.kind is one.VAR_KEYWORD for one in taken)
-        self.accepts_loss_kwargs = bool(getattr(parallel.module, "accepts_loss_kwargs", takes))
+        # the Trainer's rule: the model's attribute, else whether its forward takes any keyword
+        parameters = inspect.signature(type(parallel.module).forward).parameters.values()
+        takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self.accepts_loss_kwargs = bool(getattr(parallel.module, "accepts_loss_kwargs", takes_any_keyword))
         self.loss_type = getattr(parallel.module, "loss_type", None)
-        self.loss_alone = False
+        self.returns_loss_only = False
 
     def forward(self, **inputs: Any) -> Any:
-        """The mean loss of a batch; the model's own outputs where it is only evaluated."""
+        """Return the mean loss of a batch in training, the outputs of the user's model in evaluation."""
         one_stage = len(self.parallel.plan.stages) == 1
-        if torch.is_grad_enabled() or (self.loss_alone and one_stage):
+        if torch.is_grad_enabled() or (self.returns_loss_only and one_stage):
             return {"loss": self.parallel(inputs)}
         outputs = self.parallel.outputs(inputs)
-        return {"loss": outputs["loss"]} if self.loss_alone else outputs
+        return {"loss": outputs["loss"]} if self.returns_loss_only else outputs
 
 
 class Trainer(transformers.Trainer):
-    """A Trainer for what ``auto_parallelize`` returns; every process runs it alike (``frameworks.one_process``).
+    """A Trainer for the model that ``auto_parallelize`` returns; all processes run it (``frameworks.one_process``).
 
-    Gradients are clipped by the norm of the whole model's, and what is saved is the whole model with its configuration,
-    by rank 0, for ``from_pretrained``. Rank 0 alone shows progress and reports. Checkpoints to go on from are not the
-    Trainer's: ``parallel.save(folder, trainer.optimizer)``.
+    It clips gradients by the norm over the full model. Rank 0 saves the full model with its configuration, for
+    ``from_pretrained``, and alone shows progress. Resume from ``parallel.save(folder, trainer.optimizer)``, not from
+    the Trainer's checkpoints.
 
     Args:
         model: from ``auto_parallelize``.
@@ -66,8 +67,8 @@ class Trainer(transformers.Trainer):
         options: as for ``transformers.Trainer``.
 
     Raises:
-        InputError: the model is not split, an argument is one that a split model cannot have, or the Trainer sees the
-            other processes.
+        InputError: the model is not parallel, a training argument is not supported, or the Trainer sees the other
+            processes.
     """
 
     def __init__(self, model: ParallelModel, args: transformers.TrainingArguments, **options: Any) -> None:
@@ -75,10 +76,10 @@ class Trainer(transformers.Trainer):
         self.parallel = model
         self._split = SplitModel(model)
         super().__init__(self._split, args, **options)
-        if args.label_names is None:
-            self.label_names = find_labels(type(model.module))  # type: ignore[no-untyped-call]  # by which it knows that a batch has a loss
+        if args.label_names is None:  # the Trainer expects a loss from batches with these entries
+            self.label_names = find_labels(type(model.module))  # type: ignore[no-untyped-call]
         if self.accelerator.num_processes > 1:
-            raise InputError("processes", self.accelerator.num_processes, _ALONE)
+            raise InputError("processes", self.accelerator.num_processes, _ONE_PROCESS_REMEDY)
         if dist.get_rank():
             for callback in list(self.callback_handler.callbacks):
                 shown = type(callback).__module__.startswith("transformers.integrations")
@@ -88,14 +89,14 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **more: Any
     ) -> Any:
-        """As the Trainer's; outputs are brought together only where they are wanted."""
-        self._split.loss_alone = prediction_loss_only
+        """Run the Trainer's step; outputs are gathered only if they are needed."""
+        self._split.returns_loss_only = prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **more)
         finally:
-            self._split.loss_alone = False
+            self._split.returns_loss_only = False
 
-    # The Trainer has no public method for it; tests/frameworks compares clipped runs with those of one process.
+    # The Trainer has no public hook for clipping; tests/frameworks compares clipped runs with those of one process.
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:  # noqa: ARG002
         return self.parallel.clip_grad_norm(float(self.args.max_grad_norm))
 

@@ -1,7 +1,7 @@
-"""Training loops of other libraries: what they need to run unchanged around a model that is split.
+"""Runs training loops of other libraries unchanged around a parallel model.
 
-Such loops share out batches and wrap the model by themselves where they see several processes. Here every process gives
-the same batches, and the model is split already: each is to believe that it is alone.
+In a launched world such loops shard batches and wrap the model themselves. Here the model is split already and every
+process passes the same batches, so each process must look like the only one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ import os
 from galvatron_lite.cluster.probe import HIDDEN_LOCAL
 from galvatron_lite.world import join, pick_device
 
-_SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE")
-"""Variables by which libraries see torchrun's world."""
+_WORLD_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
+)  # fmt: skip
+"""Environment variables that describe torchrun's world."""
 
 
 def as_one_process(device: str = "auto") -> None:
     """Join the launched world, and hide it from libraries that are imported or set up afterwards.
 
-    Call it first, before anything uses a GPU: each process then sees its own GPU only. Every process must draw the same
-    batches (the same seed), as one process does; what is written to disk is best written by rank 0 alone
-    (``torch.distributed.get_rank()``).
+    Call it first, before anything uses a GPU: each process then sees a single GPU. All processes must draw the same
+    batches (the same seed), as one process does. Let rank 0 (``torch.distributed.get_rank()``) write files.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        LaunchError: there is no GPU for this process.
+        LaunchError: no GPU for this process.
     """
     local = os.environ.get("LOCAL_RANK")
     if local is not None:
@@ -36,5 +37,5 @@ def as_one_process(device: str = "auto") -> None:
     join(pick_device(device))
     if "LOCAL_WORLD_SIZE" in os.environ:
         os.environ[HIDDEN_LOCAL] = os.environ["LOCAL_WORLD_SIZE"]
-    for name in _SEEN:
+    for name in _WORLD_VARIABLES:
         os.environ.pop(name, None)

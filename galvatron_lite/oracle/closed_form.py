@@ -1,4 +1,4 @@
-"""The closed forms of ParaDL (Kahira et al. 2021, arXiv:2104.09075, table 3), an epoch each, and their table.
+"""Forecasts by the closed forms of ParaDL (Kahira et al. 2021, arXiv:2104.09075, table 3), in seconds of an epoch.
 
 D samples, B a batch, p devices, I = D / B iterations, delta bytes an item; sums are over layers.
 
@@ -47,14 +47,14 @@ from galvatron_lite.oracle.rows import (
     LongestCommunication,
     Method,
     RowQuestion,
-    least_runs,
+    balanced_runs,
     limit_by_count,
-    line_of,
+    strategy_line,
 )
 
 
 class Quirk(StrEnum):
-    """One difference between the released code (``parallel_analysis.py``) and the formulas."""
+    """A difference of the released code (``parallel_analysis.py``) from the formulas."""
 
     FILTER_MEMORY = "filter-memory-divides-twice"
     """Filter, channel: a device's weights, those of layers not split too, are divided by p again."""
@@ -69,7 +69,7 @@ class Quirk(StrEnum):
 
 
 def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:
-    """Quirks by their names; ``all`` is every one."""
+    """Return quirks by name; ``all`` stands for all of them."""
     names, quirks = tuple(names), {quirk.value: quirk for quirk in Quirk}
     for name in names:
         if name not in quirks and name != "all":
@@ -85,54 +85,54 @@ _SPLITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case(RowQuestion):
-    """One question to the closed forms; in their words, p is ``devices``, p1 ``replicas``, p2 ``width``, B
-    ``global_batch``, I ``iterations`` (D / B rounded up, as the released oracle does) and S ``parts``."""
+    """The input of the closed forms: p is ``devices``, p1 ``replicas``, p2 ``width``, B ``global_batch``, I
+    ``iterations`` (D / B rounded up, as in the released oracle) and S ``parts``."""
 
-    network: Network  # what is trained
-    wires: WorstLinks  # on which links
+    network: Network
+    wires: WorstLinks
     contention: bool = True  # whether flows that share a link slow each other down
-    quirks: frozenset[Quirk] = frozenset()  # see ``Quirk``
+    quirks: frozenset[Quirk] = frozenset()
 
     @property
     def split(self) -> ModelSplit | None:
-        """How the devices of a group share layers."""
+        """The split of layers among the devices of a group."""
         return _SPLITS.get(self.kind)
 
     def share(self, layer: OracleLayer) -> int:
-        """Devices that share a layer; 1 where each computes it in full."""
+        """Return the number of devices that split a layer; 1 if each computes it in full."""
         return self.width if self.split in layer.split else 1
 
     def phi(self, flows: float) -> float:
-        """Flows that share a link: those of hybrids, unless contention is left out."""
+        """Return the flows that share a link: ``flows`` in hybrids with contention, else 1."""
         return flows if self.contention and self.kind in HYBRIDS else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a strategy costs on so many devices."""
+    """Cost of a case."""
 
     compute: float  # seconds of an epoch
-    moved: CommunicationSeconds  # communication of an epoch
-    memory: float  # bytes a device
-    update: float = 0.0  # the part of ``compute`` that is weight update
+    moved: CommunicationSeconds  # of an epoch
+    memory: float  # bytes of a device
+    update: float = 0.0  # the part of ``compute`` for weight updates
 
     @property
     def epoch(self) -> float:
-        """Seconds of an epoch: nothing overlaps."""
+        """Seconds of an epoch, without overlap."""
         return self.compute + self.moved.total
 
 
 def estimate(case: Case) -> Estimate:
-    """What a strategy costs on so many devices.
+    """Estimate the cost of a case.
 
     Raises:
-        InputError: the devices do not make whole groups, or are more than the links or layers there are.
+        InputError: devices that do not fill groups, or more devices than the cluster has or layers.
     """
     if case.kind in HYBRIDS and case.devices % case.width:
         remedy = f"{case.kind.value} takes whole groups of {case.group}; see --group."
         raise InputError("--gpus", case.devices, remedy)
     if case.kind in IN_TURN:
-        return _in_stages(case)
+        return _estimate_stages(case)
     network, by_filters = case.network, case.split is ModelSplit.FILTER
     layers, samples = network.layers, ceil(case.samples / case.replicas)
     if Quirk.STOPS_AT_SPLIT in case.quirks and case.kind is Method.DATA_SPATIAL:
@@ -142,33 +142,33 @@ def estimate(case: Case) -> Estimate:
     if by_filters:
         samples, update = case.iterations * case.batch, update / case.width
     seconds = sum(network.seconds_of(layer) / case.share(layer) for layer in layers)
-    held = case.batch * _activations(case, layers) + (_weights(case) if by_filters else network.weights)
+    items = case.batch * _activations(case, layers) + (_weights(case) if by_filters else network.weights)
     moved = _layer_collectives(case) if by_filters else _halos(case)
     total = replace(moved, gradients=_gradients(case)).times(case.iterations)
-    return Estimate(samples * seconds + update, total, 2 * network.item_bytes * held, update)
+    return Estimate(samples * seconds + update, total, 2 * network.item_bytes * items, update)
 
 
 def _activations(case: Case, layers: Sequence[OracleLayer]) -> float:
-    """Items of the activations of one sample that a device holds; the released oracle rounds those of hybrids up."""
+    """Return the items of activations of one sample on a device; rounded up for hybrids, as in the released oracle."""
     if case.split is not ModelSplit.SPATIAL:
         return case.network.inputs + case.network.outputs
-    counted = [layer for layer in layers if layer.counted or Quirk.COUNTS_REUSED in case.quirks]
+    counted = [layer for layer in layers if layer.counts_as_memory or Quirk.COUNTS_REUSED in case.quirks]
     if case.kind is Method.DATA_SPATIAL:
         return sum(
             ceil(layer.inputs / case.share(layer)) + ceil(layer.outputs / case.share(layer)) for layer in counted
         )
-    return sum((layer.inputs + layer.outputs) / case.share(layer) for layer in layers if layer.counted)
+    return sum((layer.inputs + layer.outputs) / case.share(layer) for layer in layers if layer.counts_as_memory)
 
 
 def _weights(case: Case) -> float:
-    """Items of weights that a device holds where a group shares those of the layers that filters split."""
+    """Return the items of weights on a device if a group splits filters."""
     items = sum(layer.weights / case.share(layer) for layer in case.network.layers)
     twice = Quirk.FILTER_MEMORY in case.quirks and case.kind is not Method.DATA_FILTER
     return items / case.devices if twice else items
 
 
 def _layer_collectives(case: Case) -> CommunicationSeconds:
-    """3 (p - 1) sum over l < G of (alpha + B y_l / p delta beta): an all-gather and an all-reduce of every output."""
+    """Return 3 (p - 1) sum over l < G of (alpha + B y_l / p delta beta): all-gather and all-reduce of outputs."""
     network, width, link = case.network, case.width, case.wires.link(case.width)
     inner = [layer for layer in network.layers[:-1] if ModelSplit.FILTER in layer.split]
     size = case.batch * sum(layer.outputs for layer in inner) / width * network.item_bytes
@@ -176,10 +176,10 @@ def _layer_collectives(case: Case) -> CommunicationSeconds:
 
 
 def _halos(case: Case) -> CommunicationSeconds:
-    """The borders' exchange, 2 sums of (2 alpha + B (halo(x) + halo(dL/dy)) delta beta), and the all-gather of the last
-    split layer's output with its scatter in backward.
+    """Return the exchange of borders, 2 sums of (2 alpha + B (halo(x) + halo(dL/dy)) delta beta), and the all-gather of
+    the last split layer's output with its scatter in backward.
 
-    Hybrids have halo(x) in both passes, as the released oracle does.
+    Hybrids have halo(x) in both passes, as in the released oracle.
     """
     split = case.network.split_by(ModelSplit.SPATIAL)
     if case.split is None or case.width == 1 or not split:
@@ -195,7 +195,7 @@ def _halos(case: Case) -> CommunicationSeconds:
 
 
 def _gradients(case: Case) -> float:
-    """The sum within a group that shares pixels, then between groups, whose flows share what leaves a node."""
+    """Return the seconds of summing gradients within a group that splits pixels, then between groups."""
     wires, item, weights = case.wires, case.network.item_bytes, case.network.weights
     between = wires.link(case.devices).contended(case.phi(2 * case.width))
     if case.split is ModelSplit.FILTER:
@@ -205,24 +205,24 @@ def _gradients(case: Case) -> float:
     return within + all_reduce(between, case.replicas, weights * item)
 
 
-def balanced(network: Network, devices: int) -> list[list[OracleLayer]]:
-    """Layers in as many runs as devices, whose slowest takes the least time (forward and backward)."""
+def balanced_stages(network: Network, devices: int) -> list[list[OracleLayer]]:
+    """Split layers into runs, one for each device, that minimise the slowest forward and backward."""
     layers = list(network.layers)
     if devices > len(layers):
         remedy = f"{network.name} has {len(layers)} layers; a pipeline takes at most one each."
         raise InputError("--gpus", devices, remedy)
-    sizes = least_runs([network.seconds_of(layer) for layer in layers], devices)
+    sizes = balanced_runs([network.seconds_of(layer) for layer in layers], devices)
     ends = [sum(sizes[: number + 1]) for number in range(devices)]
     return [layers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def _in_stages(case: Case) -> Estimate:
-    """Every device has a run of layers: one works at a time, or a batch passes in S segments (GPipe)."""
+def _estimate_stages(case: Case) -> Estimate:
+    """Estimate runs of layers on a device each: one works at a time, or a batch passes in S segments (GPipe)."""
     network, p = case.network, case.devices
-    parts, stages = case.parts, balanced(network, p)
+    parts, stages = case.parts, balanced_stages(network, p)
     size = case.batch / parts * network.item_bytes
     sends = [case.wires.link(at + 2).seconds(size * stage[-1].outputs) for at, stage in enumerate(stages[:-1])]
-    counted = [[layer for layer in stage if layer.counted] for stage in stages]
+    counted = [[layer for layer in stage if layer.counts_as_memory] for stage in stages]
     activations = [case.batch * sum(layer.inputs + layer.outputs for layer in stage) for stage in counted]
     weights = [sum(layer.weights for layer in stage) for stage in stages]
     memory = 2 * network.item_bytes * max(map(sum, zip(activations, weights, strict=True)))
@@ -238,20 +238,20 @@ def _in_stages(case: Case) -> Estimate:
 
 
 def largest_batch(case: Case) -> float:
-    """Samples of a replica that a device's memory holds: (M - m(0)) / (m(1) - m(0)) of memory m linear in the batch.
+    """Return the samples of a replica that fit a device, (M - m(0)) / (m(1) - m(0)) with memory m linear in the batch.
 
-    0 where not even the weights fit. The released oracle checks its rows against it, (items / 2 - w) / (x + y).
+    0 if the weights do not fit. The released oracle checks its rows against it, (items / 2 - w) / (x + y).
     """
     single, double = (estimate(replace(case, batch=batch)).memory for batch in (1, 2))
     return max((case.wires.memory - 2 * single + double) / (double - single), 0.0)
 
 
 KINDS = tuple(kind for kind in Method if kind is not Method.SERIAL)
-"""Strategies of the table; one device is where each of them starts."""
+"""Methods of the table."""
 
 
 def closed_forecast(case: Case, kinds: Sequence[Method], counts: Sequence[int]) -> Forecast:
-    """The table of several strategies on several numbers of devices, ascending."""
+    """Return the table of several methods on several numbers of devices, ascending."""
     wires, network = case.wires, case.network
     for devices in counts:
         if devices > wires.devices:
@@ -259,7 +259,8 @@ def closed_forecast(case: Case, kinds: Sequence[Method], counts: Sequence[int]) 
     notes = [f"quirk on: {quirk.value}" for quirk in sorted(case.quirks)]
     notes += [] if case.contention else ["contention is left out"]
     alone = case.samples * network.seconds
-    lines = [line_of(one, counts, limit_of(one), _row, alone) for one in (replace(case, kind=kind) for kind in kinds)]
+    cases = [replace(case, kind=kind) for kind in kinds]
+    lines = [strategy_line(of_kind, counts, limit_of(of_kind), _row, alone) for of_kind in cases]
     return Forecast(
         network.name, f"{wires.name} ({wires.setting})", "paradl", case.samples,
         f"{network.seconds_origin}: {network.seconds_source}", tuple(notes), tuple(lines),
@@ -282,9 +283,9 @@ def _row(case: Case, row: ForecastRow) -> ForecastRow:
         memory=total.memory,
         capacity=case.wires.memory,
         replicated=_replicated(case),
-        loudest=_loudest(case, total.moved),
-        uneven=_uneven(case),
-        twice=alone / full if case.shared > 1 else 0.0,
+        longest=_longest_communication(case, total.moved),
+        imbalance=_imbalance(case),
+        duplicated=alone / full if case.shared > 1 else 0.0,
         congested=total.moved.total - estimate(replace(case, contention=False)).moved.total,
         shared=case.shared,
         largest=largest_batch(case),
@@ -292,7 +293,7 @@ def _row(case: Case, row: ForecastRow) -> ForecastRow:
 
 
 def limit_of(case: Case) -> Limit:
-    """How many devices a strategy can use (the paper's table 3, last column).
+    """Return the number of devices that a method can use (the paper's table 3, last column).
 
     Filter and channel parallelism: the fewest channels of a split layer, without the input's; spatial: the fewest
     pixels of one; a pipeline: layers; data: the data set, as the batch grows with the devices.
@@ -319,28 +320,28 @@ def limit_of(case: Case) -> Limit:
 
 
 def _replicated(case: Case) -> float:
-    """Bytes that all devices of a group hold: weights, activations, or those of layers that are not split."""
+    """Return the bytes that are equal on all devices of a group: weights, activations, or those of unsplit layers."""
     network, activations = case.network, case.batch * (case.network.inputs + case.network.outputs)
     items = 0
     if case.kind is Method.DATA:
         items = network.weights
     elif case.split is ModelSplit.SPATIAL:
-        split = sum(one.inputs + one.outputs for one in network.split_by(case.split) if one.counted)
-        items = activations - case.batch * split + network.weights
+        counted = (layer for layer in network.split_by(case.split) if layer.counts_as_memory)
+        items = activations - case.batch * sum(layer.inputs + layer.outputs for layer in counted) + network.weights
     elif case.split is ModelSplit.FILTER:
-        items = activations + network.weights - sum(one.weights for one in network.split_by(case.split))
+        items = activations + network.weights - sum(layer.weights for layer in network.split_by(case.split))
     return 2 * network.item_bytes * items
 
 
-def _loudest(case: Case, moved: CommunicationSeconds) -> LongestCommunication:
-    """The layers that communicate most: by weights, by outputs of split ones, by halos or a stage's output."""
+def _longest_communication(case: Case, moved: CommunicationSeconds) -> LongestCommunication:
+    """Return the layers that communicate most: by weights, by outputs of split layers, by halos or stage outputs."""
 
     def most(layers: Iterable[OracleLayer], items: Callable[[OracleLayer], int] = lambda layer: layer.outputs) -> str:
         return max(layers, key=items).name
 
     network, split = case.network, case.network.split_by
     if moved.messages:
-        return LongestCommunication(messages=most(stage[-1] for stage in balanced(network, case.devices)[:-1]))
+        return LongestCommunication(messages=most(stage[-1] for stage in balanced_stages(network, case.devices)[:-1]))
     return LongestCommunication(
         most(network.layers, lambda layer: layer.weights) if moved.gradients else "",
         most(split(ModelSplit.FILTER)) if moved.layers else "",
@@ -348,10 +349,10 @@ def _loudest(case: Case, moved: CommunicationSeconds) -> LongestCommunication:
     )
 
 
-def _uneven(case: Case) -> float:
-    """The slowest stage over the mean stage."""
+def _imbalance(case: Case) -> float:
+    """Return the seconds of the slowest stage over the mean."""
     if case.kind not in IN_TURN:
         return 1.0
     network = case.network
-    stages = balanced(network, case.devices)
+    stages = balanced_stages(network, case.devices)
     return max(sum(map(network.seconds_of, stage)) for stage in stages) * case.devices / network.seconds

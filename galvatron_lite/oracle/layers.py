@@ -1,4 +1,4 @@
-"""A network and the links of a cluster as ParaDL's closed forms see them.
+"""Networks and links of clusters for ParaDL's closed forms.
 
 Kahira et al. 2021 (arXiv:2104.09075), section 3.1: Hockney's model with ring collectives. alpha is the summed latency
 of the way, 1 / beta the bandwidth of its slowest link, of the worst pair on the ring.
@@ -7,9 +7,9 @@ of the way, 1 / beta the bandwidth of its slowest link, of the worst pair on the
     all-reduce of m bytes over p            2 (p - 1) (alpha + m beta / p)
     all-gather of m bytes of each of p      (p - 1) (alpha + m beta)
 
-Kahira et al. 2021 (arXiv:2104.09075), section 3: x_l, y_l and w_l are items of one sample. Their released oracle
-(github.com/TruongThaoNguyen/paraDL-analysis) has one measured time of a whole sample and divides it by FLOPs. For
-other convolutional networks the table is made from the planner's graph, with estimated seconds.
+x_l, y_l and w_l are the items of inputs, outputs and weights of layer l for one sample. The released oracle
+(github.com/TruongThaoNguyen/paraDL-analysis) divides the measured time of one sample among layers by FLOPs. For other
+convolutional networks, ``network_of`` makes the table from the planner's graph, with estimated seconds.
 """
 
 from __future__ import annotations
@@ -34,86 +34,86 @@ from galvatron_lite.parallelism.pictures import channels_of, is_picture
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between two devices."""
+    """The path between two devices."""
 
     alpha: float  # seconds before the first byte arrives
     beta: float  # seconds a byte
 
     def seconds(self, size: float) -> float:
-        """Of one message of so many bytes."""
+        """Return the seconds of a message of ``size`` bytes."""
         return self.alpha + size * self.beta
 
     def contended(self, flows: float) -> Link:
-        """The way where so many flows share its slowest link (the paper's phi)."""
+        """Return the path if ``flows`` flows share its slowest link (the paper's phi)."""
         return Link(self.alpha, self.beta * flows)
 
 
 def all_reduce(link: Link, devices: int, size: float) -> float:
-    """Seconds to sum ``size`` bytes over a ring."""
+    """Return the seconds of an all-reduce of ``size`` bytes over a ring."""
     return 2 * (devices - 1) * link.seconds(size / devices)
 
 
 def all_gather(link: Link, devices: int, size: float) -> float:
-    """Seconds until each device has the ``size`` bytes of every one."""
+    """Return the seconds of an all-gather of ``size`` bytes from each device over a ring."""
     return (devices - 1) * link.seconds(size)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSetting(Strict):
-    """One way the figures of a network are told."""
+    """One published variant of the latencies of a network."""
 
     end: float  # seconds from a device to its bridge
-    source: str = ""  # where that is said
+    source: str = ""  # publication
 
 
 @dataclass(frozen=True, slots=True)
 class Rate(Strict):
-    """A link's figures: bytes a second, seconds."""
+    """Figures of a link."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes a second
+    latency: float  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchDistance(Strict):
-    """Switches on the longest way among the first so many devices."""
+    """Latency of the switches on the longest path among some devices."""
 
-    devices: int  # at most so many
-    switches: float  # seconds of all switches passed
+    devices: int  # at most
+    switches: float  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric(Strict):
-    """A fat tree of nodes with bridged network adapters, as ``profiles/paradl/networks`` describes it."""
+    """A fat tree of nodes with bridged network adapters (``profiles/paradl/networks``)."""
 
-    name: str  # of the cluster
+    name: str  # name of the cluster
     source: str  # where the figures come from
     devices: int  # at most
-    memory: float  # bytes a device
+    memory: float  # bytes of a device
     node: int  # devices of a node
-    default: str  # name of the setting taken where none is asked for
-    settings: dict[str, LinkSetting]  # named figures of a way's ends
+    default: str  # name of the default setting
+    settings: dict[str, LinkSetting]
     inside: Rate  # between devices of a node
     between: float  # bytes a second between nodes
     bridge: float  # seconds of the switch between a device and the adapter
-    levels: tuple[SwitchDistance, ...]  # by devices, ascending
-    staged: Rate  # between devices of a node where messages go through host memory
+    levels: tuple[SwitchDistance, ...]  # ascending by devices
+    staged: Rate  # between devices of a node through host memory
 
 
 @dataclass(frozen=True, slots=True)
 class WorstLinks:
-    """What the formulas ask of a cluster: the worst pair among the first so many devices."""
+    """The slowest path among some devices of a cluster."""
 
-    name: str  # of the cluster
-    setting: str  # which figures of it
+    name: str  # name of the cluster
+    setting: str  # name of the setting
     devices: int  # at most
-    memory: float  # bytes a device
+    memory: float  # bytes of a device
     node: int  # devices of a node
-    direct: tuple[tuple[int, Link], ...]  # by devices, ascending: the link of collectives
-    staged: tuple[tuple[int, Link], ...]  # by devices, ascending: the link of messages that go through host memory
+    direct: tuple[tuple[int, Link], ...]  # (devices at most, path of collectives), ascending
+    staged: tuple[tuple[int, Link], ...]  # (devices at most, path through host memory), ascending
 
     def link(self, devices: int, *, staged: bool = False) -> Link:
-        """Of collectives over so many devices; ``staged``: of halos and the all-gather that ends a spatial split."""
+        """Return the path of collectives; ``staged``: of halos and of the all-gather that ends a spatial split."""
         links = self.staged if staged else self.direct
         for reach, link in links:
             if devices <= reach:
@@ -121,8 +121,8 @@ class WorstLinks:
         raise InputError("--gpus", devices, f"The cluster has {links[-1][0]}; give 1 to that many.")
 
 
-def wires_of(fabric: Fabric, setting: str | None = None) -> WorstLinks:
-    """The links of a fabric under one of its settings."""
+def fabric_links(fabric: Fabric, setting: str | None = None) -> WorstLinks:
+    """Return the paths of a fabric with one of its settings."""
     name = setting or fabric.default
     if name not in fabric.settings:
         raise InputError("--network", name, f"{fabric.name} has {', '.join(fabric.settings)}.")
@@ -137,10 +137,10 @@ def wires_of(fabric: Fabric, setting: str | None = None) -> WorstLinks:
     )  # fmt: skip
 
 
-def wires_of_cluster(cluster: Cluster, setting: str | None = None) -> WorstLinks:
-    """The links of any cluster: latencies of the levels passed, the bandwidth of one adapter, by level.
+def cluster_links(cluster: Cluster, setting: str | None = None) -> WorstLinks:
+    """Return the paths of any cluster, by level: the latency of the level, the slowest bandwidth of a single adapter.
 
-    Collectives reach the share of a bandwidth that the level's ``efficiency`` says. Messages go from device to device.
+    Bandwidths are scaled by ``Level.efficiency``. Messages do not go through host memory.
     """
     if setting is not None:
         raise InputError("--network", setting, f"{cluster.name} has one way to tell its network: leave it out.")
@@ -154,7 +154,7 @@ def wires_of_cluster(cluster: Cluster, setting: str | None = None) -> WorstLinks
 
 
 class Op(StrEnum):
-    """What a layer does."""
+    """The operation of a layer."""
 
     CONV = "conv"
     POOL = "pool"
@@ -166,7 +166,7 @@ class Op(StrEnum):
 
 
 class ModelSplit(StrEnum):
-    """A model-parallel strategy that a layer can take part in; other layers are computed by every device in full."""
+    """A split that a layer can take part in; other layers are computed by each device in full."""
 
     FILTER = "filter"
     SPATIAL = "spatial"
@@ -181,37 +181,37 @@ class OracleLayer(Strict):
     """One layer."""
 
     name: str  # for people
-    op: Op  # what it does
+    op: Op
     x: tuple[Samples, ...]  # extents of the input of one sample, channels first
     y: tuple[Samples, ...]  # extents of the output
-    kernel: tuple[Samples, ...] = ()  # of a window; of a fully connected layer the input's extents without channels
-    split: tuple[ModelSplit, ...] = ()  # strategies that split it
-    groups: Samples = 1  # of a convolution
+    kernel: tuple[Samples, ...] = ()  # extents of the window; in a fully connected layer, of the input without channels
+    split: tuple[ModelSplit, ...] = ()  # splits that it takes part in
+    groups: Samples = 1  # groups of a convolution
 
     @property
     def inputs(self) -> int:
-        """Items that enter, one sample: |x_l|."""
+        """Items of the input of one sample: |x_l|."""
         return prod(self.x)
 
     @property
     def outputs(self) -> int:
-        """Items that leave, one sample: |y_l|."""
+        """Items of the output of one sample: |y_l|."""
         return prod(self.y)
 
     @property
     def weights(self) -> int:
-        """Items of weights: |w_l|; those of normalisations and biases are not counted."""
+        """Items of weights, |w_l|, without normalisations and biases."""
         weighted = self.op in (Op.CONV, Op.FC)
         return self.x[0] // self.groups * self.y[0] * prod(self.kernel) if weighted else 0
 
     @property
-    def counted(self) -> bool:
+    def counts_as_memory(self) -> bool:
         """Whether its activations count as memory."""
         return self.op not in REUSED
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of forward as the released oracle counts them: a pooling layer's as if it mixed channels."""
+        """FLOPs of forward as the released oracle counts them, with pooling as if it mixed channels."""
         window = prod(self.kernel) * prod(self.y[1:])
         match self.op:
             case Op.CONV:
@@ -229,48 +229,48 @@ class OracleLayer(Strict):
 
     @property
     def flops(self) -> int:
-        """FLOPs of forward and backward: forward again for the input's gradient, one an item of weights for theirs."""
+        """FLOPs of forward and backward: the input's gradient as many as forward, the weights' gradient one an item."""
         return 2 * self.forward_flops + self.weights
 
     def halo(self, extents: tuple[int, ...]) -> int:
-        """Items of one border of a tensor cut along its first side: C (K - 1) / 2 times the other sides.
+        """Return the items of one border of a tensor cut along its first side: C (K - 1) / 2 times the other sides.
 
-        Rounded down, as the released oracle does: windows of 2 pixels that move by 2 reach over no border.
+        Rounded down, as in the released oracle: windows of 2 pixels with stride 2 do not cross a border.
         """
         kernel = self.kernel[0] if self.kernel else 1
         return extents[0] * ((kernel - 1) // 2) * prod(extents[2:])
 
     @property
     def exchanges(self) -> bool:
-        """Whether its window reaches over a border."""
+        """Whether its window crosses a border."""
         return self.op in (Op.CONV, Op.POOL) and bool(self.kernel) and self.kernel[0] > 1
 
 
 @dataclass(frozen=True)
 class Network(Strict):
-    """A network and the data set it is trained on."""
+    """A network and its data set."""
 
-    name: Name  # of the model
+    name: Name  # name of the model
     source: str  # where the layers come from
-    samples: Steps  # of the data set (D)
-    batch: Samples  # samples of a replica where none are asked for
-    seconds: Annotated[float, Interval(gt=0, le=1e12)]  # of forward and backward of one sample
+    samples: Steps  # samples of the data set (D)
+    batch: Samples  # default samples of a replica
+    seconds: Annotated[float, Interval(gt=0, le=1e12)]  # forward and backward of one sample
     seconds_origin: str  # ``measured`` or ``estimated``
-    seconds_source: str  # from what
-    layers: Annotated[tuple[OracleLayer, ...], Layers]  # in the order they run
-    update_seconds: Seconds = 0.0  # of one weight update of the whole network (WU); 0 where ``seconds`` hold it
+    seconds_source: str  # device, or source of the estimate
+    layers: Annotated[tuple[OracleLayer, ...], Layers]  # in running order
+    update_seconds: Seconds = 0.0  # one weight update of the network (WU); 0 if ``seconds`` include it
     graph: str = ""  # name of the planner's model of the same network
     item_bytes: Samples = 4  # bytes of an item (delta)
 
     @cached_property
     def inputs(self) -> int:
         """Items of all inputs that count as memory: the sum of |x_l|."""
-        return sum(layer.inputs for layer in self.layers if layer.counted)
+        return sum(layer.inputs for layer in self.layers if layer.counts_as_memory)
 
     @cached_property
     def outputs(self) -> int:
         """Items of all outputs that count as memory: the sum of |y_l|."""
-        return sum(layer.outputs for layer in self.layers if layer.counted)
+        return sum(layer.outputs for layer in self.layers if layer.counts_as_memory)
 
     @cached_property
     def weights(self) -> int:
@@ -283,19 +283,19 @@ class Network(Strict):
         return sum(layer.flops for layer in self.layers)
 
     def seconds_of(self, layer: OracleLayer) -> float:
-        """Forward and backward of one sample in a layer: its part of the whole by FLOPs (FW_l + BW_l)."""
+        """Return the seconds of forward and backward of a layer for one sample (FW_l + BW_l), its share by FLOPs."""
         return layer.flops * self.seconds / self.flops
 
     def forward_of(self, layer: OracleLayer) -> float:
-        """Forward of one sample in a layer (FW_l)."""
+        """Return the seconds of forward of a layer for one sample (FW_l)."""
         return layer.forward_flops * self.seconds / self.flops
 
     def update_of(self, layer: OracleLayer) -> float:
-        """A layer's weight update (WU_l): its part by weights."""
+        """Return the seconds of a layer's weight update (WU_l), its share by weights."""
         return layer.weights * self.update_seconds / max(self.weights, 1)
 
     def split_by(self, split: ModelSplit) -> tuple[OracleLayer, ...]:
-        """Layers that a strategy splits."""
+        """Return the layers that take part in a split."""
         return tuple(layer for layer in self.layers if split in layer.split)
 
 
@@ -304,7 +304,7 @@ _ELEMENTWISE = ("relu", "act", "gelu", "swish", "silu", "sigmoid")
 
 
 def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, batch: int) -> Network:
-    """The table of a model."""
+    """Make the table of a model of the planner."""
     for kind in graph.kinds.values():
         if kind.dims.sequence > 1 or any(operator.kind is OperatorClass.ATTENTION for operator in kind.operators):
             remedy = "The closed forms are of convolutional networks; leave --formulas paradl out."
@@ -322,9 +322,9 @@ def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, bat
 
 
 def _layer(name: str, kind: LayerKind, operator: Operator) -> OracleLayer:
-    """One call of an operator.
+    """Return the layer of one call of an operator.
 
-    A matmul over every pixel is a convolution of one pixel's window; over one row it is fully connected.
+    A matmul over pixels is a convolution with a window of one pixel; over a single row it is fully connected.
     """
     both = (ModelSplit.FILTER, ModelSplit.SPATIAL)
     if operator.kind is OperatorClass.MATMUL:

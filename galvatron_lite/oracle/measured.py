@@ -1,6 +1,6 @@
-"""Measured epochs and iterations, and how near either kind of formulas comes to them; forecasts as plain data.
+"""Accuracy of both kinds of formulas on measured epochs and iterations, and forecasts as plain data.
 
-Accuracy is 1 - |predicted - measured| / measured, as Kahira et al. 2021 (arXiv:2104.09075, section 5) have it.
+Accuracy is 1 - |predicted - measured| / measured, as in Kahira et al. 2021 (arXiv:2104.09075, section 5).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import Strict, from_data, read_data
 from galvatron_lite.folders import profile_folder
 from galvatron_lite.oracle.closed_form import Case, estimate
-from galvatron_lite.oracle.layers import wires_of
-from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
+from galvatron_lite.oracle.layers import fabric_links
+from galvatron_lite.oracle.pricing import ClusterCosts, cluster_costs, price_row
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
 from galvatron_lite.oracle.rows import Forecast, ForecastRow, Method, RowQuestion, findings
 from galvatron_lite.stacks.catalog import match_stack
 
 CLUSTER, PRECISION = "abci", "fp32"
 FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "logs": "Chainer/ChainerMN"}
-"""Where and with which software the rows were measured, by origin."""
+"""Cluster, precision and (by origin) software of the measured rows."""
 FORMULAS = ("paradl", "galvatron", "published")
-"""The closed forms, the planner's cost model, and what the authors' oracle printed of these rows."""
+"""The closed forms, the planner's cost model, and the printed predictions of the authors' oracle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class MeasuredRow(Strict):
     """One measured row."""
 
     origin: str  # ``report`` or ``logs``
-    model: str  # a table of layers
-    strategy: Method  # how it was split
+    model: str  # name of a table of layers
+    strategy: Method
     devices: int
     batch: int  # samples of a replica
-    per: str  # what ``seconds`` are of: an epoch or an iteration
-    seconds: float  # measured
-    compute: float = 0.0  # compute, communication: what the report says they are made of; 0 where it does not
-    communication: float = 0.0
-    projected: float = 0.0  # what the authors' oracle said; 0 where it is not printed
-    note: str = ""  # what to know of it
+    per: str  # ``epoch`` or ``iteration``
+    seconds: float  # measured seconds of it
+    compute: float = 0.0  # seconds of compute in the report; 0: not printed
+    communication: float = 0.0  # seconds of communication in the report; 0: not printed
+    projected: float = 0.0  # prediction of the authors' oracle; 0: not printed
+    note: str = ""  # for people
 
     def epoch(self, seconds: float) -> float:
-        """Seconds of an epoch, from seconds of what the row is of."""
+        """Convert seconds of an epoch or iteration, as in this row, to seconds of an epoch."""
         if self.per == "epoch":
             return seconds
         samples = network_named(self.model).samples
@@ -55,20 +55,20 @@ class MeasuredRow(Strict):
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """A measured row and what the formulas say."""
+    """A measured row and its predictions."""
 
     row: MeasuredRow
-    predicted: dict[str, float | None]  # seconds by formulas, None where there is no figure
-    problems: dict[str, str] = field(default_factory=dict)  # why there is none
+    predicted: dict[str, float | None]  # seconds by formulas; None without a prediction
+    problems: dict[str, str] = field(default_factory=dict)  # why there is none, by formulas
 
     def accuracy(self, formulas: str) -> float | None:
-        """1 - |error| / measured; None without a prediction."""
+        """Return 1 - |error| / measured; None without a prediction."""
         seconds = self.predicted.get(formulas)
         return None if seconds is None else 1 - abs(seconds - self.row.seconds) / self.row.seconds
 
 
 def measured_rows() -> tuple[MeasuredRow, ...]:
-    """The rows under ``profiles/paradl/measured.yaml``, whose ``from`` is the origin."""
+    """Return the rows of ``profiles/paradl/measured.yaml``, whose ``from`` is the origin."""
     path = profile_folder("paradl") / "measured.yaml"
     rows = [
         {"origin" if name == "from" else name: value for name, value in row.items()} for row in read_data(path)["rows"]
@@ -77,13 +77,13 @@ def measured_rows() -> tuple[MeasuredRow, ...]:
 
 
 def software_notes() -> dict[str, str]:
-    """What was really run, by strategy, where that is not what the strategy's name says."""
+    """Return notes on the software by strategy, if it ran something else than the strategy's name says."""
     notes: dict[str, str] = read_data(profile_folder("paradl") / "measured.yaml")["software"]
     return {name: " ".join(note.split()) for name, note in notes.items()}
 
 
 def check_rows(rows: Sequence[MeasuredRow]) -> tuple[RowCheck, ...]:
-    """Every row against the closed forms and the planner's cost model."""
+    """Predict the rows by the closed forms and by the planner's cost model."""
     most, batches = defaultdict[tuple[str, str], int](int), dict[tuple[str, str], int]()
     for row in rows:
         key = row.origin, row.model
@@ -94,42 +94,44 @@ def check_rows(rows: Sequence[MeasuredRow]) -> tuple[RowCheck, ...]:
 
 
 def _machine(origin: str, model: str, devices: int, batch: int) -> ClusterCosts | str:
-    """The planner's costs of a model on the rows' cluster; why there are none where there are none."""
+    """Return the planner's costs of a model on the rows' cluster, or why there are none."""
     try:
         graph = graph_named(network_named(model).graph or model, PRECISION)
-        return machine_of(graph, CLUSTER, devices, PRECISION, batch, match_stack(FRAMEWORKS[origin]))
+        return cluster_costs(graph, CLUSTER, devices, PRECISION, batch, match_stack(FRAMEWORKS[origin]))
     except GalvatronError as error:
         return str(error)
 
 
-def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
-    """The closed forms are without quirks, with the network's default setting."""
+def _check(row: MeasuredRow, model_costs: ClusterCosts | str) -> RowCheck:
+    """Predict one row; the closed forms are without quirks and with the default setting of the network."""
     predicted, problems = dict[str, float | None](), dict[str, str]()
     network, fabric = network_named(row.model), fabric_named(CLUSTER)
     assert fabric is not None
     question = RowQuestion(row.strategy, row.devices, row.batch, network.samples)
-    case = Case(row.strategy, row.devices, row.batch, network.samples, network=network, wires=wires_of(fabric))
+    case = Case(row.strategy, row.devices, row.batch, network.samples, network=network, wires=fabric_links(fabric))
     try:
         epoch = estimate(case).epoch
         predicted["paradl"] = epoch if row.per == "epoch" else epoch / case.iterations
     except GalvatronError as error:
         problems["paradl"] = str(error)
-    if not isinstance(machine, str):
-        priced = row_of(machine, question)
-        predicted["galvatron"], machine = priced.epoch if row.per == "epoch" else priced.iteration, priced.problem
-    if machine:
-        predicted["galvatron"], problems["galvatron"] = None, machine
+    if isinstance(model_costs, str):
+        problem = model_costs
+    else:
+        priced = price_row(model_costs, question)
+        predicted["galvatron"], problem = priced.epoch if row.per == "epoch" else priced.iteration, priced.problem
+    if problem:
+        predicted["galvatron"], problems["galvatron"] = None, problem
     predicted["published"] = row.projected or None
     return RowCheck(row, {name: predicted.get(name) for name in FORMULAS}, problems)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How near some rows are predicted."""
+    """Mean accuracy of some rows."""
 
-    name: str  # which rows
+    name: str
     rows: int
-    accuracy: dict[str, float | None]  # mean by formulas; None where none of the rows has a prediction
+    accuracy: dict[str, float | None]  # by formulas; None without a prediction of any row
 
 
 def _grouped(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> dict[str, list[RowCheck]]:
@@ -140,7 +142,7 @@ def _grouped(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> d
 
 
 def scores(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> tuple[Score, ...]:
-    """Mean accuracy of groups of rows, in the order they first appear."""
+    """Return the mean accuracy of groups of rows, in the order they first appear."""
     return tuple(
         Score(name, len(group), {formulas: mean_accuracy(group, formulas) for formulas in FORMULAS})
         for name, group in _grouped(checks, key).items()
@@ -148,42 +150,44 @@ def scores(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> tup
 
 
 def mean_accuracy(checks: Iterable[RowCheck], formulas: str) -> float | None:
-    """Mean over rows that have a prediction."""
+    """Return the mean accuracy of rows with a prediction."""
     accuracies = [accuracy for check in checks if (accuracy := check.accuracy(formulas)) is not None]
     return fmean(accuracies) if accuracies else None
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Strategies of one model on one number of devices, from the same source, fastest first."""
+    """Strategies of one model, number of devices and origin, fastest first."""
 
-    name: str  # of the group
-    measured: tuple[str, ...]  # their order
-    predicted: dict[str, tuple[str, ...]]  # by formulas; without those that have no prediction
-    right: dict[str, bool]  # by formulas, whether no pair is the wrong way round (equal predictions are not wrong)
+    name: str  # name of the group
+    measured: tuple[str, ...]
+    predicted: dict[str, tuple[str, ...]]  # by formulas; strategies without a prediction are left out
+    right: dict[str, bool]  # by formulas, whether no pair is in the wrong order (ties are not wrong)
 
 
 def rankings(checks: Sequence[RowCheck]) -> tuple[Ranking, ...]:
-    """Rankings of every group of two strategies and more, by seconds of an epoch."""
+    """Rank all groups of two or more strategies by seconds of an epoch."""
     results = []
     for name, group in _grouped(checks, lambda row: f"{row.model} on {row.devices} ({row.origin})").items():
-        measured = {one.row.strategy.value: one.row.epoch(one.row.seconds) for one in group}
+        measured = {check.row.strategy.value: check.row.epoch(check.row.seconds) for check in group}
         predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
         for formulas in FORMULAS:
-            known = {
-                one.row.strategy.value: one.row.epoch(seconds)
-                for one in group
-                if (seconds := one.predicted.get(formulas)) is not None
+            epochs = {
+                check.row.strategy.value: check.row.epoch(seconds)
+                for check in group
+                if (seconds := check.predicted.get(formulas)) is not None
             }
-            turned = any((measured[i] - measured[j]) * (known[i] - known[j]) < 0 for i, j in combinations(known, 2))
-            predicted[formulas] = tuple(sorted(known, key=known.__getitem__))
-            right[formulas] = len(known) > 1 and not turned
+            is_wrong = any(
+                (measured[i] - measured[j]) * (epochs[i] - epochs[j]) < 0 for i, j in combinations(epochs, 2)
+            )
+            predicted[formulas] = tuple(sorted(epochs, key=epochs.__getitem__))
+            right[formulas] = len(epochs) > 1 and not is_wrong
         if len(group) > 1:
             results.append(Ranking(name, tuple(sorted(measured, key=measured.__getitem__)), predicted, right))
     return tuple(results)
 
 
-DIGITS = 12  # significant digits of a figure: those that the released oracle prints
+DIGITS = 12  # significant digits of figures, as the released oracle prints
 
 
 def _rounded(value: Any) -> Any:
@@ -195,7 +199,7 @@ def _rounded(value: Any) -> Any:
 
 
 def as_data(forecast: Forecast) -> dict[str, Any]:
-    """The forecast and its bottlenecks; seconds and bytes."""
+    """Return a forecast and its findings as plain data, in seconds and bytes."""
     names = ("model", "cluster", "formulas", "samples", "origin")
     lines = [
         {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
@@ -227,7 +231,7 @@ def _row(row: ForecastRow) -> dict[str, Any]:
 
 
 def checks_data(checks: tuple[RowCheck, ...]) -> dict[str, Any]:
-    """Measured rows, what is predicted of them, and how near that is."""
+    """Return measured rows, their predictions and accuracy as plain data."""
     rows = [
         asdict(check.row)
         | {"strategy": check.row.strategy.value, "predicted": check.predicted, "problems": check.problems}

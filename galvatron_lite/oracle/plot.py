@@ -1,8 +1,8 @@
-"""The figure of a forecast as SVG: epochs over GPUs, and what each strategy's epoch and memory are made of.
+"""Draws a forecast as SVG: epochs over GPUs, and the breakdown of each strategy's epoch and memory.
 
-Above, seconds of an epoch of every strategy, both axes logarithmic. Below, a panel a strategy: bars of what an epoch is
-made of (shares, so that bars of 1 and 1,024 GPUs can be read alike) and under them bars of a device's memory, with a
-line at what the device has.
+The upper plot shows seconds of an epoch of all strategies on logarithmic axes. Below, each strategy has a panel: bars
+of the shares of an epoch (so that 1 and 1,024 GPUs are comparable), and bars of the memory of a device with a line at
+its capacity.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FIRST = _DEEP + 112
 _SMALL, _BOLD = ' font-size="10"', ' font-weight="600"'
 
 PARTS = (("compute", 0), ("communication", 1), ("weight update", 2), ("waiting, host", 5))
-"""What an epoch is made of, with the numbers of its colours."""
+"""Parts of an epoch and the numbers of their colours."""
 
 
 def figure(forecast: Forecast) -> str:
-    """The figure of a forecast; it fits light and dark pages."""
+    """Return the figure of a forecast as SVG, for light and dark pages."""
     lines = [line for line in forecast.lines if line.complete]
     height = _FIRST + ceil(len(lines) / _COLUMNS) * _PANEL + 8
     title = f"{forecast.model} on {forecast.cluster}: an epoch of {forecast.samples:,} samples ({forecast.formulas})"
@@ -73,13 +73,13 @@ def _epochs(lines: Sequence[StrategyLine]) -> Iterator[str]:
 
 
 def _sign(place: int, x: float, y: float, words: str = "") -> str:
-    """A strategy's mark: neighbours have both another colour and another shape."""
+    """Return the mark of a strategy; adjacent strategies differ in colour and shape."""
     title = f"<title>{escape(words)}</title>" if words else ""
     return f'<g class="c{colour(place)}">{title}{mark(place * len(COLOURS), x, y)}</g>'
 
 
 def _apart(places: Sequence[tuple[float, int]], least: float) -> dict[int, float]:
-    """Places of names, moved down where they would lie on one another, and up where that leaves the plane."""
+    """Return the heights of labels, moved down if they would overlap, and up if they would leave the plot."""
     moved: dict[int, float] = {}
     before = _TOP - least
     for place, name in sorted(places):
@@ -111,7 +111,7 @@ def _rectangle(number: int, x: float, y: float, wide: float, high: float) -> str
 
 
 def _panel(line: StrategyLine, place: int) -> Iterator[str]:
-    """A strategy's bars: shares of its epochs, a device's memory against what it has, numbers of GPUs."""
+    """Draw the bars of a strategy: shares of its epochs, and memory of a device against its capacity."""
     width = (_WIDTH - 2 * _MARGIN - (_COLUMNS - 1) * _GAP) / _COLUMNS
     left, top = _MARGIN + place % _COLUMNS * (width + _GAP), float(_FIRST + place // _COLUMNS * _PANEL)
     yield _sign(place, left + 5, top - 4)
@@ -125,7 +125,7 @@ def _panel(line: StrategyLine, place: int) -> Iterator[str]:
     capacity, fullest = line.complete[0].capacity, max(line.complete, key=lambda row: row.memory)
     most = max(min(fullest.memory, 2 * capacity), 1.12 * capacity)
     base = y + _BARS + 30 + _MEMORY
-    every = max(1, ceil(36 / step))
+    period = max(1, ceil(36 / step))  # bars from one label of GPUs to the next
     for number, row in enumerate(line.rows):
         bar = x + number * step + (step - wide) / 2
         if not row.problem:
@@ -134,7 +134,7 @@ def _panel(line: StrategyLine, place: int) -> Iterator[str]:
             words = f"{row.devices:,} GPUs: {format_bytes(row.memory)} of {format_bytes(row.capacity)}"
             rectangle = _rectangle(3 if row.fits else 4, bar, base - high, wide, high)
             yield f"<g><title>{escape(words)}</title>{rectangle}</g>"
-        if number % every == 0 or (number == len(line.rows) - 1 and number % every > every / 2):
+        if number % period == 0 or (number == len(line.rows) - 1 and number % period > period / 2):
             yield caption(bar + wide / 2, base + 15, f"{row.devices:,}", "middle", "soft", _SMALL)
     limit = base - _MEMORY * capacity / most
     yield f'<path class="grid" d="M{x:.1f} {base:.1f}H{end:.1f}"/>'
@@ -150,7 +150,7 @@ def _panel(line: StrategyLine, place: int) -> Iterator[str]:
 
 
 def _epoch_bar(row: ForecastRow, x: float, y: float, wide: float) -> Iterator[str]:
-    """One stacked bar, compute lowest; it tells its figures where the reader points at it."""
+    """Draw a stacked bar, compute lowest, with its figures as a tooltip."""
     seconds = (row.compute, row.moved.total, row.update, row.waiting + row.other)
     named = [(name, number, part) for (name, number), part in zip(PARTS, seconds, strict=True) if part]
     words = ", ".join(f"{name} {format_duration(part)}" for name, _, part in named)

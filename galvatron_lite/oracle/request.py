@@ -1,4 +1,4 @@
-"""Requests to ``galvatron oracle``: models, clusters, numbers of devices and strategies, and the forecast for them."""
+"""Answers requests to ``galvatron oracle``: reads models, clusters, numbers of devices and methods, and forecasts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from galvatron_lite.model.shapes.fields import not_square, sides_of, sizes_of
 from galvatron_lite.model.shapes.images.names import canonical, graph_of_name
 from galvatron_lite.oracle import pricing
 from galvatron_lite.oracle.closed_form import KINDS, Case, closed_forecast, quirks_named
-from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
-from galvatron_lite.oracle.pricing import allows, machine_of, row_of
+from galvatron_lite.oracle.layers import Fabric, Network, cluster_links, fabric_links, network_of
+from galvatron_lite.oracle.pricing import can_split, cluster_costs, price_row
 from galvatron_lite.oracle.rows import Forecast, Method, RowQuestion
-from galvatron_lite.oracle.strategies import check_text
+from galvatron_lite.oracle.strategies import check_strategy
 from galvatron_lite.plans.written import parse_strategy
 
-SIDE = 224  # pixels of a picture's side of networks known by name only
+SIDE = 224  # default pixels of a picture's side
 
 
 def graph_named(name: str, precision: str, image: str | None = None) -> ModelGraph:
-    """The planner's model of a name or file: shipped ones, then image networks by their published names."""
+    """Return the planner's model by name or file: a shipped one, or an image network by its published name."""
     if Path(name).suffix in (".yaml", ".yml", ".json") or name in model_names():
         sizes = sizes_of(load_shape(name), name, image) if image else None
         return load_model(name, overrides=sizes, precision=precision)
@@ -46,12 +46,12 @@ def graph_named(name: str, precision: str, image: str | None = None) -> ModelGra
 
 
 def network_names() -> tuple[str, ...]:
-    """Names of the networks with a table of layers."""
+    """Return the names of the networks with a table of layers."""
     return tuple(sorted(path.stem for path in (profile_folder("paradl") / "models").glob("*.yaml")))
 
 
 def network_named(name_or_path: str) -> Network:
-    """A table of layers by name (``resnet50``) or from a file."""
+    """Return a table of layers by name (``resnet50``) or from a file."""
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json"):
         return read_value(Network, path)
@@ -68,40 +68,40 @@ def _shipped_network(name: str) -> Network:
 
 @cache
 def fabric_named(name: str) -> Fabric | None:
-    """The closed forms' links of a cluster by its name; None where no file describes them."""
+    """Return the links of a cluster for the closed forms by its name; None if no file describes them."""
     path = profile_folder("paradl") / "networks" / f"{name}.yaml"
     return read_value(Fabric, path) if path.is_file() else None
 
 
 FORMULAS = ("galvatron", "paradl")
-WORDS = tuple(kind for kind in KINDS if kind is not Method.LAYER)
-"""Strategies that are told where none are asked for."""
+DEFAULT_METHODS = tuple(kind for kind in KINDS if kind is not Method.LAYER)
+"""Methods of a forecast by default."""
 SAMPLES, BATCH = 1_280_000, 32
-"""Samples of an epoch (ImageNet, as the paper counts it) and of a replica, where nothing else is said."""
+"""Default samples of an epoch (ImageNet, as the paper counts it) and of a replica."""
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class OracleOptions:
-    """Everything that can be asked for beside the model and the cluster."""
+    """Options of a forecast besides the model and the cluster."""
 
     counts: tuple[int, ...]  # numbers of devices
     formulas: str = "galvatron"  # ``galvatron`` or ``paradl``
-    strategies: tuple[str, ...] = ()  # the oracle's words; none: ``WORDS``
-    texts: tuple[str, ...] = ()  # strategies in full, of the default formulas only
+    strategies: tuple[str, ...] = ()  # names of methods; none: ``DEFAULT_METHODS``
+    texts: tuple[str, ...] = ()  # strategies in full, for formulas ``galvatron``
     batch: int | None = None  # samples of a replica
-    samples: int | None = None  # of an epoch
-    group: int = 0  # devices of a group of a hybrid; 0: of a node
-    segments: int = 0  # of a pipeline
-    precision: str | None = None  # of compute, of the default formulas
-    image: str | None = None  # pixels of a picture, of models of the planner
-    network: str | None = None  # setting of the links, of the closed forms
-    quirks: tuple[str, ...] = ()  # of the closed forms
-    contention: bool = True  # of the closed forms
+    samples: int | None = None  # samples of an epoch
+    group: int = 0  # devices of a group of a hybrid; 0: a node
+    segments: int = 0  # micro-batches of a pipeline
+    precision: str | None = None  # precision of compute, for formulas ``galvatron``
+    image: str | None = None  # pixels of a picture, for models of the planner
+    network: str | None = None  # setting of the links, for the closed forms
+    quirks: tuple[str, ...] = ()  # names of quirks, for the closed forms
+    contention: bool = True  # whether flows share links, for the closed forms
 
 
 def counts_of(text: str) -> tuple[int, ...]:
-    """Numbers of devices: ``64``, ``4,8,12``, or ``1..1024``, which goes on by doubling, to its end."""
+    """Parse numbers of devices: ``64``, ``4,8,12``, or ``1..1024``, which doubles and includes its end."""
     counts: list[int] = []
     for part in text.replace(" ", "").split(","):
         if match := _RANGE.match(part):
@@ -115,19 +115,27 @@ def counts_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(counts)))
 
 
-def kinds_of(names: Sequence[str]) -> tuple[Method, ...]:
-    """The oracle's words."""
+def methods_named(names: Sequence[str]) -> tuple[Method, ...]:
+    """Return methods by name; ``DEFAULT_METHODS`` without names."""
     methods = {kind.value: kind for kind in Method}
     for name in names:
         if name not in methods:
             raise InputError("--strategies", name, f"Give some of {', '.join(methods)}; --strategy takes any other.")
-    return tuple(methods[name] for name in dict.fromkeys(names)) or WORDS
+    return tuple(methods[name] for name in dict.fromkeys(names)) or DEFAULT_METHODS
 
 
 def forecast(model: str, cluster: str, options: OracleOptions) -> Forecast:
-    """The table that is asked for."""
+    """Return the forecast of a model on a cluster.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
     _check(options)
-    return _closed(model, cluster, options) if options.formulas == "paradl" else _priced(model, cluster, options)
+    return (
+        _closed_form_forecast(model, cluster, options)
+        if options.formulas == "paradl"
+        else _priced_forecast(model, cluster, options)
+    )
 
 
 def _check(options: OracleOptions) -> None:
@@ -148,42 +156,42 @@ def _check(options: OracleOptions) -> None:
             check_range(name, number, DEVICES)
 
 
-def _closed(model: str, cluster: str, options: OracleOptions) -> Forecast:
+def _closed_form_forecast(model: str, cluster: str, options: OracleOptions) -> Forecast:
     network = _layer_table(model, cluster, options)
     fabric = fabric_named(cluster)
     if fabric is not None:
-        wires = wires_of(fabric, options.network)
+        wires = fabric_links(fabric, options.network)
     else:
-        wires = wires_of_cluster(load_cluster(cluster, max(options.counts)), options.network)
+        wires = cluster_links(load_cluster(cluster, max(options.counts)), options.network)
     case = Case(
         Method.SERIAL, 1, options.batch or network.batch, network.samples, options.group or wires.node,
         options.segments, network=network, wires=wires, contention=options.contention,
         quirks=quirks_named(options.quirks),
     )  # fmt: skip
-    return closed_forecast(case, kinds_of(options.strategies), options.counts)
+    return closed_forecast(case, methods_named(options.strategies), options.counts)
 
 
 def _layer_table(model: str, cluster: str, options: OracleOptions) -> Network:
-    """The table of layers: a shipped one, a file's, or made from the planner's model."""
+    """Return the table of layers: a shipped one, one from a file, or one made from the planner's model."""
     shipped = model in network_names() and options.image is None
     if shipped or (model.endswith((".yaml", ".yml", ".json")) and _holds_layers(model)):
         network = network_named(model)
         return network if options.samples is None else replace(network, samples=options.samples)
     samples, batch = options.samples or SAMPLES, options.batch or BATCH
-    machine = machine_of(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
-    row = row_of(machine, RowQuestion(Method.SERIAL, 1, batch, samples))
-    source = f"{machine.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
-    return network_of(machine.graph, row.compute / samples, source, samples, batch)
+    model_costs = cluster_costs(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
+    row = price_row(model_costs, RowQuestion(Method.SERIAL, 1, batch, samples))
+    source = f"{model_costs.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
+    return network_of(model_costs.graph, row.compute / samples, source, samples, batch)
 
 
 def _holds_layers(path: str) -> bool:
-    """Whether a file is a table of layers, not a model of the planner."""
+    """Whether a file is a table of layers rather than a model of the planner."""
     data = read_data(Path(path))
     return isinstance(data, dict) and "seconds_source" in data
 
 
-def _priced(model: str, cluster: str, options: OracleOptions) -> Forecast:
-    kinds = kinds_of(options.strategies) if options.strategies or not options.texts else ()
+def _priced_forecast(model: str, cluster: str, options: OracleOptions) -> Forecast:
+    kinds = methods_named(options.strategies) if options.strategies or not options.texts else ()
     strategies = tuple(parse_strategy(text, "--strategy") for text in options.texts)
     shipped = network_named(model) if model in network_names() else None
     batch = options.batch or (shipped.batch if shipped else BATCH)
@@ -192,17 +200,17 @@ def _priced(model: str, cluster: str, options: OracleOptions) -> Forecast:
     precision = precision_on(cluster, options.precision, most)
     graph = graph_named(shipped.graph if shipped else model, precision, options.image)
     for strategy in strategies:
-        check_text(strategy, graph.kinds)
+        check_strategy(strategy, graph.kinds)
         unit = strategy.devices
         if all(count % unit for count in options.counts):
             counts = ", ".join(f"{count:,}" for count in options.counts)
             raise InputError("--gpus", counts, f"{strategy} takes {unit:,} devices or a multiple: give --gpus {unit}.")
-    machine = machine_of(graph, cluster, most, precision, batch)
+    model_costs = cluster_costs(graph, cluster, most, precision, batch)
     for kind in kinds if options.strategies else ():
-        if not allows(machine, kind):
-            words = ", ".join(word.value for word in WORDS if allows(machine, word))
+        if not can_split(model_costs, kind):
+            words = ", ".join(method.value for method in DEFAULT_METHODS if can_split(model_costs, method))
             remedy = f"No layer of {graph.name} can be split so; it allows {words}, and --strategy any other."
             raise InputError("--strategies", kind.value, remedy)
-    node = machine.profile.cluster.levels[0].size
+    node = model_costs.profile.cluster.levels[0].size
     question = RowQuestion(Method.SERIAL, 1, batch, samples, options.group or node, options.segments)
-    return pricing.forecast(machine, question, kinds, strategies, options.counts)
+    return pricing.forecast(model_costs, question, kinds, strategies, options.counts)

@@ -1,8 +1,8 @@
-"""The table that both kinds of formulas fill, and the limits and bottlenecks read from it.
+"""The forecast table of both kinds of formulas, and the limitations and bottlenecks derived from it.
 
-Kahira et al. 2021 (arXiv:2104.09075, section 5.3 and table 4 of the report): (L) is a limit of the strategy itself,
-(B) a bottleneck of software or machine. Each is a share of the epoch, or of what it is measured by, reported from the
-number of devices at which it passes its threshold.
+Kahira et al. 2021 (arXiv:2104.09075, section 5.3 and table 4 of the report): (L) is a limitation of the strategy, (B)
+a bottleneck of software or machine. Each is a share, of the epoch by default, and is reported from the number of
+devices at which it passes its threshold.
 """
 
 from __future__ import annotations
@@ -32,34 +32,33 @@ class Method(StrEnum):
 
 
 HYBRIDS = (Method.DATA_FILTER, Method.DATA_SPATIAL)
-"""Strategies of groups: data parallelism between them, another within."""
+"""Data parallelism between groups of devices, another method within."""
 IN_TURN = (Method.PIPELINE, Method.LAYER)
-"""Strategies of which each device has layers of its own."""
+"""Methods in which each device has its own layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowQuestion:
-    """One row that is asked for."""
+    """The input of one row."""
 
     kind: Method  # how the model is split
     devices: int
-    batch: int  # samples of a replica: of a device under data, of a group under hybrids, of all devices elsewhere
-    samples: int  # of an epoch
+    batch: int  # samples of a replica: of a device under data, of a group under hybrids, otherwise of all devices
+    samples: int  # samples of an epoch
     group: int = 4  # devices of a group of a hybrid
     segments: int = 0  # micro-batches of a pipeline; 0: as many as stages
-    # of every layer, in place of ``kind``'s, on the fewest devices; more of them are more replicas
-    text: Strategy | None = None
+    text: Strategy | None = None  # replaces ``kind``: the strategy of each layer on the devices of one replica
 
     @property
     def strategy(self) -> Strategy | None:
-        """Of every layer, on all devices."""
+        """The strategy ``text`` on all devices."""
         if self.text is None:
             return None
         return replace(self.text, data=self.text.data * max(self.devices // self.text.devices, 1))
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return str(self.text or self.kind.value)
 
     @property
@@ -78,7 +77,7 @@ class RowQuestion:
 
     @property
     def replicas(self) -> int:
-        """Groups that take samples of their own."""
+        """Groups with different samples."""
         return max(self.devices // self.width, 1)
 
     @property
@@ -88,19 +87,19 @@ class RowQuestion:
 
     @property
     def iterations(self) -> int:
-        """Of an epoch, whole ones."""
+        """Iterations of an epoch, rounded up."""
         return ceil(self.samples / self.global_batch)
 
     @property
     def parts(self) -> int:
-        """Micro-batches in which the layers pass on a batch."""
+        """Micro-batches of a batch."""
         wanted = min(self.segments or self.devices, self.batch)
         return max(wanted, 1) if self.kind is Method.PIPELINE else 1
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicationSeconds:
-    """Seconds of communication an epoch, by what they are for."""
+    """Seconds of communication of an epoch, by purpose."""
 
     gradients: float = 0.0  # gradient exchange, once an iteration
     layers: float = 0.0  # collectives of each layer
@@ -110,54 +109,54 @@ class CommunicationSeconds:
 
     @property
     def total(self) -> float:
-        """All together."""
+        """The sum."""
         return float(sum(astuple(self)))
 
     def times(self, count: float) -> CommunicationSeconds:
-        """So many times as much."""
+        """Return ``count`` times the seconds."""
         return CommunicationSeconds(*(part * count for part in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How far a strategy scales."""
+    """The number of devices that a strategy can use."""
 
-    devices: int | None  # at most so many; None: no limit of its own
-    reason: str  # why, in words
+    devices: int | None  # at most; None: no limit
+    reason: str  # for people
 
 
 @dataclass(frozen=True, slots=True)
 class LongestCommunication:
-    """Layers that communicate longest, by what for; empty where none does."""
+    """Names of the layers that communicate longest, by purpose; empty if none does."""
 
-    gradients: str = ""  # in the gradient exchange
-    layers: str = ""  # in its own collectives
-    messages: str = ""  # with neighbours
+    gradients: str = ""  # gradient exchange
+    layers: str = ""  # collectives of the layer
+    messages: str = ""  # messages between neighbours
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
-    """One strategy on so many devices; seconds are of an epoch."""
+    """Forecast of one strategy on some number of devices; seconds of an epoch."""
 
     strategy: str  # its name
     devices: int
     batch: int  # samples of an iteration
-    iterations: int  # of an epoch
-    compute: float = 0.0  # forward and backward, what is computed twice included
-    moved: CommunicationSeconds = CommunicationSeconds()  # communication that nothing hides
+    iterations: int  # iterations of an epoch
+    compute: float = 0.0  # forward and backward, duplicated work included
+    moved: CommunicationSeconds = CommunicationSeconds()  # exposed communication
     update: float = 0.0  # weight update
-    waiting: float = 0.0  # of a pipeline's stages for one another; 0 where that is part of ``compute``
-    other: float = 0.0  # fixed work of the host, and waiting for the slowest of many nodes
-    memory: float = 0.0  # bytes a device
-    capacity: float = 0.0  # bytes that a device has
-    replicated: float = 0.0  # the part of ``memory`` that each device of a group holds alike
-    loudest: LongestCommunication = LongestCommunication()  # the layers that communicate longest
-    uneven: float = 1.0  # the slowest stage's seconds over the mean stage's
-    twice: float = 0.0  # share of ``compute`` that several devices do alike
-    congested: float = 0.0  # the part of ``moved`` that is waiting for other flows on the same links
+    waiting: float = 0.0  # of pipeline stages for one another; 0 if ``compute`` includes it
+    other: float = 0.0  # fixed host time, and waiting for the slowest of many nodes
+    memory: float = 0.0  # bytes needed on a device
+    capacity: float = 0.0  # bytes of a device
+    replicated: float = 0.0  # the part of ``memory`` that is equal on all devices of a group
+    longest: LongestCommunication = LongestCommunication()
+    imbalance: float = 1.0  # seconds of the slowest stage over the mean
+    duplicated: float = 0.0  # share of ``compute`` that several devices repeat
+    congested: float = 0.0  # the part of ``moved`` that is due to other flows on the same links
     shared: int = 1  # devices that split the work of one sample; 1 under data parallelism
-    largest: float = 0.0  # samples of a replica that a device's memory would hold; 0 where that is not worked out
-    problem: str = ""  # why there are no figures; empty where there are
+    largest: float = 0.0  # samples of a replica that fit a device's memory; 0: not computed
+    problem: str = ""  # why there are no figures; empty if there are
 
     @property
     def epoch(self) -> float:
@@ -171,18 +170,18 @@ class ForecastRow:
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory is enough."""
+        """Whether the memory of a device suffices."""
         return not self.problem and self.memory <= self.capacity
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyLine:
-    """A strategy over numbers of devices."""
+    """A strategy on several numbers of devices."""
 
     strategy: str  # its name
-    rows: tuple[ForecastRow, ...]  # by devices, ascending
-    limit: Limit  # how far it scales
-    alone: float = 0.0  # seconds of compute of an epoch on one device; 0 where it is not known
+    rows: tuple[ForecastRow, ...]  # ascending by devices
+    limit: Limit
+    alone: float = 0.0  # seconds of compute of an epoch on one device; 0: unknown
 
     @property
     def complete(self) -> tuple[ForecastRow, ...]:
@@ -193,35 +192,35 @@ class StrategyLine:
 Question = TypeVar("Question", bound=RowQuestion)
 
 
-def line_of(
+def strategy_line(
     question: Question,
     counts: Sequence[int],
     limit: Limit,
     price: Callable[[Question, ForecastRow], ForecastRow],
     alone: float,
 ) -> StrategyLine:
-    """A strategy over numbers of devices.
+    """Return a strategy on several numbers of devices.
 
     Args:
-        question: of any number of devices.
-        counts: of devices, ascending.
-        limit: beyond which rows have no figures.
-        price: the row of a question, from one without figures.
+        question: the strategy, on any number of devices.
+        counts: numbers of devices, ascending.
+        limit: rows beyond it have no figures.
+        price: fills the row of a question.
         alone: seconds of compute of an epoch on one device.
     """
     rows = []
     for devices in counts:
-        one = replace(question, devices=devices)
-        row = ForecastRow(one.name, devices, one.global_batch, one.iterations)
+        scaled = replace(question, devices=devices)
+        row = ForecastRow(scaled.name, devices, scaled.global_batch, scaled.iterations)
         if limit.devices is not None and devices > limit.devices:
             rows.append(replace(row, problem=f"beyond its limit of {gpus(limit.devices)}"))
         else:
-            rows.append(price(one, row))
+            rows.append(price(scaled, row))
     return StrategyLine(question.name, tuple(rows), limit, alone)
 
 
 def limit_by_count(question: RowQuestion, layers: int) -> Limit | None:
-    """How many devices a strategy can use that samples and layers limit; None for others."""
+    """Return the limit of methods that samples or layers limit; None for other methods."""
     if question.kind is Method.SERIAL:
         return Limit(1, "p = 1")
     if question.kind in IN_TURN:
@@ -234,26 +233,26 @@ def limit_by_count(question: RowQuestion, layers: int) -> Limit | None:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The table."""
+    """The forecast table."""
 
-    model: str  # its name
-    cluster: str  # its name
+    model: str  # name of the model
+    cluster: str  # name of the cluster
     formulas: str  # ``paradl`` or ``galvatron``
-    samples: int  # of an epoch
-    origin: str  # what the seconds come from, and whether they were measured or estimated
-    notes: tuple[str, ...]  # what the reader should know
-    lines: tuple[StrategyLine, ...]  # the strategies
+    samples: int  # samples of an epoch
+    origin: str  # origin of the seconds: ``measured`` or ``estimated``, and from what
+    notes: tuple[str, ...]  # for people
+    lines: tuple[StrategyLine, ...]
 
 
 def gpus(count: int) -> str:
-    """A number of them, for people."""
+    """Return a number of GPUs in words."""
     return f"{count:,} GPU" + ("" if count == 1 else "s")
 
 
-def least_runs(weights: Sequence[float], runs: int) -> list[int]:
-    """Lengths of non-empty consecutive runs, of which the heaviest is as light as can be.
+def balanced_runs(weights: Sequence[float], runs: int) -> list[int]:
+    """Return the lengths of non-empty consecutive runs that minimise the heaviest run.
 
-    Halves the interval that holds the least limit until no number lies between.
+    Bisects the limit on the weight of a run down to adjacent floats.
     """
     low, high = max(weights), sum(weights)
     while low < (middle := (low + high) / 2) < high:
@@ -262,10 +261,10 @@ def least_runs(weights: Sequence[float], runs: int) -> list[int]:
 
 
 def _runs_within(weights: Sequence[float], limit: float, runs: int) -> list[int]:
-    """Runs up to the limit each, cut sooner where what is left would not give every run a member."""
+    """Return greedy runs up to the limit, shorter if the remaining runs would otherwise be empty."""
     sizes, total = [0], 0.0
-    for place, weight in enumerate(weights):
-        if sizes[-1] and (total + weight > limit or len(weights) - place <= runs - len(sizes)):
+    for index, weight in enumerate(weights):
+        if sizes[-1] and (total + weight > limit or len(weights) - index <= runs - len(sizes)):
             sizes, total = [*sizes, 0], 0.0
         sizes[-1] += 1
         total += weight
@@ -273,7 +272,7 @@ def _runs_within(weights: Sequence[float], limit: float, runs: int) -> list[int]
 
 
 class FindingKind(StrEnum):
-    """What a finding is."""
+    """Whether the strategy, or software and machine, limit scaling."""
 
     LIMITATION = "limitation"
     BOTTLENECK = "bottleneck"
@@ -281,37 +280,37 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScalingFinding:
-    """What keeps a strategy from scaling."""
+    """A cause that keeps a strategy from scaling."""
 
-    name: str  # of the cause
-    sort: FindingKind  # limitation or bottleneck
-    strategy: str  # which runs into it
-    devices: int  # the fewest, of those asked about, at which it does
-    share: float  # there, 0..1; of what the cause is measured by
-    worst: float  # the largest share, and
-    worst_devices: int  # where
+    name: str  # name of the cause
+    sort: FindingKind
+    strategy: str
+    devices: int  # the smallest number of devices at which it counts
+    share: float  # its share there, 0..1
+    worst: float  # its largest share
+    worst_devices: int  # number of devices with the largest share
     words: str  # a line for people
 
 
 @dataclass(frozen=True, slots=True)
 class LimitCause:
-    """How a cause is computed from a row."""
+    """The rule by which a cause is found."""
 
     name: str  # for people
-    sort: FindingKind  # limitation or bottleneck
+    sort: FindingKind
     threshold: float  # share from which it counts
-    share: Callable[[ForecastRow], float]  # of a row
+    share: Callable[[ForecastRow], float]  # its share in a row
     of: str = "the epoch"  # what it is a share of
-    where: Callable[[ForecastRow], str] = lambda _: ""  # what of the row says where it is
+    where: Callable[[ForecastRow], str] = lambda _: ""  # details of a row, for people
 
 
-def _part(seconds: Callable[[ForecastRow], float]) -> Callable[[ForecastRow], float]:
+def _of_epoch(seconds: Callable[[ForecastRow], float]) -> Callable[[ForecastRow], float]:
     return lambda row: seconds(row) / row.epoch if row.epoch else 0.0
 
 
-def _at(name: str) -> Callable[[ForecastRow], str]:
+def _most_at(name: str) -> Callable[[ForecastRow], str]:
     def where(row: ForecastRow) -> str:
-        layer = getattr(row.loudest, name)
+        layer = getattr(row.longest, name)
         return f", most at {layer}" if layer else ""
 
     return where
@@ -319,41 +318,42 @@ def _at(name: str) -> Callable[[ForecastRow], str]:
 
 CAUSES = (
     LimitCause(
-        "gradient exchange", FindingKind.LIMITATION, 0.1, _part(lambda row: row.moved.gradients),
-        where=_at("gradients"),
+        "gradient exchange", FindingKind.LIMITATION, 0.1, _of_epoch(lambda row: row.moved.gradients),
+        where=_most_at("gradients"),
     ),
     LimitCause(
-        "layer-wise collectives", FindingKind.LIMITATION, 0.1, _part(lambda row: row.moved.layers), where=_at("layers"),
+        "layer-wise collectives", FindingKind.LIMITATION, 0.1, _of_epoch(lambda row: row.moved.layers),
+        where=_most_at("layers"),
     ),
     LimitCause(
         "messages between neighbours", FindingKind.BOTTLENECK, 0.1,
-        _part(lambda row: row.moved.halo + row.moved.messages + row.moved.gather), where=_at("messages"),
+        _of_epoch(lambda row: row.moved.halo + row.moved.messages + row.moved.gather), where=_most_at("messages"),
     ),
-    LimitCause("network congestion", FindingKind.BOTTLENECK, 0.05, _part(lambda row: row.congested)),
+    LimitCause("network congestion", FindingKind.BOTTLENECK, 0.05, _of_epoch(lambda row: row.congested)),
     LimitCause(
         "memory redundancy", FindingKind.BOTTLENECK, 0.5,
         lambda row: row.replicated / row.memory if row.memory else 0.0,
         "a device's memory", lambda row: f", {format_bytes(row.replicated)} held alike",
     ),
-    LimitCause("weight update", FindingKind.LIMITATION, 0.1, _part(lambda row: row.update)),
+    LimitCause("weight update", FindingKind.LIMITATION, 0.1, _of_epoch(lambda row: row.update)),
     LimitCause(
-        "workload balance", FindingKind.LIMITATION, 0.1, lambda row: 1 - 1 / row.uneven, "the slowest stage's work",
-        lambda row: f", which takes {row.uneven:.2f} times the mean",
+        "workload balance", FindingKind.LIMITATION, 0.1, lambda row: 1 - 1 / row.imbalance, "the slowest stage's work",
+        lambda row: f", which takes {row.imbalance:.2f} times the mean",
     ),
-    LimitCause("computation redundancy", FindingKind.BOTTLENECK, 0.1, lambda row: row.twice, "compute"),
+    LimitCause("computation redundancy", FindingKind.BOTTLENECK, 0.1, lambda row: row.duplicated, "compute"),
 )  # fmt: skip
 """Causes that are shares of a row."""
 
 SPLIT_THRESHOLD = 0.2
-"""Share of a device's compute that splitting did not take away, from which it counts."""
+"""Share of a device's compute, in excess of an even split, from which it counts."""
 
 
 def findings(forecast: Forecast) -> tuple[ScalingFinding, ...]:
-    """Every limitation and bottleneck, strategy by strategy."""
-    return tuple(finding for line in forecast.lines for finding in _of_line(line))
+    """Return all limitations and bottlenecks, strategy by strategy."""
+    return tuple(finding for line in forecast.lines for finding in _line_findings(line))
 
 
-def _of_line(line: StrategyLine) -> Iterator[ScalingFinding]:
+def _line_findings(line: StrategyLine) -> Iterator[ScalingFinding]:
     rows = [row for row in line.complete if row.devices > 1]
     for cause in CAUSES:
         shares = [(cause.share(row), row) for row in rows]
@@ -363,8 +363,8 @@ def _of_line(line: StrategyLine) -> Iterator[ScalingFinding]:
             words = f"{first[0]:.0%} of {cause.of} from {first[1].devices:,} GPUs"
             words += f", {most:.0%} on {worst.devices:,}" * (f"{first[0]:.0%}" != f"{most:.0%}") + cause.where(worst)
             yield _finding(cause.name, cause.sort, line, (first, (most, worst)), words)
-    yield from _slow_split(line)
-    yield from _overfull(line)
+    yield from _split_finding(line)
+    yield from _memory_finding(line)
     ended = [(1.0, row) for row in line.rows if row.problem.startswith("beyond its limit")]
     if ended and line.limit.devices is not None:
         words = f"{gpus(line.limit.devices)} at most: {line.limit.reason}"
@@ -379,8 +379,8 @@ def _finding(name: str, sort: FindingKind, line: StrategyLine, shares: Shares, w
     return ScalingFinding(name, sort, line.strategy, row.devices, first, most, worst.devices, words)
 
 
-def _slow_split(line: StrategyLine) -> Iterator[ScalingFinding]:
-    """Compute that falls less than the devices that share it grow: small shares keep a device less busy."""
+def _split_finding(line: StrategyLine) -> Iterator[ScalingFinding]:
+    """Find compute that shrinks less than devices are added, since small shares use a device less well."""
     split = [row for row in line.complete if row.shared > 1 and row.compute and line.alone]
     lost = [(1 - line.alone / (row.compute * row.devices), row) for row in split]
     first = next((pair for pair in lost if pair[0] >= SPLIT_THRESHOLD), None)
@@ -391,7 +391,7 @@ def _slow_split(line: StrategyLine) -> Iterator[ScalingFinding]:
         yield _finding("split work", FindingKind.BOTTLENECK, line, (first, most), words)
 
 
-def _overfull(line: StrategyLine) -> Iterator[ScalingFinding]:
+def _memory_finding(line: StrategyLine) -> Iterator[ScalingFinding]:
     tight = [row for row in line.complete if not row.fits]
     if not tight:
         return

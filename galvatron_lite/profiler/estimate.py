@@ -1,8 +1,9 @@
-"""A profile from data sheets: the same schema as a measured one, no GPU needed.
+"""Estimates profiles from data sheets, in the schema of measured ones, without a GPU.
 
-Forward and backward of a layer are the sums of its operators' rooflines (``roofline``), but no less than the host
-takes to launch their kernels (``layer_times``); recompute ``full`` adds the whole forward to backward, ``selective``
-that of the operators it runs again. Communication is not in the layers: the cost model takes it from the cluster.
+Forward and backward of a layer are the sums of its operators' rooflines (``roofline``), bounded below by the time the
+host takes to launch their kernels (``layer_times``). Full recomputation adds forward to backward, selective
+recomputation that of the operators it runs again. Layers do not include communication, which the cost model takes from
+the cluster.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from galvatron_lite.profiler.schema import (
     DeviceFigures,
     HostOverhead,
     LayerPoint,
+    LayerSetting,
     OptimizerCost,
     Origin,
     OriginKind,
@@ -50,39 +52,36 @@ from galvatron_lite.stacks.schema import Stack, StateLayout
 from galvatron_lite.units import ITEM_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTimes:
-    """Seconds of one layer, on the device and on the host, which run side by side."""
+class PassTime(NamedTuple):
+    """Time of one pass through a layer: device and host work side by side."""
 
-    forward: float  # forward, backward: of the device
-    backward: float
-    again: float  # of the device in the forward of what selective recompute runs again
-    full: float  # the same for full recompute
-    forward_host: float
-    backward_host: float
-    again_host: float
-    full_host: float
+    device: float  # seconds
+    host: float  # seconds
 
     @property
-    def forward_with_host(self) -> float:
-        """Seconds of forward, of device and host together."""
-        return behind_host(self.forward, self.forward_host)
+    def seconds(self) -> float:
+        """Smooth maximum of device and host seconds (see ``QUEUE``)."""
+        if not self.host:
+            return self.device
+        least, most = sorted(self)
+        return float(most * (1 + (least / most) ** constants.QUEUE) ** (1 / constants.QUEUE))
 
-    def backward_with_host(self, recompute: Recompute) -> float:
-        """The same of backward with what is computed again."""
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Estimated times of one layer."""
+
+    forward: PassTime
+    backward: PassTime
+    selective: PassTime  # the part of forward that selective recomputation runs again
+    full: PassTime  # the part of forward that full recomputation runs again
+
+    def backward_with(self, recompute: Recompute) -> PassTime:
+        """Return the time of backward and the recomputation in it."""
         if recompute is Recompute.NONE:
-            return behind_host(self.backward, self.backward_host)
-        if recompute is Recompute.FULL:
-            return behind_host(self.backward + self.full, self.backward_host + self.full_host)
-        return behind_host(self.backward + self.again, self.backward_host + self.again_host)
-
-
-def behind_host(device: float, host: float) -> float:
-    """Smooth maximum of device and host seconds (see ``QUEUE``)."""
-    if not host:
-        return device
-    least, most = sorted((device, host))
-    return float(most * (1 + (least / most) ** constants.QUEUE) ** (1 / constants.QUEUE))
+            return self.backward
+        again = self.full if recompute is Recompute.FULL else self.selective
+        return PassTime(self.backward.device + again.device, self.backward.host + again.host)
 
 
 def layer_times(
@@ -95,53 +94,64 @@ def layer_times(
     expert: int = 1,
     early_stop: bool = False,
 ) -> LayerTimes:
-    """Device and host seconds of one layer."""
-    forward = backward = again = spared = 0.0
-    launches = returns = repeats = unlaunched = 0
-    marked = any(operator.again for operator in kind.operators)
-    needed = _needed(kind.operators) if early_stop else len(kind.operators)
+    """Estimate the times of one layer.
+
+    Args:
+        machine: the device.
+        kind: the layer.
+        states: precisions of gradients and parameters.
+        samples: samples on the device.
+        degree: tensor-parallel degree.
+        sequence_parallel: whether tokens are split over the tensor group, too.
+        expert: devices that experts are spread over.
+        early_stop: whether full recomputation stops once backward has its inputs.
+    """
+    forward = backward = selective = spared = 0.0
+    kernels_forward = kernels_backward = kernels_selective = kernels_spared = 0
+    marks_recomputed = any(operator.again for operator in kind.operators)
+    needed = _needed_in_backward(kind.operators) if early_stop else len(kind.operators)
     load = rank_load(kind, expert)
-    for place, operator in enumerate(kind.operators):
+    for number, operator in enumerate(kind.operators):
         seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel, expert, load)
-        there, back = kernels(operator)
+        launches, launches_backward = kernels(operator)
         forward, backward = forward + seconds.forward, backward + seconds.backward
-        launches, returns = launches + there, returns + back
-        if operator.again if marked else operator.kind is OperatorClass.MEMORY:
-            again, repeats = again + seconds.forward, repeats + there
-        if place >= needed:
-            spared, unlaunched = spared + seconds.forward, unlaunched + there
-    summed, sums = _accumulation(machine, kind, states, degree, sequence_parallel, expert)
-    shared = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
-    shared *= constants.COLLECTIVE_LAUNCHES
+        kernels_forward, kernels_backward = kernels_forward + launches, kernels_backward + launches_backward
+        if operator.again if marks_recomputed else operator.kind is OperatorClass.MEMORY:
+            selective, kernels_selective = selective + seconds.forward, kernels_selective + launches
+        if number >= needed:
+            spared, kernels_spared = spared + seconds.forward, kernels_spared + launches
+    accumulation, additions = _accumulation(machine, kind, states, degree, sequence_parallel, expert)
+    collectives = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
+    collectives *= constants.COLLECTIVE_LAUNCHES
     host = machine.stack.kernel_host
+    backward_host = (kernels_backward + collectives + additions) * host * constants.BACKWARD_HOST
     return LayerTimes(
-        forward,
-        backward + summed,
-        again,
-        forward - spared,
-        (launches + shared) * host,
-        (returns + shared + sums) * host * constants.BACKWARD_HOST,
-        repeats * host,
-        (launches + shared - unlaunched) * host,
+        forward=PassTime(forward, (kernels_forward + collectives) * host),
+        backward=PassTime(backward + accumulation, backward_host),
+        selective=PassTime(selective, kernels_selective * host),
+        full=PassTime(forward - spared, (kernels_forward + collectives - kernels_spared) * host),
     )
 
 
-def _needed(operators: Sequence[Operator]) -> int:
-    """How many operators make tensors that backward needs: the last weighted matmul keeps but its input, and a residual
-    addition behind it nothing; whatever else has work in backward (a norm, dropout) keeps something."""
-    for place in range(len(operators) - 1, -1, -1):
-        operator = operators[place]
+def _needed_in_backward(operators: Sequence[Operator]) -> int:
+    """Return the number of leading operators whose results backward needs.
+
+    The last matmul with weights saves its input only and a residual addition behind it nothing; any other operator with
+    work in backward (a norm, dropout) saves something.
+    """
+    for number in range(len(operators) - 1, -1, -1):
+        operator = operators[number]
         if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
-            return place
-        # a sum hands its gradient on, or adds two of them up as forward added two tensors
-        summed = operator.name.endswith(".residual") and operator.backward_moved == operator.moved
-        if operator.kind is not OperatorClass.MEMORY or (operator.backward_moved and not summed):
+            return number
+        # backward of a sum passes its gradient on, or adds two gradients as forward added two tensors
+        is_sum = operator.name.endswith(".residual") and operator.backward_moved == operator.moved
+        if operator.kind is not OperatorClass.MEMORY or (operator.backward_moved and not is_sum):
             break
     return len(operators)
 
 
 def kernels(operator: Operator) -> tuple[int, int]:
-    """Kernels that the host launches for an operator, in forward and in backward."""
+    """Return the number of kernels that the host launches for an operator in forward and in backward."""
     calls = operator.count or 1
     if operator.kind is OperatorClass.MEMORY:
         return calls, calls if operator.backward_moved else 0
@@ -154,14 +164,13 @@ def kernels(operator: Operator) -> tuple[int, int]:
 def _accumulation(
     machine: Machine, kind: LayerKind, states: StateLayout, degree: int, split: bool, expert: int
 ) -> tuple[float, int]:
-    """Seconds that adding gradients up takes in backward, and kernels: where they live in buffers, every micro-batch
-    reads and writes them."""
+    """Return the seconds and kernels of accumulating gradients in buffers, which each micro-batch reads and writes."""
     trained = (operator for operator in kind.operators if operator.weight_bytes and not operator.frozen)
     tensors = sum(operator.kind is OperatorClass.MATMUL for operator in trained)
     if not states.buffered_gradients or not tensors:
         return 0.0, 0
-    experts = (kind.expert_parameters - kind.frozen_experts) / degree * (1 - 1 / expert)
-    items = kind.parameters.at(degree, split) - kind.frozen.at(degree, split) - experts
+    elsewhere = (kind.expert_parameters - kind.frozen_experts) / degree * (1 - 1 / expert)  # on other expert ranks
+    items = kind.parameters.at(degree, split) - kind.frozen.at(degree, split) - elsewhere
     return stream(machine, items * 2 * ITEM_BYTES[states.gradients]), tensors
 
 
@@ -171,72 +180,48 @@ _FP32 = 4
 def optimizer_cost(
     machines: Sequence[Machine], name: str, states: StateLayout | None = None, stack: StackConstants | None = None
 ) -> OptimizerCost:
-    """Update time from memory traffic: every item of parameter, gradient and state passes through memory."""
+    """Estimate an optimizer's update from its memory traffic, on the slowest of some devices."""
     if name not in OPTIMIZERS:
         raise InputError("--optimizer", name, f"Known for estimates: {', '.join(OPTIMIZERS)}.")
     traffic, stack = OPTIMIZERS[name], stack or StackConstants()
     moved = traffic.moved + handling_bytes(states or StateLayout())
     seconds = stack.optimizer * max(moved / machine.bandwidth for machine in machines)
-    # Where parameters are narrow the stack says what is held beside them, masters among it.
-    held = states.optimizer_bytes if states and ITEM_BYTES[states.parameters] < _FP32 else traffic.state
+    # With narrow parameters the stack says which states there are, masters included.
+    state_bytes = states.optimizer_bytes if states and ITEM_BYTES[states.parameters] < _FP32 else traffic.state
     working = float(traffic.working + (_FP32 if states and _casts_gradients(states) else 0))
-    return OptimizerCost(name, held, seconds, traffic.launches * stack.kernel_host, working, 1.0 if working else 0.0)
+    launches = traffic.launches * stack.kernel_host
+    return OptimizerCost(name, state_bytes, seconds, launches, working, 1.0 if working else 0.0)
 
 
 def _casts_gradients(states: StateLayout) -> bool:
-    """Whether an update makes fp32 gradients of masters from narrower ones (Megatron-LM, ``optimizer/optimizer.py``:
+    """Whether an update casts narrow gradients to fp32 for its masters (Megatron-LM, ``optimizer/optimizer.py``:
     ``_copy_model_grads_to_main_grads``; InternEvo, ``solver/optimizer/fsdp_optimizer.py``)."""
     return states.optimizer_bytes > 2 * _FP32 and ITEM_BYTES[states.gradients] < _FP32
 
 
 def handling_bytes(states: StateLayout) -> int:
-    """Bytes that pass for one parameter item around the update of fp32 masters.
+    """Return the memory traffic of a step besides the optimizer's update, bytes for each parameter item.
 
-    The norm of gradients reads them, clipping reads and writes them. Where gradients are not in fp32 the masters' are
-    cast from them first; where parameters are not, they are written from the masters at the end (Megatron-LM,
-    ``optimizer/optimizer.py``: ``_copy_model_grads_to_main_grads``, ``clip_grad_norm``,
-    ``_copy_main_params_to_model_params``). Gradient buffers are zeroed at the start of a step.
+    The norm reads gradients, clipping reads and writes them. Narrow gradients are first cast to fp32 for the masters,
+    narrow parameters are last written from the masters (Megatron-LM, ``optimizer/optimizer.py``:
+    ``_copy_model_grads_to_main_grads``, ``clip_grad_norm``, ``_copy_main_params_to_model_params``). Gradient buffers
+    are zeroed at the start of a step.
     """
     gradient, parameter = ITEM_BYTES[states.gradients], ITEM_BYTES[states.parameters]
-    main = states.optimizer_bytes > 2 * _FP32
-    held = _FP32 if main else gradient
-    moved = 3 * held
+    has_masters = states.optimizer_bytes > 2 * _FP32
+    moved = 3 * (_FP32 if has_masters else gradient)
     moved += gradient + _FP32 if _casts_gradients(states) else 0
-    moved += _FP32 + parameter if main and parameter < _FP32 else 0
+    moved += _FP32 + parameter if has_masters and parameter < _FP32 else 0
     return moved + (gradient if states.buffered_gradients else 0)
 
 
 SAMPLES = (1, 2, 4, 8, 16, 32, 64)
-"""Samples a device that are estimated; the cost model interpolates between them."""
+"""Numbers of samples on a device that are estimated; the cost model interpolates between them."""
 
-LARGEST_DEGREE = 64  # tensor-parallel degrees above this are not estimated
+LARGEST_DEGREE = 64  # largest tensor-parallel degree that is estimated
 
 Wanted = tuple[str, int, bool, Recompute, float]
-"""Kind, tensor degree, sequence parallel, recompute choice, samples."""
-
-
-class _Choice(NamedTuple):
-    """What a point is estimated for; see ``LayerPoint``."""
-
-    kind: str
-    tensor: int
-    split: bool  # whether tokens are shared, too
-    recompute: Recompute
-    samples: float
-    expert: int = 1
-    by: str = ""  # the field of ``Strategy`` that splits channels
-    shares: int = 1  # its degree
-
-
-__all__ = [
-    "LARGEST_DEGREE",
-    "SAMPLES",
-    "Wanted",
-    "estimate_profile",
-    "optimizer_cost",
-    "stack_constants",
-    "tensor_degrees",
-]
+"""A point to estimate: kind, tensor degree, sequence parallel, recomputation, samples."""
 
 
 def estimate_profile(
@@ -253,67 +238,61 @@ def estimate_profile(
     expert: int = 1,
     context: int = 1,
 ) -> Profile:
-    """A profile of a model on a cluster from data sheets.
+    """Estimate the profile of a model on a cluster from data sheets.
 
     In a cluster of unlike devices every figure is the slowest device's; ``types`` holds those of each.
 
     Args:
         graph: the model; its byte figures must be of the item size of ``precision`` (of bf16 for fp8 and narrower).
-        precision: of compute: fp32, tf32, fp16, bf16; fp8, mxfp8, nvfp4 of linear layers.
+        cluster: the cluster.
+        precision: precision of compute: fp32, tf32, fp16, bf16; fp8, mxfp8, nvfp4 of linear layers.
+        name: name of the profile.
         samples: samples on a device to estimate points for.
         optimizer: a name of ``OPTIMIZERS``; None: the stack's.
-        stack: the training software; None: our own runtime.
+        stack: the training software; None: our runtime.
         calibration: constants; None: the shipped ones.
-        wanted: the only points to estimate; None: all legal choices, shares of a sample and spread experts among
-            them. Points that a kind does not offer are left out.
-        expert: devices that the experts of a mixture are spread over, where ``wanted`` says what to estimate.
+        wanted: the only points to estimate; None: all legal choices, shares of a sample and spread experts included.
+            Points that a kind does not offer are left out.
+        expert: devices that experts are spread over in the points ``wanted``.
         context: devices that share the tokens of a sample.
+
+    Raises:
+        InputError: a precision that the graph or a device does not have, or an unknown optimizer.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
-    host = stack_constants(stack, calibration)
-    if any(is_picture(kind) for kind in graph.kinds.values()):  # some constants are of networks of pictures only
-        host = replace(host, memory=host.pictures or host.memory)
-    else:
-        host = replace(host, sharing=0.0)
-    if context > 1:
-        host = replace(host, attention=host.attention * host.ring)
+    host = _constants_for(graph, stack_constants(stack, calibration), context)
     devices = list({group.device.name: group.device for group in cluster.groups}.values())
     machines = [
         machine_of(
-            item, precision, constants_for_device(calibration, item.name, item.source), host, stack.uneven_shares
+            device, precision, constants_for_device(calibration, device.name, device.source), host, stack.uneven_shares
         )
-        for item in devices
+        for device in devices
     ]
     wide = wide_precision(precision)
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
-    near = cluster.levels[0].size
-    each = stack.pictures.gathers_each
-    choices = list(_every(graph, cluster.devices, near, samples, each)) if wanted is None else []
-    for item in wanted or ():
-        kind = graph.kinds.get(item[0])
-        if kind is not None and item[3] in kind.kept:
-            choices.append(_Choice(*item, expert if kind.expert_parameters else 1))
+    node, gathers_each = cluster.levels[0].size, stack.pictures.gathers_each
+    every_setting = _all_settings(graph, cluster.devices, node, samples, gathers_each)
+    settings = list(every_setting if wanted is None else _offered_settings(graph, wanted, expert))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
         return DeviceFigures(
             device,
-            tuple(_points(graph, machines, stack, choices)),
+            tuple(_points(graph, machines, stack, settings)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
             HostOverhead(
                 step=host.step_host,
                 pipeline=HOST.pipeline,
                 branch=HOST.branch,
-                # a byte is read and written
+                # each byte is read and written
                 gathered_per_byte=2 / min(m.bandwidth for m in machines) if stack.copies_gathered else 0.0,
                 microbatch=host.microbatch_host,
             ),
         )
 
-    # parameters are gathered in the precision of compute where it is as wide as the stack's
-    as_wide = ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(states.gather, 1) == ITEM_BYTES[wide]
-    gathered = wide if as_wide else states.gather
+    # parameters are gathered in the precision of compute if it is as wide as the stack's
+    is_as_wide = ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(states.gather, 1) == ITEM_BYTES[wide]
     slowest, unlike = figures(machines, ""), zip(machines, devices, strict=True) if len(devices) > 1 else ()
     return Profile(
         version=PROFILE_VERSION,
@@ -332,7 +311,7 @@ def estimate_profile(
         sharing=host.sharing,
         overhead=slowest.overhead,
         types=tuple(figures([machine], device.name) for machine, device in unlike),
-        gather_precision=gathered,
+        gather_precision=wide if is_as_wide else states.gather,
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
         bucket_bytes=states.bucket_bytes,
@@ -344,92 +323,104 @@ def estimate_profile(
 
 
 def stack_constants(stack: Stack, calibration: Calibration) -> StackConstants:
-    """What a stack costs: the constants it carries, else the calibrated ones of its name."""
+    """Return the constants that a stack carries, else the calibrated ones of its name."""
     return stack.constants if stack.constants != StackConstants() else constants_for_stack(calibration, stack.name)
 
 
+def _constants_for(graph: ModelGraph, host: StackConstants, context: int) -> StackConstants:
+    """Return the constants for a model: some are of image networks only, some of context parallelism."""
+    if any(is_picture(kind) for kind in graph.kinds.values()):
+        host = replace(host, memory=host.pictures or host.memory)
+    else:
+        host = replace(host, sharing=0.0)
+    return replace(host, attention=host.attention * host.ring) if context > 1 else host
+
+
 def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
-    """Legal tensor-parallel degrees of a kind on up to so many devices: divisors of what its structure allows."""
+    """Return the legal tensor-parallel degrees of a kind on up to ``devices`` devices."""
     largest = min(LARGEST_DEGREE, devices, kind.tensor_degrees)
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
 
 
-def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float], each: bool) -> Iterator[_Choice]:
-    for key, kind in graph.kinds.items():
-        for by, sliced in _slices(kind, min(near, devices), each):
+def _offered_settings(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iterator[LayerSetting]:
+    for name, degree, split, recompute, count in wanted:
+        kind = graph.kinds.get(name)
+        if kind is not None and recompute in kind.kept:
+            yield LayerSetting(name, count, degree, split, recompute, expert if kind.expert_parameters else 1)
+
+
+def _all_settings(
+    graph: ModelGraph, devices: int, node: int, samples: Sequence[float], gathers_each: bool
+) -> Iterator[LayerSetting]:
+    for name, kind in graph.kinds.items():
+        for by, degree in _channel_splits(kind, min(node, devices), gathers_each):
             for count, recompute in product(samples[::2], kind.kept):
-                yield _Choice(key, 1, False, recompute, count, 1, by, sliced)
-        for expert, degree in product(_spreads(kind, devices), tensor_degrees(kind, devices)):
+                yield LayerSetting(name, count, recompute=recompute, by=by, shares=degree)
+        for expert, degree in product(_expert_degrees(kind, devices), tensor_degrees(kind, devices)):
             for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
-                counts = (*_shares(kind, devices // degree, degree if split else 1), *samples)
+                counts = (*_sample_shares(kind, devices // degree, degree if split else 1), *samples)
                 for count, recompute in product(counts, kind.kept):
-                    yield _Choice(key, degree, split, recompute, count, expert)
+                    yield LayerSetting(name, count, degree, split, recompute, expert)
 
 
-def _spreads(kind: LayerKind, devices: int) -> tuple[int, ...]:
-    """Devices that the experts of a mixture may be spread over."""
+def _expert_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
+    """Return the numbers of devices that the experts of a kind may be spread over."""
     if not kind.expert_parameters or kind.dims.experts < 2:
         return (1,)
     return tuple(degree for degree in divisors(kind.dims.experts) if degree <= devices)
 
 
-def _slices(kind: LayerKind, near: int, each: bool) -> Iterator[tuple[str, int]]:
-    """How the channels of convolutions may be shared within a node of so many devices."""
+def _channel_splits(kind: LayerKind, node: int, gathers_each: bool) -> Iterator[tuple[str, int]]:
+    """Yield the fields of ``Strategy`` and the degrees that split the channels of convolutions within a node."""
     for by in BY:
-        if each:
-            yield from ((by, degree) for degree in divisors(near)[1:] if each_divides(kind, by, degree))
+        if gathers_each:
+            yield from ((by, degree) for degree in divisors(node)[1:] if each_divides(kind, by, degree))
         elif splits_channels(kind, by):
-            yield from ((by, degree) for degree in divisors(near)[1:] if divides(kind, by, degree))
+            yield from ((by, degree) for degree in divisors(node)[1:] if divides(kind, by, degree))
 
 
-def _shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, ...]:
-    """Shares of a sample, halved until they have the fewest tokens, of a kind whose tokens may be shared; down to one
-    device's pixels where those may be."""
+def _sample_shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, ...]:
+    """Return the shares of a sample, by powers of two, that devices get if they split its tokens or pixels."""
     if splits_pixels(kind):
-        return tuple(2.0**-power for power in range(min(devices, LARGEST_DEGREE).bit_length() - 1, 0, -1))
-    if not splits_tokens(kind):
+        most = min(devices, LARGEST_DEGREE)
+    elif splits_tokens(kind):
+        most = min(kind.dims.sequence // (LEAST_TOKENS * slices), devices)
+    else:
         return ()
-    most = min(kind.dims.sequence // (LEAST_TOKENS * slices), devices)
     return tuple(2.0**-power for power in range(most.bit_length() - 1, 0, -1))
 
 
 def _points(
-    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, choices: Sequence[_Choice]
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, settings: Sequence[LayerSetting]
 ) -> Iterator[LayerPoint]:
-    times: dict[_Choice, LayerTimes] = {}
+    """Yield the point of each setting on the slowest machine."""
+    times: dict[LayerSetting, LayerTimes] = {}
     kinds: dict[tuple[str, str, int], LayerKind] = {}
-    for choice in choices:
-        name, by, ways = key = choice.kind, choice.by, choice.shares
+    for setting in settings:
+        name, by, shares = key = setting.kind, setting.by, setting.shares
         if key not in kinds:
-            whole = graph.kinds[name]
-            kinds[key] = sliced_kind(whole, by, ways, stack.pictures.gathers_each) if by else whole
-        plain = choice._replace(recompute=Recompute.NONE)
+            kind = graph.kinds[name]
+            kinds[key] = sliced_kind(kind, by, shares, stack.pictures.gathers_each) if by else kind
+        plain = setting._replace(recompute=Recompute.NONE)
         if plain not in times:
-            where = choice.samples, choice.tensor, choice.split, choice.expert, stack.early_stop
-            every = [layer_times(machine, kinds[key], stack.states, *where) for machine in machines]
-            times[plain] = max(every, key=lambda item: item.forward + item.backward)
-        yield _point(choice, kinds[key], times[plain])
+            _, samples, degree, split, _, expert, *_ = setting
+            choices = samples, degree, split, expert, stack.early_stop
+            candidates = [layer_times(machine, kinds[key], stack.states, *choices) for machine in machines]
+            times[plain] = max(candidates, key=lambda item: item.forward.device + item.backward.device)
+        yield _point(setting, kinds[key], times[plain])
 
 
-def _point(choice: _Choice, kind: LayerKind, times: LayerTimes) -> LayerPoint:
-    """One point; under recompute all that a plain layer keeps lives again while its backward runs."""
-    samples, degree, split = choice.samples, choice.tensor, choice.split
-    kept = kind.kept[choice.recompute].at(degree, split) * samples
-    plain = kind.kept.get(Recompute.NONE, kind.kept[choice.recompute]).at(degree, split) * samples
+def _point(setting: LayerSetting, kind: LayerKind, times: LayerTimes) -> LayerPoint:
+    """Return the point of a setting; with recomputation, all that a plain layer keeps is live again in backward."""
+    _, samples, degree, split, *_ = setting
+    kept = kind.kept[setting.recompute].at(degree, split) * samples
+    plain = kind.kept.get(Recompute.NONE, kind.kept[setting.recompute]).at(degree, split) * samples
     spared = kind.spared_bytes / degree if degree > 1 else 0.0
-    rebuilt = plain + kept if choice.recompute is Recompute.FULL else max(plain, kept)
-    return LayerPoint(
-        kind=choice.kind,
-        samples=samples,
-        tensor=degree,
-        sequence_parallel=split,
-        recompute=choice.recompute,
-        forward=times.forward_with_host,
-        backward=times.backward_with_host(choice.recompute),
+    rebuilt = plain + kept if setting.recompute is Recompute.FULL else max(plain, kept)
+    return setting.point(
+        forward=times.forward.seconds,
+        backward=times.backward_with(setting.recompute).seconds,
         kept=round(kept),
         working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
-        expert=choice.expert,
-        filters=choice.shares if choice.by == "filters" else 1,
-        channels=choice.shares if choice.by == "channels" else 1,
     )

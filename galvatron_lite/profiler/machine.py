@@ -1,7 +1,7 @@
-"""Every constant the estimates rest on besides the data sheets, in one place.
+"""Constants of the estimates besides data sheets, and the rates that kernels reach on a device (``Machine``).
 
-[Empirical] marks round figures from public benchmarks of large kernels rather than a formula; they are meant to be
-right within some ten per cent, and ``galvatron profile`` on the machine itself replaces them.
+[Empirical] marks figures from public benchmarks of large kernels rather than a formula. They are right within some ten
+per cent; ``galvatron profile`` on the machine replaces them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from galvatron_lite.profiler.schema import HostOverhead, Overlap
 from galvatron_lite.units import ITEM_BYTES
 
 GPU_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.8), (128, 64, 0.8), (64, 64, 0.65))
-"""Rows, columns and rate beside the best one's of the tiles cuBLAS chooses from; sizes and the order of their rates
-after NVIDIA, "Matrix Multiplication Background User's Guide" (docs.nvidia.com/deeplearning/performance), section 3;
-rates [Empirical]."""
+"""Rows, columns and relative rate of the tiles that cuBLAS chooses from; sizes and the order of their rates after
+NVIDIA, "Matrix Multiplication Background User's Guide" (docs.nvidia.com/deeplearning/performance), section 3; rates
+[Empirical]."""
 
 CPU_TILE = 16  # rows and columns of a CPU kernel's register block
 
 SPLITS = (1, 2, 4, 8)
-"""Ways cuBLAS splits the inner extent where an output has fewer tiles than the device has multiprocessors."""
+"""Parts that cuBLAS splits the inner extent into if an output has fewer tiles than the device has multiprocessors."""
 
 MISALIGNED = {8: 1.7, 4: 2.3, 2: 3.4}
-"""[Empirical] factor on 16-bit matmuls whose inner or column extent is aligned to so many bytes only: tensor cores load
+"""[Empirical] factor on 16-bit matmuls by the bytes that their inner or column extent is aligned to: tensor cores load
 16 bytes at once (NVIDIA's guide, "Requirements to use Tensor Cores" and figure 3). From A100 runs whose vocabulary of
 50257 was split without padding (vTrain's ground truth); nanoGPT's head ran twice as fast after padding."""
 
@@ -36,11 +36,11 @@ COLUMN_SPLIT = frozenset(("q", "k", "v", "qkv", "up", "gate", "gate_up", "head",
 """Last parts of names of matmuls whose columns tensor parallelism divides."""
 
 RAMP_INNER = 160
-"""[Empirical] inner items a tile costs beyond its own: filling the pipeline and writing the result. Writing a 128 x 256
+"""[Empirical] further inner items' worth of a tile: filling the pipeline and writing the result. Writing a 128 x 256
 tile in bf16 takes an A100 multiprocessor's share of memory bandwidth 3.4 us, as long as 150 inner items."""
 
 NARROW_KERNELS = {"fp8-rowwise": 0.75}
-"""[Empirical] rate of fp8 matmuls whose scales go by rows (CUTLASS) beside those with one scale a tensor (cuBLAS):
+"""[Empirical] rate of fp8 matmuls with a scale for each row (CUTLASS) over those with a scale for the tensor (cuBLAS):
 torchtitan on one node of H100, Llama 3 8B: 6420 tokens/s, 7186 with tensors' scales, 5760 in bf16
 (github.com/pytorch/torchtitan, commit 7a04053)."""
 
@@ -62,40 +62,40 @@ KERNEL_TAIL = 1.5e-6
 """[Empirical] seconds between a kernel's start and its memory streaming at full rate."""
 
 NVIDIA_OVERLAP = Overlap(1.1256, 1.1256)
-"""[Empirical] how compute and NCCL slow one another down while both run: measured on A100 by Hetu-Galvatron
-(its shipped ``overlap_coefficient.json``: 1.1256), applied to both sides as it does."""
+"""[Empirical] slow-down of compute and of NCCL while both run, measured on A100 by Hetu-Galvatron (its shipped
+``overlap_coefficient.json``: 1.1256), applied to both sides as it does."""
 
 HOST = HostOverhead(pipeline=5e-5, branch=2e-4)
-"""[Empirical] GPUs run behind the host, so hooks hide; what is left besides a stack's own is once a transfer. A call of
-a branch is taken to be one send and one receive in each pass; that putting it off hides as well was not measured."""
+"""[Empirical] host overhead of the runtime besides a stack's constants. Hooks cost nothing, since GPUs run behind the
+host; each transfer does. A call of a branch is estimated as a send and a receive in each pass, not measured."""
 
 QUEUE = 2.0
 """[Empirical] order of the smooth maximum of device and host time. Within a layer some kernels wait for the host and
-others fill its queue, and recomputation and backward begin with an empty one, so a layer loses part of either: 41 %
-where both are equal, 5 % where one is three times the other. vTrain's published steps on A100 (arXiv 2312.12391),
-layers of a third to six times their launches, grow with the micro-batch as this order says."""
+others fill its queue, and recomputation and backward begin with an empty queue, so that a layer takes 41 % longer than
+either time if both are equal, 5 % longer than the longer one if it is three times the other. vTrain's published steps
+on A100 (arXiv 2312.12391), with layers of a third to six times their launches, grow with the micro-batch like that."""
 
 BACKWARD_HOST = 0.7
-"""[Empirical] host time of a kernel launched by autograd's C++ engine beside one launched from Python's forward."""
+"""[Empirical] host time of a kernel launched by autograd's C++ engine over one launched by Python in forward."""
 
 COLLECTIVE_LAUNCHES = 2.0
-"""[Empirical] host time of a blocking collective in kernel launches: beside its own launch the streams of compute and
-NCCL wait for an event of one another, before and after (torch.distributed, ProcessGroupNCCL). vTrain's launch-bound
-layers take a tenth longer in tensor groups than without, with three collectives for each 22 other launches."""
+"""[Empirical] host time of a blocking collective in kernel launches: besides its launch, the compute and NCCL streams
+wait for an event of one another, before and after (torch.distributed, ProcessGroupNCCL). vTrain's launch-bound layers
+take a tenth longer in tensor groups, with three collectives for each 22 other launches."""
 
 BACKWARD_KERNELS = {OperatorClass.MATMUL: 2, OperatorClass.ATTENTION: 3, OperatorClass.CONVOLUTION: 2}
-"""Kernels in backward for one in forward: gradients of input and weights; of fused attention the row sums, the main
-kernel and the conversion of the queries' gradient (FlashAttention-2's source); one of memory-bound operators."""
+"""Kernels in backward for one in forward: gradients of input and weights; for fused attention the row sums, the main
+kernel and the conversion of the queries' gradient (FlashAttention-2's source). Memory-bound operators have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTraffic:
-    """Memory traffic of one optimizer step for one parameter item, its gradient and states in fp32."""
+    """Memory traffic of one optimizer step for each parameter item, with gradient and states in fp32."""
 
-    state: int  # bytes of state kept
+    state: int  # bytes of optimizer state
     moved: int  # bytes read and written
     working: int  # temporary bytes
-    launches: float = 0.0  # kernels' worth of host time that one tensor costs
+    launches: float = 0.0  # kernel launches for each tensor
 
 
 OPTIMIZERS: dict[str, OptimizerTraffic] = {
@@ -116,12 +116,12 @@ OPTIMIZERS: dict[str, OptimizerTraffic] = {
     "sgd-plain": OptimizerTraffic(0, 12, 0, 0.2),
     "sgd-fused": OptimizerTraffic(4, 20, 0, 0.2),
 }
-"""What is known of optimizers by name."""
+"""Memory traffic of optimizers by name."""
 
 
 NARROW = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4", "fp4")
-"""Precisions that only linear layers run in; everything else stays in bf16 (NVIDIA Transformer Engine, user guide,
-"Using FP8": attention, norms, embedding and head are left alone)."""
+"""Precisions of linear layers only; all else stays in bf16 (NVIDIA Transformer Engine, user guide, "Using FP8":
+attention, norms, embedding and head)."""
 
 _FALLBACK = {
     "fp16": ("fp16", "fp32"),
@@ -136,32 +136,31 @@ _SHARES = {"fp16": ("fp16", "bf16"), "tf32": ("tf32", "bf16"), "fp32": ("fp32", 
 
 
 class Rates(NamedTuple):
-    """What the kernels of one precision reach on one device; hashable, so that answers can be remembered."""
+    """Rates that kernels of one precision reach on one device; hashable, for caches."""
 
     units: int  # multiprocessors
-    unit: float  # FLOP/s of one of them in the best matmul tile
+    unit: float  # FLOP/s of a multiprocessor in the best matmul tile
     bandwidth: float  # bytes per second of memory
     launch: float  # seconds of the shortest kernel
     tail: float  # seconds before a kernel's memory streams at full rate
-    item_bytes: int  # bytes of one item
-    gpu: bool  # whether matmul kernels work in a GPU's tiles
-    # whether slices of an extent that does not divide differ by one, so that all wait for the slower of both
-    uneven: bool = False
+    item_bytes: int  # bytes of an item
+    gpu: bool  # whether matmul kernels use a GPU's tiles
+    uneven: bool = False  # whether slices of an extent that does not divide differ by one; the slower one counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """One device at one precision."""
 
-    device: Device  # its data sheet
-    constants: DeviceConstants  # what kernels reach of it
-    stack: StackConstants  # what the training software adds
-    precision: str  # of linear layers
-    item_bytes: int  # bytes of one item of activations
-    peak: float  # FLOP/s of the data sheet in linear layers
-    wide: float  # FLOP/s of the data sheet in all other matmuls and in attention
-    linear: Rates  # rates of matmuls that run in ``precision``
-    other: Rates  # rates of everything else
+    device: Device  # data sheet
+    constants: DeviceConstants  # shares of the data sheet that kernels reach
+    stack: StackConstants  # costs of the training software
+    precision: str  # precision of linear layers
+    item_bytes: int  # bytes of an item of activations
+    peak: float  # peak FLOP/s of linear layers
+    wide: float  # peak FLOP/s of all other matmuls and of attention
+    linear: Rates  # rates of matmuls in ``precision``
+    other: Rates  # rates of all other operators
 
     @property
     def bandwidth(self) -> float:
@@ -170,7 +169,7 @@ class Machine:
 
     @property
     def narrow(self) -> bool:
-        """Whether marked matmuls (``Operator.precision``) run in a narrower precision than everything else."""
+        """Whether marked matmuls (``Operator.precision``) run in a narrower precision than other operators."""
         return self.linear is not self.other
 
 
@@ -183,7 +182,7 @@ class Seconds:
 
 
 def wide_precision(precision: str) -> str:
-    """The precision of activations and of all operators but linear layers: bf16 under fp8 and narrower."""
+    """Return the precision of activations and of operators other than linear layers: bf16 under fp8 and narrower."""
     return "bf16" if precision in NARROW else precision
 
 
@@ -194,14 +193,14 @@ def machine_of(
     stack: StackConstants | None = None,
     uneven: bool = False,
 ) -> Machine:
-    """A device at a precision; one it has no units for runs at the next wider one (bf16 on V100 at fp32's rate).
+    """Return a device at a precision; one it has no peak for runs at the next wider one (bf16 on V100 at fp32's rate).
 
     Args:
-        device: its data sheet.
-        precision: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4 (``nvfp4`` at fp8's peak where no fp4 peak is known).
-        reached: what kernels reach of it; None: the calibrated constants of its type.
-        stack: factors of the training software; None: none.
-        uneven: whether it slices unevenly, see ``Rates``.
+        device: data sheet.
+        precision: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4 (at fp8's peak without a peak of fp4).
+        reached: shares of the data sheet that kernels reach; None: the calibrated constants of its type.
+        stack: costs of the training software; None: none.
+        uneven: see ``Rates``.
     """
     if precision not in ITEM_BYTES and precision not in NARROW:
         raise InputError("--precision", precision, f"Give one of {', '.join((*ITEM_BYTES, *NARROW[1:]))}.")
@@ -223,7 +222,7 @@ def _rates(
         raise InputError("--precision", precision, f"{device.name} has peaks for {', '.join(device.peak)} only.")
     peak, gpu = device.peak[precision_name], not device.name.upper().startswith("CPU")
     kernel = NARROW_KERNELS.get(precision, 1.0) if precision_name in NARROW else 1.0
-    # a precision without a constant of its own takes bf16's
+    # a precision without a constant has bf16's
     names = [name for name in _SHARES.get(precision_name, (precision_name, "bf16")) if name in reached.matmul]
     share = reached.matmul[next(iter(names or reached.matmul))]
     unit = peak * share * kernel / stack.matmul / device.units
@@ -234,6 +233,6 @@ def _rates(
 
 
 def stream(machine: Machine, moved: float) -> float:
-    """Seconds of one memory-bound kernel that moves so many bytes."""
+    """Return the seconds of one memory-bound kernel that moves ``moved`` bytes."""
     rates = machine.other
     return max(rates.launch, rates.tail + moved / rates.bandwidth)

@@ -1,4 +1,4 @@
-"""Making a profile: everything there is to measure, in one order, resumable, written by one process."""
+"""Measures a profile: all measurements in a fixed order on every rank, resumable, written by rank 0."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from galvatron_lite.profiler.measure_hardware import (
     measure_throughput,
     with_throughput,
 )
-from galvatron_lite.profiler.measure_layers import LayerSetting, measured_grids, measured_slices, share_on
+from galvatron_lite.profiler.measure_layers import first_share, measured_channel_splits, measured_grids
 from galvatron_lite.profiler.measure_overhead import Line
 from galvatron_lite.profiler.schema import (
     PROFILE_VERSION,
@@ -48,6 +48,7 @@ from galvatron_lite.profiler.schema import (
     CollectivePoint,
     HostOverhead,
     LayerPoint,
+    LayerSetting,
     OptimizerCost,
     Origin,
     OriginKind,
@@ -64,18 +65,18 @@ from galvatron_lite.profiler.timing import (
     Progress,
     Results,
     TimingRule,
-    agree,
-    first_rank,
+    from_first_rank,
+    is_first_rank,
     run_tasks,
 )
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.world import join, pick_device
 
 USUAL_SAMPLES = 16
-"""Most samples on one device that are measured unless asked for more; beyond them time grows in a straight line."""
-EDGES = "before and after"  # first part of the key of points around the blocks
+"""Most samples on a device that are measured by default; beyond them time grows linearly."""
+EDGES = "before and after"  # first part of the key of points of the layers before and after the blocks
 _ROUNDS = 25
-_SLOWEST = 1e-15
+_MIN_SLOPE = 1e-15  # seconds a byte
 Array = NDArray[np.float64]
 
 
@@ -84,15 +85,14 @@ class Scope:
     """What is measured, and where."""
 
     graph: ModelGraph  # the model
-    parameter_precision: str  # of the user's parameters
-    samples: tuple[int, ...]  # numbers of samples on the device, fewest first
+    parameter_precision: str  # precision of the user's parameters
+    samples: tuple[int, ...]  # numbers of samples on the device, ascending
     degrees: tuple[int, ...]  # tensor-parallel degrees
     world: int  # processes that measure together
-    cluster: Cluster  # the world's machine; what cannot fit its devices is not run
-    device: torch.device  # of this process
+    cluster: Cluster  # their machines; points that exceed a device's memory are not run
+    device: torch.device  # device of this process
     rule: TimingRule  # how long to time one point
-    # whether samples are only measured whole, and not shares of their pixels: for plans of one device
-    unsplit: bool = False
+    unsplit: bool = False  # whether shares of a sample's pixels are left out, for plans of one device
 
 
 def measure_profile(
@@ -116,31 +116,33 @@ def measure_profile(
     graph: ModelGraph | None = None,
     branch_seconds: BranchTimer | None = None,
 ) -> Profile:
-    """Measure what a model's layers and this world's links cost, and write it down.
+    """Measure what a model's layers and the links of this world cost, and write the profile.
 
-    Called alone or, under torchrun, by every rank alike. Each finished point is kept in a journal beside the
-    profile-to-be, so a call that was interrupted goes on where it stopped. Rank 0 writes.
+    Call it in a single process or, under torchrun, on every rank. A journal beside the profile keeps each finished
+    point, so that an interrupted call resumes. Rank 0 writes.
 
     Args:
         model: an ``nn.Module`` (perhaps on meta; it is not changed) or a function that makes it.
-        batch: example batch; rows are repeated where more samples are measured than it has.
-        cluster: what this world is; probed if not given.
+        batch: example batch; rows are repeated if more samples are measured than it has.
+        cluster: the machines of this world; default: probed.
         loss_fn: see ``model.batch.loss_of``.
-        blocks: where the repeated blocks are, if they are not found.
-        precision: of compute; that of the parameters if not given.
-        max_samples: the largest number of samples on one device; the batch's, at most 16, if not given.
-        tensor_degrees: degrees to measure; all that the world and the model allow if not given.
-        name: of the profile; the model's if not given.
+        blocks: names of the repeated blocks, if they are not discovered.
+        precision: precision of compute; default: that of the parameters.
+        max_samples: the largest number of samples on a device; default: the batch's, at most 16.
+        tensor_degrees: degrees to measure; default: all that the world and the model allow.
+        name: name of the profile; default: the model's.
         folder: where profiles are kept.
         progress: called on rank 0 with (done, total, label).
-        resume: whether to go on from a journal.
-        remember: whether it is the last profile made here, where there is one already.
+        resume: whether to resume from a journal.
+        remember: whether this becomes the last profile if there is one already.
         device: ``auto``, ``cpu`` or ``cuda``.
         rule: how long to time one point.
-        brief: measure for plans of one device: the fewest and the most samples, each point for a moment, and no
-            shares of pixels.
-        graph: of the model, where it was traced already.
-        branch_seconds: measures what a call of a branch with devices of its own costs; data sheets' if not given.
+        brief: measure quickly for plans of one device: the fewest and the most samples, and no shares of pixels.
+        graph: the model's graph, if it was traced already.
+        branch_seconds: measures the host seconds of a call of a branch; default: an estimate.
+
+    Raises:
+        InputError: ``folder`` cannot be written.
     """
     place = pick_device(device)
     if "RANK" in os.environ:
@@ -148,7 +150,7 @@ def measure_profile(
     built = model if isinstance(model, nn.Module) else model()
     if graph is None:
         graph = trace(built, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
-    machine = agree(cluster or probe(_world(), place.type))
+    machine = from_first_rank(cluster or probe(_world(), place.type))
     counts = sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES))
     counts = tuple(count for count in counts if count >= graph.least_samples) or (graph.least_samples,)
     rule = BRIEF_RULE if brief and rule is DEFAULT_RULE else rule
@@ -165,24 +167,24 @@ def measure_profile(
     )
     tasks = make_tasks(scope, LayerBench(built, graph, batch, loss_fn, place, rule, branch_seconds))
     title, root = name or graph.name, Path(folder)
-    if (refused := agree(unwritable(root) if first_rank() else None)) is not None:
+    if (refused := from_first_rank(unwritable(root) if is_first_rank() else None)) is not None:
         raise refused
     journal = _open_journal(journal_path(root, machine_name(machine), title), scope, resume)
     profile = assemble(title, scope, run_tasks(tasks, journal, progress))
     if journal is not None:
         save_profile(profile, root, machine_name(machine), remember=remember)
         journal.remove()
-    agree(None)  # the files are there when any rank returns
+    from_first_rank(None)  # wait until the files are written
     return profile
 
 
 def sample_counts(most: int) -> tuple[int, ...]:
-    """1, 2, 4 ... up to and including ``most``."""
+    """Return 1, 2, 4 ... up to and including ``most``."""
     return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
 
 
 def machine_name(cluster: Cluster) -> str:
-    """Name of the folder for profiles made on a machine."""
+    """Return the name of the folder for profiles of a machine."""
     host = cluster.fingerprint.get("host", "")[:6]
     return " ".join(part for part in (cluster.device.name, f"x{cluster.devices}", host) if part)
 
@@ -192,12 +194,12 @@ def _world() -> int:
 
 
 def _open_journal(path: Path, scope: Scope, resume: bool) -> Journal | None:
-    """Rank 0's journal; a rerun with anything else to measure, on another machine or software, begins anew."""
-    if not first_rank():
+    """Return rank 0's journal; it begins anew if the model, settings, machine or software changed."""
+    if not is_first_rank():
         return None
     fingerprint = scope.cluster.fingerprint
-    about = [to_data(scope.graph), scope.samples, scope.degrees, fingerprint, str(scope.device), software()]
-    return Journal(path, data_hash(about), resume)
+    identity = [to_data(scope.graph), scope.samples, scope.degrees, fingerprint, str(scope.device), software()]
+    return Journal(path, data_hash(identity), resume)
 
 
 def _kinds(scope: Scope, *roles: Role) -> dict[str, LayerKind]:
@@ -205,10 +207,10 @@ def _kinds(scope: Scope, *roles: Role) -> dict[str, LayerKind]:
 
 
 def layer_settings(scope: Scope) -> list[LayerSetting]:
-    """Every point of every kind of block: shares of a sample's pixels, then fewest samples first."""
+    """Return all points of blocks: splits of pixels and channels first, then ascending numbers of samples."""
     kinds = _kinds(scope, Role.BLOCK)
-    cut = [*_shares(scope, kinds), *sliced_settings(scope, kinds)]
-    return [replace(setting, recompute=choice) for setting in cut for choice in kinds[setting.kind].kept] + [
+    splits = [*_pixel_settings(scope, kinds), *channel_settings(scope, kinds)]
+    return [setting._replace(recompute=choice) for setting in splits for choice in kinds[setting.kind].kept] + [
         LayerSetting(name, samples, degree, shared, recompute)
         for samples in scope.samples
         for name, kind in kinds.items()
@@ -220,35 +222,35 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
     ]
 
 
-def stem_settings(scope: Scope) -> list[LayerSetting]:
-    """Points of the layer before the blocks on shares of a sample's pixels."""
-    return list(_shares(scope, _kinds(scope, Role.BEFORE)))
+def before_settings(scope: Scope) -> list[LayerSetting]:
+    """Return the points of the layer before the blocks on shares of a sample's pixels."""
+    return list(_pixel_settings(scope, _kinds(scope, Role.BEFORE)))
 
 
-def _shares(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
-    """Shares of a sample's pixels."""
+def _pixel_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
+    """Yield the points on shares of a sample's pixels."""
     for name, kind in kinds.items():
         for grid in () if scope.unsplit else measured_grids(kind):
-            yield LayerSetting(name, share_on(kind, grid), grid=grid)
+            yield LayerSetting(name, first_share(kind, grid), grid=grid)
 
 
-def sliced_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
-    """Points of kinds of layers with slices of their weights."""
+def channel_settings(scope: Scope, kinds: Mapping[str, LayerKind]) -> Iterator[LayerSetting]:
+    """Yield the points of layers whose channels are split."""
     for samples, (name, kind) in product(scope.samples[::2], kinds.items()):
-        for by, ways in measured_slices(kind, scope.degrees):
-            yield LayerSetting(name, samples, by=by, shares=ways)
+        for by, degree in measured_channel_splits(kind, scope.degrees):
+            yield LayerSetting(name, samples, by=by, shares=degree)
 
 
 def layer_key(setting: LayerSetting) -> str:
-    """Key of the task that measures a block under some choices."""
-    shared = "+sp" if setting.sequence_parallel else ""
-    sliced = f"/{setting.by} {setting.shares}" if setting.by else ""
-    ways = f"tensor {setting.tensor}{shared}{sliced}"
-    return f"{setting.kind}/samples {setting.samples}/{ways}/recompute {setting.recompute}"
+    """Return the key of the task that measures a block."""
+    sequence = "+sp" if setting.sequence_parallel else ""
+    channels = f"/{setting.by} {setting.shares}" if setting.by else ""
+    split = f"tensor {setting.tensor}{sequence}{channels}"
+    return f"{setting.kind}/samples {setting.samples}/{split}/recompute {setting.recompute}"
 
 
 def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
-    """Everything a profile is made of; the same list on every rank."""
+    """Return all measurements of a profile, in the same order on every rank."""
     device, rule = scope.device, scope.rule
     tasks: list[MeasureTask] = []
 
@@ -261,9 +263,9 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
         tasks.append(MeasureTask(key, key.replace("/", " "), partial(_measure_block, setting, bench, scope)))
     for samples, degree in product(scope.samples, scope.degrees):
         add(f"{EDGES}/samples {samples}/tensor {degree}", bench.measure_edges, samples, degree)
-    for setting in stem_settings(scope):
+    for setting in before_settings(scope):
         add(f"{EDGES}/pixels {setting.samples}", bench.measure_stem, setting)
-    for setting in sliced_settings(scope, _kinds(scope, Role.BEFORE, Role.AFTER)):
+    for setting in channel_settings(scope, _kinds(scope, Role.BEFORE, Role.AFTER)):
         key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.shares}"
         add(key, bench.measure_sliced_edge, setting)
     add("optimizer", measure_optimizer, device, rule)
@@ -279,9 +281,9 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
 
 
 def _measure_block(setting: LayerSetting, bench: LayerBench, scope: Scope, results: Mapping[str, Any]) -> Any:
-    """One point as plain data; none where the device cannot hold it, judged from fewer samples: then no plan can use it
-    either."""
-    keys = {n: layer_key(replace(setting, samples=n)) for n in scope.samples if n < setting.samples}
+    """Measure a point as plain data; no point if fewer samples show that it exceeds the device's memory, as then no
+    plan can use it."""
+    keys = {n: layer_key(setting._replace(samples=n)) for n in scope.samples if n < setting.samples}
     fewer = max((n for n, key in keys.items() if key in results), default=None)
     if fewer is not None:
         smaller = results[keys[fewer]]
@@ -295,7 +297,7 @@ def _plain(points: Any) -> Any:
 
 
 def assemble(name: str, scope: Scope, results: Results) -> Profile:
-    """The profile from the results of all tasks."""
+    """Return the profile from the results of all tasks."""
     measured = [results[layer_key(setting)] for setting in layer_settings(scope)]
     measured += [points for key, points in results.items() if key.startswith(f"{EDGES}/")]
     layers = tuple(from_data(LayerPoint, point, "layers") for points in measured for point in points)
@@ -336,12 +338,12 @@ def _origin(scope: Scope, spread: float) -> Origin:
 
 
 def software() -> tuple[tuple[str, str], ...]:
-    """Versions of what was measured with."""
+    """Return the versions of the software that measures."""
     return (("galvatron_lite", __version__), ("torch", torch.__version__), ("python", platform.python_version()))
 
 
 def with_links(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:
-    """The cluster, its innermost level with the latency and bandwidth of a message between neighbours as measured."""
+    """Return the cluster with the measured latency and bandwidth between neighbours in its innermost level."""
     near = [fit for fit in fits if fit.collective is Collective.SEND_RECV and fit.stride == 1]
     if not near or cluster.levels[0].size < 2:
         return cluster
@@ -354,26 +356,26 @@ def with_links(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class LatencyFit:
-    """``latency + slope * size``."""
+    """The line ``latency + slope * size``."""
 
     latency: float  # seconds, >= 0
     slope: float  # seconds per byte, > 0
     residual: float  # median of |predicted - measured| / measured
 
     def __call__(self, size: float) -> float:
-        """Seconds for a size."""
+        """Return the seconds for a size in bytes."""
         return self.latency + self.slope * size
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
-    """The line of least relative error, little moved by outliers.
+    """Fit a line with the least absolute relative error, which is robust to outliers.
 
-    Relative errors, since small and large messages matter alike; iteratively reweighted least squares towards least
-    absolute deviation (Schlossmacher, JASA 68, 1973); a negative latency is set to 0 and the slope fitted alone.
+    Errors are relative, since small and large messages matter equally. Iteratively reweighted least squares
+    (Schlossmacher, JASA 68, 1973); a negative latency is set to 0 and the slope fitted alone.
 
     Args:
-        sizes: bytes; at least one, not all zero.
-        seconds: measured, > 0.
+        sizes: bytes; at least one size, not all zero.
+        seconds: measurements, > 0.
     """
     x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     weights = np.ones_like(y)
@@ -385,18 +387,18 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
 
 
 def _weighted(x: Array, y: Array, weights: Array) -> tuple[float, float]:
-    """Weighted least squares; both results are kept physical."""
+    """Return latency and slope by weighted least squares, bounded to physical values."""
     mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
     spread, along = weights @ (x - mean_x) ** 2, weights @ ((x - mean_x) * (y - mean_y))
     slope = float(along / spread) if spread > 0 else 0.0
     latency = float(mean_y) - slope * float(mean_x)
     if latency < 0 or spread <= 0:
-        return 0.0, max(float(weights @ (x * y) / (weights @ (x * x))), _SLOWEST)
-    return (latency, slope) if slope > 0 else (float(mean_y), _SLOWEST)
+        return 0.0, max(float(weights @ (x * y) / (weights @ (x * x))), _MIN_SLOPE)
+    return (latency, slope) if slope > 0 else (float(mean_y), _MIN_SLOPE)
 
 
 def fit_collectives(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, ...]:
-    """One straight line for every collective and shape of group."""
+    """Fit a line for each collective and shape of group."""
     groups: dict[tuple[Collective, int, int, int], list[CollectivePoint]] = defaultdict(list)
     for point in points:
         groups[point.collective, point.group, point.stride, point.siblings].append(point)

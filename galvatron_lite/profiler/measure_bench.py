@@ -1,4 +1,4 @@
-"""The model on the bench: its skeleton and one block of each kind, ready to be measured at any number of samples."""
+"""Measures the layers of one model: a block of each kind, and the edges before and after the blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_layers import (
     WHOLE,
-    LayerSetting,
     SegmentMemory,
     cut_pictures,
     give_gradients,
@@ -40,10 +39,10 @@ from galvatron_lite.profiler.measure_layers import (
 )
 from galvatron_lite.profiler.measure_overhead import Line, measure_overhead, measure_waiting
 from galvatron_lite.profiler.memory import MemoryPhase, track_peak
-from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
+from galvatron_lite.profiler.schema import HostOverhead, LayerPoint, LayerSetting
 from galvatron_lite.profiler.segments import (
-    Boundary,
-    Joined,
+    DependentCopy,
+    GradientMarker,
     PassThrough,
     SegmentCall,
     Skeleton,
@@ -51,28 +50,28 @@ from galvatron_lite.profiler.segments import (
     copy_block,
     hidden_state,
     make_skeleton,
-    passed_on,
     record_calls,
+    stub_result,
 )
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, launched, time_laps
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeInput:
-    """What the edges are run on."""
+    """A model without blocks and the batch to run it on."""
 
-    skeleton: Skeleton  # the model without blocks; sharded already where a shard is measured
-    calls: Mapping[str, SegmentCall]  # what each kind of block returns, for the stubs
+    skeleton: Skeleton  # sharded, if a shard is measured
+    calls: Mapping[str, SegmentCall]  # a call of each kind of block, whose result the stubs imitate
     batch: Any  # on the skeleton's device
     loss_fn: LossFn | None = None  # see ``model.batch.loss_of``
-    precision: str = "fp32"  # of compute, as the runtime has it
+    precision: str = "fp32"  # precision of compute
 
     def copied(self) -> EdgeInput:
-        """The same on a copy of the batch, as training has its samples on the device; so they count as held."""
+        """Return the input with a copy of the batch, which then counts as memory of the step."""
         return replace(self, batch=map_tensors(self.batch, Tensor.clone))
 
     def run(self) -> Tensor:
-        """The loss, computed as the runtime does."""
+        """Return the loss, computed as the runtime does."""
         device = next(tensors_of(self.batch)).device
         with compute_context(compute_dtype(self.precision), device):
             return loss_of(call_model(self.skeleton.model, self.batch), self.batch, self.loss_fn)
@@ -81,20 +80,20 @@ class EdgeInput:
 def measure_edges(
     edges: EdgeInput, settings: tuple[LayerSetting, LayerSetting], device: torch.device, rule: TimingRule = DEFAULT_RULE
 ) -> tuple[LayerPoint, LayerPoint]:
-    """Measure what lies before and after the blocks."""
+    """Measure the layers before and after the blocks."""
     give_gradients(edges.skeleton.model)
     compute = compute_dtype(edges.precision)
     if compute is not None:
         narrow_norms(edges.skeleton.model)
 
-    def once(lap: Lap) -> None:
-        """Before's forward, after's forward, after's backward, before's backward."""
+    def run(lap: Lap) -> None:
+        """Forward before, forward after, backward after, backward before the blocks."""
         _step(edges, lap)
         lap()
 
     with holding_copies(compute, device):
         memory = edge_memory(edges, device)
-        timing = time_laps(once, device, rule)
+        timing = time_laps(run, device, rule)
     laps = timing.laps
     halves = (laps[0], laps[3]), (laps[1], laps[2])
     timings = [Timing(half, timing.repetitions, timing.spread) for half in halves]
@@ -103,28 +102,29 @@ def measure_edges(
 
 
 def edge_memory(edges: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
-    """Bytes of what lies before and of what lies after the blocks."""
+    """Return the memory of the layers before and after the blocks."""
     _step(edges, lambda: None)
-    if not edges.skeleton.stubs:  # all of the model counts as before
-        forward, *_, backward = _phases(edges, device)
+    if not edges.skeleton.stubs:  # the full model counts as before
+        forward, *_, backward = _step_memory(edges, device)
         return segment_memory(forward, backward, 0), SegmentMemory(0, 0, 0)
-    alone, with_side = _kept_before(edges, device)
-    before, after, after_back, before_back = _phases(edges, device)
-    first = SegmentMemory(with_side, max(before_back.peak, alone), max(before.peak, with_side))
-    return first, segment_memory(after, after_back, alone)
+    saved, saved_and_shared = _saved_before_blocks(edges, device)
+    before, after, after_backward, before_backward = _step_memory(edges, device)
+    first = SegmentMemory(saved_and_shared, max(before_backward.peak, saved), max(before.peak, saved_and_shared))
+    return first, segment_memory(after, after_backward, saved)
 
 
-def _phases(edges: EdgeInput, device: torch.device) -> tuple[MemoryPhase, ...]:
-    """Memory of the four parts of a step."""
+def _step_memory(edges: EdgeInput, device: torch.device) -> tuple[MemoryPhase, ...]:
+    """Return the memory of the four parts of a step."""
     with track_peak(device) as tracked:
         _step(edges.copied(), tracked.mark)
     return tracked.phases
 
 
 def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
-    """One forward and backward; ``lap`` is called at the ends of the first three of its four parts.
+    """Run forward and backward, and call ``lap`` at the ends of the first three of four parts.
 
-    In a model without blocks the middle two parts are empty, the last one where no gradient reaches them.
+    The parts are forward before and after the blocks, backward after and before the blocks. Without blocks the middle
+    two are empty; if blocks are frozen and no gradient reaches them, the last one is.
     """
     laps: list[int] = []
 
@@ -132,12 +132,12 @@ def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
         laps.append(len(laps))
         lap()
 
-    edges.skeleton.visit_with(_passing(edges.calls, counted))
+    edges.skeleton.visit_with(_lap_visitor(edges.calls, counted))
     loss = edges.run()
     for _ in range(1 if edges.skeleton.stubs else 3):
         counted()
     loss.backward()  # type: ignore[no-untyped-call]
-    if len(laps) == 2:  # no gradient reaches the blocks: where they are frozen, all of backward was behind them
+    if len(laps) == 2:  # no gradient reached the blocks
         if any(
             parameter.requires_grad for stub in edges.skeleton.stubs.values() for parameter in stub.block.parameters()
         ):
@@ -145,59 +145,58 @@ def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
         lap()
 
 
-def _passing(calls: Mapping[str, SegmentCall], lap: Callable[[], None]) -> Callable[..., Any]:
-    """A visitor that calls ``lap`` when the first stub is reached and when its gradient arrives."""
+def _lap_visitor(calls: Mapping[str, SegmentCall], lap: Callable[[], None]) -> Callable[..., Any]:
+    """Return a visitor that calls ``lap`` when the first stub is reached and when its gradient arrives."""
     reached: list[bool] = []
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entering = hidden_state(args, kwargs)
-        # ids take no gradient: a scalar that does, as the block's result has one
-        hidden = entering if entering.is_floating_point() else torch.zeros((), device=entering.device).requires_grad_()
+        hidden = original = hidden_state(args, kwargs)
+        if not original.is_floating_point():  # ids have no gradient, but the block's result has
+            hidden = torch.zeros((), device=original.device).requires_grad_()
         if not reached:
             reached.append(True)
             lap()
-            hidden = boundary(hidden, lap)
-        # a decoder's blocks read what the encoder's gave, where the first block is
-        others = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one is not entering]
+            hidden = mark_gradient(hidden, lap)
+        # a decoder's blocks also read the encoder's output, through which gradients reach the first block
+        others = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad and tensor is not original]
         if others:
-            hidden = Joined.apply(hidden, *others)  # type: ignore[no-untyped-call]
-        return passed_on(calls[stub.kind], hidden)
+            hidden = DependentCopy.apply(hidden, *others)  # type: ignore[no-untyped-call]
+        return stub_result(calls[stub.kind], hidden)
 
     return visit
 
 
-def boundary(hidden: Tensor, reached: Callable[[], None]) -> Tensor:
-    """A copy of the hidden state that calls ``reached`` when its gradient arrives."""
+def mark_gradient(hidden: Tensor, reached: Callable[[], None]) -> Tensor:
+    """Return a copy of the hidden state that calls ``reached`` when its gradient arrives."""
     start = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-    return Boundary.apply(start, reached)  # type: ignore[no-any-return, no-untyped-call]
+    return GradientMarker.apply(start, reached)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _kept_before(inputs: EdgeInput, device: torch.device) -> tuple[int, int]:
-    """Bytes that stay once what lies before the first block has run and its result was let go of.
+def _saved_before_blocks(inputs: EdgeInput, device: torch.device) -> tuple[int, int]:
+    """Return the bytes that stay once the layer before the blocks has run and its result is released.
 
     Returns:
-        The batch and what autograd keeps, and the same with all else that was made for the blocks to share (masks,
-        rotations).
+        The batch and what autograd saves, and the same with tensors that the blocks share (masks, rotations).
     """
     edges: list[GradientEdge] = []
-    side: list[Tensor] = []
+    shared: list[Tensor] = []
 
     def stop(_: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = hidden_state(args, kwargs)
-        side.extend(tensor for tensor in tensors_of((args, kwargs)) if tensor is not hidden)
+        shared.extend(tensor for tensor in tensors_of((args, kwargs)) if tensor is not hidden)
         if hidden.requires_grad:
             edges.append(get_gradient_edge(hidden))
         raise StopRunError
 
     inputs.skeleton.visit_with(stop)
-    gc.collect(1)  # what is garbage already is not to be released inside
+    gc.collect(1)  # earlier garbage must not be released inside
     with track_peak(device) as tracked:
-        held = inputs.copied()
+        copied = inputs.copied()
         with suppress(StopRunError):
-            held.run()
+            copied.run()
         gc.collect(1)
         tracked.mark()
-        side.clear()
+        shared.clear()
     return max(tracked.end, 0), max(tracked.phases[0].end, 0)
 
 
@@ -211,24 +210,24 @@ class LayerBench:
     """Measures the layers of one model on one device."""
 
     model: nn.Module  # the user's model, perhaps on meta; it is not changed
-    graph: ModelGraph  # what it was captured as; says which submodules are blocks and of which kind
-    batch: Any  # example batch; rows are repeated where more samples are asked for
+    graph: ModelGraph  # its graph, which tells which submodules are blocks and of which kind
+    batch: Any  # example batch; rows are repeated for more samples
     loss_fn: LossFn | None  # see ``model.batch.loss_of``
     device: torch.device  # where to measure
     rule: TimingRule = DEFAULT_RULE  # how long to time one point
-    branch_seconds: BranchTimer | None = None  # measures what a call of a branch costs the host; None: nothing does
+    branch_seconds: BranchTimer | None = None  # measures the host seconds of a call of a branch; None: not measured
     _skeleton: Skeleton | None = None
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
     _plans: dict[str, TensorPlan] = field(default_factory=dict)
     _calls: tuple[int, Mapping[str, SegmentCall]] = field(default_factory=lambda: (0, {}))
 
     def measure_block(self, setting: LayerSetting) -> list[LayerPoint]:
-        """One point of one kind of block; none where it does not run on a share of its pictures (it makes a row of
-        them for a linear layer) or of its channels."""
-        plain = setting.grid == WHOLE and not setting.by
-        return [self._measured(setting)] if plain else _if_it_runs(lambda: self._measured(setting))
+        """Measure one kind of block; no point if it does not run on a share of its pixels (it flattens them for a
+        linear layer) or of its channels."""
+        is_split = setting.grid != WHOLE or bool(setting.by)
+        return _if_it_runs(lambda: self._measure_block(setting)) if is_split else [self._measure_block(setting)]
 
-    def _measured(self, setting: LayerSetting) -> LayerPoint:
+    def _measure_block(self, setting: LayerSetting) -> LayerPoint:
         call, block = self._calls_at(ceil(setting.samples))[setting.kind], self._blocks[setting.kind]
         kind = self.graph.kinds[setting.kind]
         call = call.with_arguments(lambda value: cut_pictures(value, kind, setting.grid))
@@ -238,25 +237,25 @@ class LayerBench:
         return measure_block(block, call, setting, self.device, self.rule, plan, self.graph.precision)
 
     def measure_edges(self, samples: int, tensor: int) -> tuple[LayerPoint, LayerPoint]:
-        """One point of what lies before the blocks and one of what lies after, at one tensor degree."""
+        """Measure the layers before and after the blocks at one tensor degree."""
         names = [next(layer.kind for layer in self.graph.layers if layer.role is role) for role in _EDGES]
         before, after = (LayerSetting(name, samples, tensor) for name in names)
         return self._measure_edges((before, after), self._batch_at(samples))
 
     def measure_stem(self, before: LayerSetting) -> list[LayerPoint]:
-        """One point of what lies before the blocks, on a share of one sample's pixels; none where it does not run."""
+        """Measure the layer before the blocks on a share of one sample's pixels; no point if it does not run."""
         batch = cut_pictures(self._batch_at(1), self.graph.kinds[before.kind], before.grid)
         with warnings.catch_warnings():
-            # targets of each pixel are cut here and predictions, from stubs, are not: the loss says so, or does not
-            # run (then there is no point); only times up to the first block are taken, so no figure holds the loss
+            # The loss may warn or fail, since targets of pixels are cut but predictions, from stubs, are not. Only
+            # times up to the first block count, so no figure includes the loss.
             warnings.filterwarnings("ignore", message="Using a target size", category=UserWarning)
             return _if_it_runs(lambda: self._measure_edges((before, before), batch)[0])
 
     def measure_sliced_edge(self, setting: LayerSetting) -> list[LayerPoint]:
-        """One point of what lies before, or after, the blocks, with a slice of its weights; none where it has none."""
-        return _if_it_runs(lambda: self._sliced_edge(setting))
+        """Measure the layer before, or after, the blocks with a slice of its weights; no point if it does not run."""
+        return _if_it_runs(lambda: self._measure_sliced_edge(setting))
 
-    def _sliced_edge(self, setting: LayerSetting) -> LayerPoint:
+    def _measure_sliced_edge(self, setting: LayerSetting) -> LayerPoint:
         skeleton = self._prepare()
         model = copy.deepcopy(skeleton.model)
         layer = next(layer for layer in self.graph.layers if layer.kind == setting.kind)
@@ -275,9 +274,9 @@ class LayerBench:
         return measure_edges(edges, settings, self.device, self.rule)
 
     def measure_overhead(self, most: int = 1) -> HostOverhead:
-        """The runtime's overhead around the most frequent kind of block, at one sample, and of calls of branches.
+        """Measure the runtime's overhead around the most frequent kind of block, and of calls of branches.
 
-        ``most``: samples at which what grows with pixels is measured besides.
+        ``most``: most samples at which overhead that grows with pixels is measured.
         """
         kind, overhead = self._frequent_kind(), HostOverhead()
         if kind is not None:
@@ -290,7 +289,7 @@ class LayerBench:
         return overhead
 
     def measure_waiting(self, most: int) -> Line:
-        """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""
+        """Measure the overhead of blocking collectives of that kind of block, from one sample to ``most``."""
         kind = self._frequent_kind()
         if kind is None:
             return Line()
@@ -329,7 +328,7 @@ class LayerBench:
         return move_batch(map_tensors(self.batch, rows), self.device)
 
     def _sharded(self, tensor: int) -> Skeleton:
-        """The skeleton, its edges cut to the first shard of a tensor-parallel group."""
+        """Return the skeleton with its edges cut to the first shard of a tensor-parallel group."""
         skeleton = self._prepare()
         if tensor == 1:
             return skeleton
@@ -344,5 +343,5 @@ class LayerBench:
 def _if_it_runs(measure: Callable[[], LayerPoint]) -> list[LayerPoint]:
     try:
         return [measure()]
-    except (RuntimeError, InputError):  # what torch raises for shapes that do not fit, and we for layers
+    except (RuntimeError, InputError):  # from torch for shapes that do not fit, from us for layers
         return []

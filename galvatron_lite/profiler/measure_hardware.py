@@ -1,17 +1,14 @@
-"""What one device does when nothing but itself holds it back: matmul, attention and copy throughput.
+"""Measures hardware without a model: throughput of a device, the optimizer's update, collectives, and overlap.
 
-Under a process group all ranks of a machine run at the same moment, so cores and memory that they share are shared
-here too.
-
-All groups of one shape that fit side by side in the world run at the same moment, as they do in training; the slowest
-rank's time counts.
+All ranks of a launched world measure at the same moment and share cores, memory and links, as in training. For
+collectives, all groups of one shape in the world run at once, and the slowest rank counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 
@@ -20,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.cluster.cluster import Cluster, Collective
+from galvatron_lite.cluster.cluster import Cluster, Collective, RankGroup
 from galvatron_lite.model.trace.meta import dtype_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.profiler.memory import storage_bytes, track_peak
 from galvatron_lite.profiler.schema import CollectivePoint, OptimizerCost, Overlap, Throughput
-from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, of_all_ranks, time_call
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, gather_ranks, launched, time_call
 
 _SHAPES = {
     "cpu": ((128, 256, 1024), (256, 256, 256), (512, 512, 512), (1024, 512, 512)),
@@ -38,7 +35,7 @@ _LAUNCHES = 100
 
 
 def measure_throughput(device: torch.device, precision: str = "fp32", rule: TimingRule = DEFAULT_RULE) -> Throughput:
-    """Measure this device (all ranks at the same moment) at one precision."""
+    """Measure matmul, attention, memory and launches of this device at one precision."""
 
     def random(*sizes: int) -> Tensor:
         return torch.rand(*sizes, device=device).to(dtype_of(precision))
@@ -66,7 +63,7 @@ def measure_throughput(device: torch.device, precision: str = "fp32", rule: Timi
 
 
 def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) -> Cluster:
-    """The cluster with measured figures; peaks of a data sheet stay, since utilisation refers to them."""
+    """Return the cluster with measured figures; peaks of a data sheet stay, since utilisation refers to them."""
     bandwidth, launch, groups = throughput.bandwidth, throughput.launch, []
     for group in cluster.groups:
         device, measured = group.device, {precision: max(throughput.matmul, throughput.attention)}
@@ -81,10 +78,10 @@ _SMALL_TENSORS = 64
 
 
 def measure_optimizer(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> OptimizerCost:
-    """Measure ``torch.optim.AdamW`` as it is by default on this device, fp32 parameters, states in place.
+    """Measure ``torch.optim.AdamW`` with its defaults on this device, with fp32 parameters and existing states.
 
-    Seconds are split into a part for each tensor (from many tiny ones) and a part for each item (from few large
-    ones). Whether temporaries grow with one tensor or with all is seen by comparing one large tensor with two.
+    Many tiny tensors tell the seconds of a tensor, few large ones the seconds of an item. One large tensor against two
+    tells whether temporaries grow with one tensor or with all.
     """
     items = _LARGE[device.type]
     small = _optimizer(_SMALL_TENSORS, 16, device)
@@ -97,17 +94,17 @@ def measure_optimizer(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> 
         with track_peak(device) as tracked:
             optimizer.step()
         peaks.append(tracked.peak)
-    one, two = peaks
+    single, double = peaks
     states: list[object] = [value for state in large.state.values() for value in state.values()]
-    # the step counters (scalars) are left out
+    # moments only, without step counters (scalars)
     moments = storage_bytes(value for value in states if isinstance(value, Tensor) and value.dim() > 0)
     return OptimizerCost(
         name="adamw",
         state_bytes=round(moments / (4 * items)),
         seconds_per_item=max(many - 4 * per_tensor, many / 2) / (4 * items),
         seconds_per_tensor=per_tensor,
-        working_bytes=one / items,
-        working_share=float(one > 0 and two > 1.5 * one),
+        working_bytes=single / items,
+        working_share=float(single > 0 and double > 1.5 * single),
     )
 
 
@@ -123,33 +120,24 @@ def _optimizer(tensors: int, items: int, device: torch.device) -> torch.optim.Op
 SIZES = tuple(4096 * 4**power for power in range(8))  # message sizes in bytes, 4 KiB to 64 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """``size`` ranks that lie ``stride`` apart; ``siblings`` such groups make up the world."""
-
-    size: int
-    stride: int
-    siblings: int
-
-
-def group_shapes(world: int) -> list[GroupShape]:
-    """Every shape whose groups tile a world, near ones first."""
+def group_shapes(world: int) -> list[RankGroup]:
+    """Return all shapes whose groups tile a world, small strides first."""
     shapes = []
     for size in divisors(world):
         if size > 1:
-            shapes += [GroupShape(size, stride, world // size) for stride in divisors(world // size)]
+            shapes += [RankGroup(size, stride, world // size) for stride in divisors(world // size)]
     return shapes
 
 
-def ranks_of(shape: GroupShape, world: int) -> list[list[int]]:
-    """The ranks of every group of one shape in a world."""
+def ranks_of(shape: RankGroup, world: int) -> list[list[int]]:
+    """Return the ranks of each group of one shape in a world."""
     span = shape.size * shape.stride
     starts = [block + offset for block in range(0, world, span) for offset in range(shape.stride)]
     return [[start + index * shape.stride for index in range(shape.size)] for start in starts]
 
 
-def make_group(shape: GroupShape) -> dist.ProcessGroup | None:
-    """This rank's group of a shape; every rank of the world must call it. None: the whole world."""
+def make_group(shape: RankGroup) -> dist.ProcessGroup | None:
+    """Create this rank's group of a shape; all ranks must call it. None stands for the full world."""
     world = dist.get_world_size()
     if shape.size == world:
         return None
@@ -159,15 +147,15 @@ def make_group(shape: GroupShape) -> dist.ProcessGroup | None:
 
 def measure_collective(
     collective: Collective,
-    shape: GroupShape,
+    shape: RankGroup,
     group: dist.ProcessGroup | None,
     device: torch.device,
     sizes: Sequence[int] = SIZES,
     rule: TimingRule = DEFAULT_RULE,
 ) -> list[CollectivePoint]:
-    """Points of one kind of communication on one shape of group, smallest message first.
+    """Measure one kind of communication on one shape of group, smallest message first.
 
-    Stops growing the message once one call takes a third of the time that the rule grants a point.
+    Stops once a call takes a third of the time that the rule grants a point.
     """
     points = []
     for size in sizes:
@@ -182,7 +170,7 @@ def measure_collective(
 def prepare(
     collective: Collective, size: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], object]:
-    """A call that communicates ``size`` bytes (see ``CollectivePoint.size``) in float32 over preallocated zeros."""
+    """Return a call that communicates ``size`` bytes (see ``CollectivePoint.size``) of preallocated float32 zeros."""
     ranks = dist.get_world_size(group)
     items = max(size // 4 // ranks, 1)
     full, part = torch.zeros(items * ranks, device=device), torch.zeros(items, device=device)
@@ -214,10 +202,10 @@ _ROUNDS = 5
 
 
 def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Overlap:
-    """Measure it on the whole world; both factors are 1 where there is nobody to communicate with.
+    """Measure how compute and communication slow one another down; both factors are 1 in a single process.
 
-    An all-reduce runs while matmuls run; how much longer it takes than alone is the one factor, how many fewer
-    matmuls are done in that time than alone is the other. Mean over the ranks, median over rounds.
+    An all-reduce of the full world runs beside matmuls. One factor is its time over that alone, the other the time of a
+    matmul beside it over that alone. Mean over the ranks, median over rounds.
     """
     if not launched():
         return Overlap()
@@ -230,24 +218,24 @@ def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Ov
 
     rounds = [_round(message, piece, device, rule) for _ in range(_ROUNDS)]
     slowdowns = tuple(median(column) for column in zip(*rounds, strict=True))
-    means = map(fmean, zip(*of_all_ranks(slowdowns), strict=True))
-    return Overlap(*(max(1.0, slowdown) for slowdown in means))  # nothing runs faster for being disturbed
+    means = map(fmean, zip(*gather_ranks(slowdowns), strict=True))
+    return Overlap(*(max(1.0, slowdown) for slowdown in means))
 
 
 def _round(
     message: torch.Tensor, piece: Callable[[], None], device: torch.device, rule: TimingRule
 ) -> tuple[float, float]:
-    """Slow-down of compute and of communication, each against itself alone just before."""
+    """Return the slow-down of compute and of communication, against each alone just before."""
     brief = replace(rule, warmup=1, most=rule.least, seconds=rule.seconds / _ROUNDS)
     alone = time_call(lambda: dist.all_reduce(message), device, brief, Across.MAX).seconds
-    each = time_call(piece, device, brief).seconds
-    cuda = device.type == "cuda"
-    seconds, pieces = _cuda_round(message, piece, alone, each) if cuda else _cpu_round(message, piece)
-    return seconds / (max(pieces, 0.5) * each), seconds / alone
+    piece_alone = time_call(piece, device, brief).seconds
+    on_cuda = device.type == "cuda"
+    seconds, pieces = _cuda_round(message, piece, alone, piece_alone) if on_cuda else _cpu_round(message, piece)
+    return seconds / (max(pieces, 0.5) * piece_alone), seconds / alone
 
 
 def _cpu_round(message: torch.Tensor, piece: Callable[[], None]) -> tuple[float, int]:
-    """Seconds of one all-reduce under compute, and pieces of compute done meanwhile, until its thread is done."""
+    """Return the seconds of an all-reduce beside compute, and the pieces of compute done meanwhile."""
     dist.barrier()
     start, pieces = time.perf_counter(), 0
     work = dist.all_reduce(message, async_op=True)
@@ -259,11 +247,14 @@ def _cpu_round(message: torch.Tensor, piece: Callable[[], None]) -> tuple[float,
     return seconds, pieces
 
 
-def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> tuple[float, int]:
-    """The same: queue more compute than the all-reduce can last, and see by events how much was done when it ended."""
+def _cuda_round(
+    message: torch.Tensor, piece: Callable[[], None], alone: float, piece_alone: float
+) -> tuple[float, int]:
+    """Return the same from events: more compute is queued than the all-reduce can last."""
     dist.barrier()
     torch.cuda.synchronize(message.device)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(int(4 * alone / each) + 2)]  # type: ignore[no-untyped-call]
+    count = int(4 * alone / piece_alone) + 2
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
     done, side = torch.cuda.Event(enable_timing=True), torch.cuda.Stream(message.device)  # type: ignore[no-untyped-call]
     events[0].record()
     work = dist.all_reduce(message, async_op=True)

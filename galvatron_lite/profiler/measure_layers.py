@@ -1,10 +1,10 @@
-"""What one block costs: seconds and bytes of forward and backward, by running the very block (or its shard)."""
+"""Measures one block, or its shard: seconds and bytes of forward and backward."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,33 +38,33 @@ from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.memory import MemoryPhase, storage_bytes, track_peak
-from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of, run_on
+from galvatron_lite.profiler.schema import LayerPoint, LayerSetting
+from galvatron_lite.profiler.segments import SegmentCall, fresh_input, hidden_state, input_leaf, run_with
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 
 WHOLE: Grid = (1, 1, 1)
 WAYS = (2, 4, 8)
-"""Devices whose shares are measured, however many there are here; between them, and below, time is a straight line."""
+"""Numbers of devices whose shares of pixels are measured; the cost model interpolates between them."""
 _PICTURE = 2  # dims of samples and channels, before those of the sides
 
 
 def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
-    """The grids on whose first device a kind of layer is measured."""
+    """Return the grids whose first device's share of a kind of layer is measured."""
     if not splits_pixels(kind):
         return ()
     grids = (sensible_grids(kind, ways) for ways in WAYS)
     return tuple(grid[0] for grid in grids if grid)
 
 
-def share_on(kind: LayerKind, grid: Grid) -> float:
-    """Samples that the first device of a grid works on, of one sample."""
+def first_share(kind: LayerKind, grid: Grid) -> float:
+    """Return the share of one sample that the first device of a grid works on."""
     return float(layout_on(kind, grid).share)
 
 
 def cut_pictures(value: Any, kind: LayerKind, grid: Grid, rank: int = 0) -> Any:
-    """Arguments or a batch with one device's pixels of every picture (samples, channels, sides ...).
+    """Cut the pictures (samples, channels, sides ...) of arguments or a batch to one device's pixels.
 
-    ``rank``: of the device, on a grid that shares one side only; 0 on others.
+    ``rank``: the device, on a grid that splits one side only; 0 on other grids.
     """
     if grid == WHOLE:
         return value
@@ -80,20 +80,20 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid, rank: int = 0) -> Any:
     return map_tensors(value, cut)
 
 
-def on_share(
+def with_sharded_pixels(
     block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid, group: AxisGroup | None = None
 ) -> nn.Module:
-    """The block, changed to work on its device's pixels as training does.
+    """Change a block to work on its device's pixels as training does.
 
-    ``group``: the devices that share the one side that the grid cuts; None: the first device works without the others.
+    ``group``: the devices that share the side that the grid splits; None: the first device works without the others.
     """
     groups = tuple((group or ShapeOnlyAxisGroup(degree)) if degree > 1 else None for degree in grid)
     bind_modules(block)
     plain, sides = block.forward, _sides(kind)
-    wholes = [tensor.shape for tensor in tensors_of((call.args, call.kwargs))]
+    full_shapes = [tensor.shape for tensor in tensors_of((call.args, call.kwargs))]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        shapes = iter(wholes)
+        shapes = iter(full_shapes)
 
         def marked(tensor: Tensor) -> Tensor:
             full_shape = next(shapes)
@@ -112,15 +112,15 @@ def _sides(kind: LayerKind) -> int:
     return sum(extent > 0 for extent in (kind.dims.depth, kind.dims.height, kind.dims.width))
 
 
-def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """How the channels of a kind of layer are measured: ``filters`` or ``channels``, and devices that share them."""
+def measured_channel_splits(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield the splits of channels to measure: ``filters`` or ``channels``, and the degree."""
     for by in BY:
         if splits_channels(kind, by):
             yield from ((by, degree) for degree in degrees if degree > 1 and divides(kind, by, degree))
 
 
-def first_channels(value: Any, plan: ChannelPlan | None) -> Any:
-    """Arguments as the first device gets them: its channels of every tensor, where inputs are shared."""
+def cut_channels(value: Any, plan: ChannelPlan | None) -> Any:
+    """Cut the channels of arguments to those of the first device, if input channels are split."""
     if plan is None or plan.by != "channels":
         return value
 
@@ -133,28 +133,14 @@ def first_channels(value: Any, plan: ChannelPlan | None) -> Any:
 
 
 _MOST_COPIES = 8
-"""Equal blocks that are timed in turn: each finds its weights out of the caches, as in a model (on a CPU a block of
+"""Equal blocks that are timed in turn, so that weights of each have left the caches, as in a model (on a CPU a block of
 3 MiB takes 19 % longer among eight than alone, and 2 % longer still among twelve)."""
-_CPU_ROOM = 2**29
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSetting:
-    """Under which choices a layer is measured; the key of a ``LayerPoint``."""
-
-    kind: str  # kind, samples, tensor, sequence_parallel, recompute: see ``LayerPoint``
-    samples: float
-    tensor: int = 1
-    sequence_parallel: bool = False
-    recompute: Recompute = Recompute.NONE
-    grid: Grid = WHOLE  # devices that share the pixels of one sample, of which the first has ``samples``
-    by: str = ""  # ``filters`` or ``channels`` where devices share channels of convolutions
-    shares: int = 1  # how many do
+_CPU_ROOM = 2**29  # bytes for these copies on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMemory:
-    """Bytes of one segment of the model; see ``LayerPoint`` for the meaning of each."""
+    """Bytes of one segment of the model, as in ``LayerPoint``."""
 
     kept: int
     working: int
@@ -173,44 +159,36 @@ def measure_block(
     """Measure one block on this device (and at the same moment on every other rank).
 
     Args:
-        block: a whole block on ``device``; it is copied, not changed.
-        call: what it is called with at ``setting.samples`` samples.
-        setting: tensor degree, sequence parallelism and recompute choice to run it under. Communication is left out:
-            one shard runs alone.
-        plan: how the block is split; found out if needed and not given.
-        precision: of compute, as the runtime has it.
+        block: a full block on ``device``; it is copied, not changed.
+        call: its call with ``setting.samples`` samples.
+        setting: the choices to measure. Communication is left out: one shard runs alone.
+        device: where to measure.
+        rule: how long to time.
+        plan: how the block is split; None: inferred if needed.
+        precision: precision of compute.
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
-    share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    cut = infer_channels(block, call.args, call.kwargs, setting.by, setting.shares) if setting.shares > 1 else None
-    share = share.with_arguments(partial(first_channels, plan=cut))
+    local = cut_tokens(call, setting.tensor if setting.sequence_parallel else 1)
+    channels = infer_channels(block, call.args, call.kwargs, setting.by, setting.shares) if setting.shares > 1 else None
+    local = local.with_arguments(partial(cut_channels, plan=channels))
+
+    def shard() -> nn.Module:
+        return make_shard(block, setting, chosen, device, precision, channels)
+
     with holding_copies(compute_dtype(precision), device):
-        shard = make_shard(block, setting, chosen, device, precision, cut)
-        memory = block_memory(shard, share, device)
+        first = shard()
+        memory = block_memory(first, local, device)
         room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_ROOM
-        each = 2 * storage_bytes(shard.parameters()) + memory.working
-        copies = max(1, min(_MOST_COPIES, room // max(each, 1)))
-        shards = [shard, *(make_shard(block, setting, chosen, device, precision, cut) for _ in range(copies - 1))]
-        return layer_point(setting, time_blocks(shards, share, device, rule), memory)
+        size = 2 * storage_bytes(first.parameters()) + memory.working
+        copies = max(1, min(_MOST_COPIES, room // max(size, 1)))
+        shards = [first, *(shard() for _ in range(copies - 1))]
+        return layer_point(setting, time_blocks(shards, local, device, rule), memory)
 
 
 def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) -> LayerPoint:
-    """The point of a setting from its two measurements; ``timing`` has forward and backward as its laps."""
-    return LayerPoint(
-        kind=setting.kind,
-        samples=setting.samples,
-        tensor=setting.tensor,
-        sequence_parallel=setting.sequence_parallel,
-        recompute=setting.recompute,
-        forward=timing.laps[0],
-        backward=timing.laps[1],
-        kept=memory.kept,
-        working=memory.working,
-        forward_working=memory.forward_working,
-        spread=timing.spread,
-        filters=setting.shares if setting.by == "filters" else 1,
-        channels=setting.shares if setting.by == "channels" else 1,
-    )
+    """Return the point of a setting from a timing with forward and backward as laps, and its memory."""
+    forward, backward = timing.laps
+    return setting.point(forward=forward, backward=backward, spread=timing.spread, **asdict(memory))
 
 
 def make_shard(
@@ -221,7 +199,7 @@ def make_shard(
     precision: str = "fp32",
     cut: ChannelPlan | None = None,
 ) -> nn.Module:
-    """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
+    """Return a copy of the block as in training: the first shard of its group, with recomputation and gradients."""
     shard = copy.deepcopy(block)
     if compute_dtype(precision) is not None:
         narrow_experts(shard)
@@ -235,12 +213,12 @@ def make_shard(
     if compute_dtype(precision) is not None:
         narrow_norms(shard)
         hold_frozen(shard)
-    shard.forward = computing_in(precision, device, shard.forward)
+    shard.forward = with_precision(precision, device, shard.forward)
     return shard
 
 
-def computing_in(precision: str, device: torch.device, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward function that computes in a precision, as the runtime does."""
+def with_precision(precision: str, device: torch.device, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a forward function to compute in a precision, as the runtime does."""
     dtype = compute_dtype(precision)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -250,8 +228,8 @@ def computing_in(precision: str, device: torch.device, forward: Callable[..., An
     return run
 
 
-def local_call(call: SegmentCall, degree: int) -> SegmentCall:
-    """The call with the hidden state's tokens (dim 1) cut to one rank's share; tensors shaped like it are cut too."""
+def cut_tokens(call: SegmentCall, degree: int) -> SegmentCall:
+    """Return the call with the hidden state's tokens (dim 1) cut to the first of ``degree`` ranks."""
     if degree == 1:
         return call
     hidden = hidden_state(call.args, call.kwargs)
@@ -263,35 +241,35 @@ def local_call(call: SegmentCall, degree: int) -> SegmentCall:
 
 
 def give_gradients(module: nn.Module) -> None:
-    """Give every trained parameter a gradient buffer, as it has in training from the second step on."""
+    """Allocate the gradient of each trained parameter, as in training from the second step on."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
 
 
-class Seed(torch.autograd.Function):
-    """Ends a segment: its backward makes the gradients that the next layer's backward would hand over."""
+class SeedGradients(torch.autograd.Function):
+    """Ends a segment: its backward creates the gradients that the next layer's backward would pass on."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        """A scalar that depends on the outputs."""
+        """Return a scalar that depends on the outputs."""
         ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Fresh gradients of ones, which backward releases as soon as they are used."""
+        """Return new gradients of ones, which backward releases as soon as they are used."""
         return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def block_memory(run: Callable[..., Any], call: SegmentCall, device: torch.device) -> SegmentMemory:
-    """Bytes of one forward and backward of a block whose parameters have gradients.
+    """Return the memory of one forward and backward of a block whose parameters have gradients.
 
-    The input is made inside the tracked region and let go of by the caller, so it counts for as long as the block
-    itself keeps it. The output is let go of after forward; what the block keeps of it all the same (a ReLU at its end
-    does) counts with the layer that it enters, as in a captured graph.
+    The input is created in the tracked region and released by the caller, so it counts for as long as the block keeps
+    it. The output is released after forward; if the block saves it (as a ReLU at its end does), it counts with the next
+    layer, as in a captured graph.
     """
-    leaf = leaf_of(call)
+    leaf = input_leaf(call)
     _forward_backward(run, call, leaf, lambda: None)
     leaf.grad = None
     passed = _kept_output(run, call, leaf)
@@ -303,20 +281,20 @@ def block_memory(run: Callable[..., Any], call: SegmentCall, device: torch.devic
 
 
 def segment_memory(forward: MemoryPhase, backward: MemoryPhase, earlier: int, small: int = 0) -> SegmentMemory:
-    """What a segment holds beyond what earlier ones keep; ``small``: bytes of the scalar that ends it."""
+    """Return the memory of a segment beyond what earlier ones keep; ``small``: bytes of the scalar that ends it."""
     kept = max(forward.end - earlier - small, 0)
     return SegmentMemory(kept, max(backward.peak - earlier, kept), max(forward.peak - earlier, kept))
 
 
 def _forward_backward(run: Callable[..., Any], call: SegmentCall, leaf: Tensor, between: Callable[[], None]) -> None:
-    """On a copy of ``leaf`` that nobody else holds."""
-    seed = seeded(differentiable(run_on(run, call, leaf.clone())), leaf.device)
+    """Run forward and backward on a copy of ``leaf`` that nobody else holds."""
+    seed = with_seed_gradients(differentiable(run_with(run, call, leaf.clone())), leaf.device)
     between()
     seed.backward()  # type: ignore[no-untyped-call]
 
 
 def _kept_output(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> int:
-    """Bytes of a block's result that its own operators keep for backward."""
+    """Return the bytes of a block's result that its operators save for backward."""
     kept: set[int] = set()
 
     def note(tensor: Tensor) -> Tensor:
@@ -324,35 +302,39 @@ def _kept_output(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> in
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = differentiable(run_on(run, call, leaf.clone()))
+        outputs = differentiable(run_with(run, call, leaf.clone()))
     return storage_bytes(output for output in outputs if output.untyped_storage().data_ptr() in kept)
 
 
-def seeded(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A scalar whose backward gives every output a gradient; one that nothing hangs on where there is no output."""
+def with_seed_gradients(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a scalar whose backward passes a gradient to each output; a constant if there are none."""
     if not outputs:
         return torch.zeros((), device=device, requires_grad=True)
-    return Seed.apply(*outputs)  # type: ignore[no-any-return, no-untyped-call]
+    return SeedGradients.apply(*outputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def differentiable(result: Any) -> list[Tensor]:
-    """The tensors of a block's result that have a gradient."""
+    """Return the tensors of a block's result that require a gradient."""
     return [tensor for tensor in tensors_of(result) if tensor.requires_grad]
 
 
 def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.device, rule: TimingRule) -> Timing:
-    """Seconds of one forward and one backward of a block, of which several equal copies are given.
+    """Time one forward and one backward of a block, of which ``modules`` are equal copies.
 
-    The copies run one after another, forward all and then backward all, as the layers of a model do: their
-    parameters and activations push one another out of the caches, and autograd is entered once for all.
+    All copies run forward and then backward, like the layers of a model: their parameters and activations displace one
+    another from the caches, and autograd is entered once for all.
     """
-    leaf = leaf_of(call)
-    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(run_on(modules[0], call, entering(leaf)))]
+    leaf = input_leaf(call)
+    gradients = [
+        torch.full_like(tensor, 1e-3) for tensor in differentiable(run_with(modules[0], call, fresh_input(leaf)))
+    ]
 
     def once(lap: Lap) -> None:
-        inputs = [entering(leaf) for _ in modules]
+        inputs = [fresh_input(leaf) for _ in modules]
         lap()
-        outputs = [differentiable(run_on(module, call, input_)) for module, input_ in zip(modules, inputs, strict=True)]
+        outputs = [
+            differentiable(run_with(module, call, input_)) for module, input_ in zip(modules, inputs, strict=True)
+        ]
         lap()
         flat = [tensor for output in outputs for tensor in output]
         if flat:

@@ -1,11 +1,11 @@
-"""How many bytes a piece of code holds at its worst moment, as the allocator itself saw it.
+"""Tracks the peak memory of a piece of code by the allocator's events.
 
-On CPU every allocation and release is read from ``torch.profiler(profile_memory=True)``, so temporaries inside
-operators and inside backward count exactly. On CUDA the caching allocator's own statistics are used (it rounds each
-block up to 512 bytes).
+On CPU all allocations and releases come from ``torch.profiler(profile_memory=True)``, so that temporaries inside
+operators and backward count exactly. On CUDA the statistics of the caching allocator are used, which rounds blocks up
+to 512 bytes.
 
-What lived before tracking began is not known to the CPU allocator's reporter: its release inside the tracked region
-goes unseen. Code that releases old tensors should be tracked from before it makes them; see ``PeakMemory.mark``.
+On CPU the release of a tensor that existed before tracking began goes unseen. To track code that releases old tensors,
+begin before it creates them; see ``PeakMemory.mark``.
 """
 
 from __future__ import annotations
@@ -30,55 +30,56 @@ _MARK = "galvatron_lite.memory.mark"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPhase:
-    """Memory between two marks, in bytes above what lived when tracking began."""
+    """Memory between two marks, in bytes above those live when tracking began."""
 
-    start: int  # live when the phase began
-    peak: int  # live at its worst moment
-    end: int  # live when it ended
+    start: int  # live at the start of the phase
+    peak: int  # the most that was live during the phase
+    end: int  # live at the end of the phase
 
 
 @dataclass(slots=True)
 class PeakMemory:
-    """What ``track_peak`` found; filled in when its ``with`` block ends."""
+    """The result of ``track_peak``, complete when its ``with`` block ends."""
 
     device: torch.device
-    phases: tuple[MemoryPhase, ...] = ()  # one between the entry, each ``mark``, and the exit
-    _measured: list[MemoryPhase] = field(default_factory=list)
-    _held: list[Collection[int] | None] = field(default_factory=list)  # by mark: addresses of blocks that count on
+    phases: tuple[MemoryPhase, ...] = ()  # between the entry, each ``mark``, and the exit
+    _cuda_phases: list[MemoryPhase] = field(default_factory=list)
+    # of each mark, the addresses of blocks that stay live; None: of all blocks
+    _live: list[Collection[int] | None] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
-        """Bytes live at the worst moment, above what lived at entry."""
+        """The most bytes that were live, above those at entry."""
         return max(phase.peak for phase in self.phases)
 
     @property
     def end(self) -> int:
-        """Bytes live at the end, above what lived at entry."""
+        """Bytes live at the end, above those at entry."""
         return self.phases[-1].end
 
     def mark(self, *, between_steps: bool = False) -> None:
-        """End a phase here and begin the next one.
+        """End a phase and begin the next one.
 
-        For a step's peak in steady state: enter before the model is made, run two steps,
+        For the peak of a step in steady state: enter before the model is created, run two steps,
         ``mark(between_steps=True)``, run one more, and read ``phases[-1].peak``.
 
         Args:
-            between_steps: on CPU, what no tensor of Python holds counts no longer (between steps autograd holds
-                nothing): a thread of the backend released it unseen.
+            between_steps: on CPU, whether only memory of Python's tensors stays counted. Between steps autograd holds
+                none, and threads of the backend release memory unseen.
         """
         if self.device.type == "cuda":
-            self._measured.append(_cuda_phase(self.device, self._measured))
+            self._cuda_phases.append(_cuda_phase(self.device, self._cuda_phases))
         else:
-            self._held.append(_held_addresses() if between_steps else None)
+            self._live.append(_tensor_addresses() if between_steps else None)
             with record_function(_MARK):
                 pass
 
 
 @contextmanager
 def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
-    """Track what torch allocates on ``device`` while the ``with`` block runs (not nested on CPU).
+    """Track the memory that torch allocates on ``device`` inside the ``with`` block (not nested on CPU).
 
-    Only allocations of the calling thread, and of the threads autograd runs backward on, are seen on CPU.
+    On CPU only allocations of the calling thread and of autograd's threads are seen.
     """
     peak = PeakMemory(torch.device(device))
     if peak.device.type == "cuda":
@@ -88,28 +89,29 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each storage counted once."""
+    """Return the bytes of the storages of some tensors, each storage counted once."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
 
 
 def _track_cpu(peak: PeakMemory) -> Iterator[PeakMemory]:
-    # In a launched world the tracer logs two lines a run to standard error, unless its log level is above all.
+    # In a launched world the tracer logs two lines a run to standard error, unless its log level is the highest.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Garbage of earlier code that is released inside makes the allocator's reporter warn of unknown blocks.
+    # The profiler warns of unknown blocks if earlier garbage is released inside.
     with garbage_waits(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         yield peak
-    peak.phases = _phases(_read_trace(trace), peak._held)
+    peak.phases = _phases(_read_trace(trace), peak._live)
 
 
-def _held_addresses() -> Collection[int]:
-    """Where the storages of all tensors lie that Python holds."""
+def _tensor_addresses() -> Collection[int]:
+    """Return the addresses of the storages of all CPU tensors of Python."""
     gc.collect()
-    # exactly tensors: subclasses hold theirs in attributes
+    # no subclasses, which hold tensors in attributes
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
-    # gradients that no code has asked for are no objects of Python yet
-    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-    return {one.untyped_storage().data_ptr() for one in tensors if one.device.type == "cpu" and not one.is_sparse}
+    # gradients become objects of Python only once they are read
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    dense = (tensor for tensor in tensors if tensor.device.type == "cpu" and not tensor.is_sparse)
+    return {tensor.untyped_storage().data_ptr() for tensor in dense}
 
 
 def _read_trace(trace: profile) -> list[dict[str, Any]]:
@@ -129,19 +131,19 @@ def _is_mark(event: dict[str, Any]) -> bool:
     return bool(event.get("name") == _MARK and event.get("ph") == "X")
 
 
-def _phases(events: list[dict[str, Any]], held: Sequence[Collection[int] | None]) -> tuple[MemoryPhase, ...]:
-    blocks: dict[int, int] = {}
+def _phases(events: list[dict[str, Any]], live_addresses: Sequence[Collection[int] | None]) -> tuple[MemoryPhase, ...]:
+    blocks: dict[int, int] = {}  # sizes by address
     live = start = peak = 0
     phases = []
     for event in events:
         if _is_mark(event):
             phases.append(MemoryPhase(start, peak, live))
-            counted = held[len(phases) - 1]
-            blocks = {place: size for place, size in blocks.items() if counted is None or place in counted}
+            counted = live_addresses[len(phases) - 1]
+            blocks = {address: size for address, size in blocks.items() if counted is None or address in counted}
             start = peak = live = sum(blocks.values())
             continue
         address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        live -= blocks.pop(address, 0)  # a block that another thread released shows when its address is used again
+        live -= blocks.pop(address, 0)  # if its address is used again, another thread has released the block
         if size >= 0:
             blocks[address] = size
             live += size
@@ -155,7 +157,10 @@ def _track_cuda(peak: PeakMemory) -> Iterator[PeakMemory]:
     entry = torch.cuda.memory_allocated(peak.device)
     yield peak
     peak.mark()
-    peak.phases = tuple(MemoryPhase(max(p.start, entry) - entry, p.peak - entry, p.end - entry) for p in peak._measured)
+    peak.phases = tuple(
+        MemoryPhase(max(phase.start, entry) - entry, phase.peak - entry, phase.end - entry)
+        for phase in peak._cuda_phases
+    )
 
 
 def _cuda_phase(device: torch.device, earlier: list[MemoryPhase]) -> MemoryPhase:

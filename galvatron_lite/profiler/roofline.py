@@ -1,8 +1,9 @@
-"""Seconds of one operator on one device from its shape and the data sheet (roofline).
+"""Estimates the seconds of an operator on a device from its shape and the data sheet (roofline).
 
-A matmul's output is cut into tiles, and the device works through them in waves of one tile a multiprocessor: the last
-wave is paid in full (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation). The kernel
-library takes the cheapest tile. Nothing runs faster than its bytes can be moved or a kernel can be launched.
+A matmul's output is cut into tiles that the device processes in waves of one tile for each multiprocessor; a partly
+filled last wave takes as long as a full one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave
+quantisation). The kernel library takes the cheapest tile. Nothing runs faster than its bytes can be moved or a kernel
+can be launched.
 
 A dense convolution is an implicit matrix product of output pixels x (input channels x kernel) x output channels
 (Chetlur et al. 2014, arXiv:1410.0759, section 3), and so are the gradients of its input and of its weights. Tensor
@@ -28,25 +29,27 @@ from math import ceil, floor, prod
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.profiler import machine as constants
-from galvatron_lite.profiler.machine import NARROW, Machine, Rates, Seconds, machine_of, stream, wide_precision
+from galvatron_lite.profiler.machine import NARROW, Machine, Rates, Seconds, machine_of, stream
 
 _ROW_SPLIT = frozenset(("out", "down", "projection", "o_proj", "down_proj", "c_proj", "o"))
+"""Last parts of names of matmuls whose rows (inner extent) tensor parallelism divides."""
 
 
 def matmul_seconds(machine: Machine, rows: float, inner: float, columns: float) -> float:
-    """Seconds of one matmul (rows x inner) @ (inner x columns) in the precision of linear layers."""
+    """Return the seconds of one matmul (rows x inner) @ (inner x columns) in the precision of linear layers."""
     return matmul_at(machine.linear, rows, inner, columns)
 
 
 @lru_cache(maxsize=1 << 17)
 def matmul_at(rates: Rates, rows: float, inner: float, columns: float, groups: float = 1) -> float:
-    """Seconds of one matmul, or of ``groups`` equal ones in one kernel whose tiles fill waves together."""
+    """Return the seconds of a matmul, or of ``groups`` equal ones in one kernel whose tiles fill waves together."""
     moved = groups * (rows * inner + inner * columns + rows * columns) * rates.item_bytes
-    work = _work(rates, rows, inner, columns, groups)
-    return max(work, rates.launch, rates.tail + moved / rates.bandwidth)
+    compute = _compute_seconds(rates, rows, inner, columns, groups)
+    return max(compute, rates.launch, rates.tail + moved / rates.bandwidth)
 
 
-def _work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+def _compute_seconds(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+    """Return the seconds of a matmul's FLOPs in the cheapest tile."""
     units, ramp = rates.units, constants.RAMP_INNER if rates.units > 1 else 0
     if not rates.gpu:
         size = constants.CPU_TILE
@@ -64,39 +67,38 @@ def _work(rates: Rates, rows: float, inner: float, columns: float, groups: float
     return best / rates.unit
 
 
-def _cpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
-    size = constants.CPU_TILE
-    tiles = groups * ceil(rows / size) * ceil(columns / size)
-    ramp = constants.RAMP_INNER if rates.units > 1 else 0
-    return ceil(tiles / rates.units) * (inner + ramp) * 2 * size * size / rates.unit
-
-
 def matmul(
     machine: Machine, operator: Operator, samples: float, shared: int, expert: int = 1, load: float = 1.0
 ) -> Seconds:
-    """Forward and backward of a matmul operator, all calls together.
+    """Return forward and backward of a matmul operator, all calls together.
 
-    Backward is one matmul for the input's and one for the weights' gradient. ``shared``: ways the operator is divided;
-    ``expert``: devices its experts are spread over, each of which then sees that many times the rows, the most loaded
-    one ``load`` times as many.
+    Backward is one matmul for the gradient of the input and one for that of the weights.
+
+    Args:
+        machine: the device.
+        operator: the matmul.
+        samples: samples on the device.
+        shared: devices that divide the operator.
+        expert: devices that its experts are spread over; each expert then sees that many times the rows.
+        load: rows of the most loaded expert over the mean.
     """
     if not operator.weight_bytes:
-        return _batched(machine, operator, samples, shared)
+        return _batched_matmul(machine, operator, samples, shared)
     rates = machine.linear if operator.precision in NARROW or not machine.narrow else machine.other
     rows, inner, columns = operator.shape[0] * samples, operator.shape[1], operator.shape[2]
     groups = max(1.0, operator.count / expert) if operator.count > 1 else 1
     rows *= operator.count / groups * (load if operator.count > 1 else 1)
-    forward = both = 0.0
+    forward = backward = 0.0
     shapes = _matmul_shapes(operator, rows, inner, columns, shared)
     for m, k, n in shapes:
-        slow = _alignment(k, n, rates)
-        forward += slow * matmul_at(rates, m, k, n, groups)
-        both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
+        slowdown = _misalignment(k, n, rates)
+        forward += slowdown * matmul_at(rates, m, k, n, groups)
+        backward += slowdown * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
     calls = operator.flops / (2 * prod(operator.shape) * operator.count)
     # a frozen matmul, or one whose input needs no gradient, does less in backward
     share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
-    forward, backward = calls * forward / len(shapes), calls * both / len(shapes) * share
-    # beyond its two matmuls backward moves the bias's gradient, and adds input gradients of siblings up
+    forward, backward = calls * forward / len(shapes), calls * backward / len(shapes) * share
+    # besides its two matmuls backward writes the bias's gradient and adds up the input gradients of sibling matmuls
     extra = (operator.backward_moved - 2 * operator.moved) * (samples / shared)
     if extra > 0 and operator.backward_flops:
         backward += stream(machine, extra)
@@ -106,7 +108,7 @@ def matmul(
 def _matmul_shapes(
     operator: Operator, rows: float, inner: float, columns: float, shared: int
 ) -> tuple[tuple[float, float, float], ...]:
-    """How a split matmul may run: columns or inner extent divided; the mean of both where the name does not tell."""
+    """Return the shapes of a split matmul, columns or inner extent divided; both if its name does not tell."""
     if shared == 1:
         return ((rows, inner, columns),)
     if operator.sharding is not Sharding.TENSOR:
@@ -118,26 +120,26 @@ def _matmul_shapes(
     return (by_columns,) if last in constants.COLUMN_SPLIT else (by_columns, by_rows)
 
 
-def _alignment(inner: float, columns: float, rates: Rates) -> float:
-    """Factor on the time of 16-bit matmuls where rows of a matrix do not begin at multiples of 16 bytes."""
+def _misalignment(inner: float, columns: float, rates: Rates) -> float:
+    """Return the slowdown of 16-bit matmuls whose matrix rows do not begin at multiples of 16 bytes."""
     if not rates.gpu or rates.item_bytes != 2 or not (inner % 8 or columns % 8):
         return 1.0
-    # Most ranks' share of an uneven split; padded ones are even.
+    # an uneven split has shares of two sizes, a padded one only of one
     extents = [floor(inner), floor(columns), *([ceil(inner), ceil(columns)] if rates.uneven else [])]
     aligned = min(2 * (extent & -extent) for extent in extents)
     return constants.MISALIGNED.get(aligned, 1.0)
 
 
-def _batched(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
-    """A matmul of two activations a head (plain attention), the heads folded into the rows."""
+def _batched_matmul(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
+    """Return the time of matmuls of two activations for each head (plain attention); rows include the heads."""
     rows, inner, columns = operator.shape[0] * samples / shared, operator.shape[1], operator.shape[2]
     rates, factor = machine.other, machine.stack.attention / machine.stack.matmul
-    size = min(inner, columns)  # of a head; the other extent is that of keys
-    if _alignment(size, size, rates) > 1:
-        # Heads that do not begin at multiples of 16 bytes run on the fp32 units; an odd number of keys costs nothing of
-        # the kind (vision transformers with 197). One of BigScience's models on A100 takes 30 to 40 % longer with 128
-        # heads of 108 than with 96 of 144 (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): its
-        # attention runs at 17 TFLOP/s.
+    head_size = min(inner, columns)  # the other extent is the number of keys
+    if _misalignment(head_size, head_size, rates) > 1:
+        # Heads that do not begin at multiples of 16 bytes run on the fp32 units; an odd number of keys (197 of vision
+        # transformers) does not matter. A model of BigScience on A100 takes 30 to 40 % longer with 128 heads of 108
+        # than with 96 of 144 (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): its attention runs at
+        # 17 TFLOP/s.
         plain = machine_of(machine.device, "fp32", machine.constants, machine.stack)
         rates = rates._replace(unit=min(plain.other.unit, rates.unit))
     calls = operator.flops / (2 * prod(operator.shape))
@@ -148,30 +150,30 @@ def _batched(machine: Machine, operator: Operator, samples: float, shared: int) 
 
 
 TILES = ((128, 1.0), (64, 0.9), (32, 0.75))
-"""Output channels of a tile and its rate beside the widest's; order after the guide, rates [Empirical]."""
+"""Output channels of a tile and its rate over the widest tile's; order after the guide, rates [Empirical]."""
 
 INNER = 32  # inner items that are computed at once
 
-RAMP = 64  # [Empirical] inner items that filling the pipeline and writing a tile cost
+RAMP = 64  # [Empirical] inner items' worth of filling the pipeline and writing a tile
 
 DEPTHWISE = (1.38, 3.6)
-"""[Empirical] times a depthwise convolution moves its input and output, forward and backward: an RTX 3090 under
-PyTorch 1.12, either layout (github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-*)."""
+"""[Empirical] times that a depthwise convolution moves its input and output in forward and in backward: an RTX 3090
+under PyTorch 1.12, either layout (github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-*)."""
 
 DEPTHWISE_RATE = 0.09
-"""[Empirical] share of fp32 peak at which depthwise kernels work besides, same runs (kernels of 3 x 3 to 7 x 7)."""
+"""[Empirical] share of fp32 peak that depthwise kernels reach, same runs (kernels of 3 x 3 to 7 x 7)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """How cuDNN's 16-bit kernels serve a memory layout. [Empirical], from the same runs as ``DEPTHWISE``."""
+    """Rates of cuDNN's kernels in a memory layout. [Empirical], from the same runs as ``DEPTHWISE``."""
 
-    conversions: float  # times input and output are moved besides, in each of the three products
-    grouped: float  # rate of grouped convolutions beside dense ones
-    width: float  # channels a group at which that rate is reached; narrower groups are padded to it
-    even: int = 1  # groups must come in multiples of this for that rate; 1: any number
+    conversions: float  # further times that input and output are moved, in each of the three products
+    grouped: float  # rate of grouped convolutions over dense ones
+    width: float  # channels of a group from which that rate is reached; narrower groups are padded to it
+    even: int = 1  # the number of groups must be a multiple of this for that rate
     uneven: float = 1.0  # rate of other grouped convolutions
-    uneven_ramp: float = 0.0  # input channels a group at which they reach half of it
+    uneven_ramp: float = 0.0  # input channels of a group at which they reach half of it
 
 
 FIRST = MemoryLayout(conversions=2.0, grouped=0.37, width=33.0)
@@ -182,13 +184,13 @@ LAST = MemoryLayout(conversions=0.0, grouped=0.11, width=4.0, even=32, uneven=0.
 
 
 def convolution(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
-    """Forward and backward seconds of a convolution."""
+    """Return forward and backward seconds of a convolution, all calls together."""
     (inputs, outputs, groups), sides = operator.shape[:3], sides_of(operator)
     kernel = prod(side.kernel for side in sides)
-    # outputs are what the FLOPs say: padding is not in the shape
+    # the FLOPs tell the number of output pixels, as the shape does not include padding
     pixels = operator.flops / (2 * (inputs // groups) * outputs * kernel) * samples
     seconds = stream(machine, (operator.moved * samples + operator.weight_bytes) / shared)
-    if groups > 1 and inputs == groups:  # bytes and work add up: such kernels do not hide one behind the other
+    if groups > 1 and inputs == groups:  # depthwise kernels do not overlap memory traffic with compute
         work = operator.flops * samples / (machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE)
         forward, backward = DEPTHWISE[0] * seconds + work, DEPTHWISE[1] * seconds + 2 * work
         return Seconds(forward, backward if operator.backward_flops else 0.0)
@@ -204,7 +206,7 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
     forward = _padded(kernel * inputs) * _columns(columns)
     to_input = _padded(kernel * outputs / shared) * _columns(inputs)
     to_weight = _columns(kernel * inputs) * ceil(columns / INNER) * INNER
-    # whole waves of tiles beside the share that is filled; fewer tiles than units are split along the inner extent
+    # tiles fill whole waves; fewer tiles than units are split along the inner extent
     tiles, units = ceil(pixels / TILES[0][0]) * ceil(columns / TILES[0][0]), machine.device.units
     unit = 2 * pixels / rate * (ceil(tiles / units) * units / tiles if tiles > units else 1.0)
     if (
@@ -219,7 +221,7 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
 
 
 def _sums(operator: Operator, layout: MemoryLayout, work: tuple[float, float, float], seconds: float) -> Seconds:
-    """The three products, each bound by work or bytes, conversions added; no input gradient for the first layer."""
+    """Add up the three products, each bound by compute or memory, and their conversions of layout."""
     forward, to_input, to_weight = (max(part, seconds) + layout.conversions * seconds for part in work)
     if not operator.backward_flops:
         return Seconds(forward, 0.0)
@@ -228,7 +230,7 @@ def _sums(operator: Operator, layout: MemoryLayout, work: tuple[float, float, fl
 
 @lru_cache(maxsize=4096)
 def _grouped_rate(layout: MemoryLayout, channels: int, groups: int) -> float:
-    """Of the dense rate, by channels a group and number of groups."""
+    """Return the rate of a grouped convolution over a dense one."""
     if groups % layout.even:
         return layout.uneven * channels / (channels + layout.uneven_ramp)
     return layout.grouped * min(1.0, channels / layout.width)
@@ -241,19 +243,16 @@ def _padded(inner: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _columns(columns: float) -> float:
-    """Output channels in the cheapest tiles, in units of the widest tile's rate."""
+    """Return the output channels of the cheapest tiling, in units of the widest tile's rate."""
     return min(ceil(columns / tile) * tile / rate for tile, rate in TILES)
 
 
 def _peak(machine: Machine) -> float:
-    """FLOP/s of dense convolutions in full tiles under this software; where no share is known, matmuls' times 3/4."""
+    """Return the FLOP/s of dense convolutions in full tiles; without a calibrated share, 3/4 of matmuls'."""
     shares = machine.constants.convolution
     name = {4: "fp32"}.get(machine.item_bytes, "bf16")
     share = shares.get(machine.precision, shares.get(name))
     return machine.wide * share / machine.stack.matmul if share else 0.75 * machine.other.unit * machine.device.units
-
-
-__all__ = ["Machine", "Seconds", "machine_of", "matmul_seconds", "operator_seconds", "stream", "wide_precision"]
 
 
 def operator_seconds(
@@ -265,14 +264,14 @@ def operator_seconds(
     expert: int = 1,
     load: float = 1.0,
 ) -> Seconds:
-    """Forward and backward seconds of an operator, all calls together; ``expert`` and ``load``: see ``matmul``."""
+    """Return forward and backward seconds of an operator, all calls together; for the arguments see ``matmul``."""
     sharding = operator.sharding
     shared = degree if sharding is Sharding.TENSOR or (sequence_parallel and sharding is Sharding.SEQUENCE) else 1
     kind = operator.kind
     if kind is OperatorClass.MEMORY:
-        forward = _calls(machine, operator, operator.moved, samples / shared, shared)
-        back = operator.backward_moved
-        return Seconds(forward, _calls(machine, operator, back, samples / shared, shared) if back else 0.0)
+        forward = _memory_seconds(machine, operator, operator.moved, samples / shared, shared)
+        moved = operator.backward_moved
+        return Seconds(forward, _memory_seconds(machine, operator, moved, samples / shared, shared) if moved else 0.0)
     if kind is OperatorClass.MATMUL:
         return matmul(machine, operator, samples, shared, expert, load)
     if kind is OperatorClass.ATTENTION:
@@ -280,14 +279,14 @@ def operator_seconds(
     return convolution(machine, operator, samples, shared)
 
 
-def _calls(machine: Machine, operator: Operator, moved: float, samples: float, shared: int = 1) -> float:
-    """Seconds the operator's bytes take, kernel by kernel; each of ``shared`` devices has its slice of the weights."""
+def _memory_seconds(machine: Machine, operator: Operator, moved: float, samples: float, shared: int = 1) -> float:
+    """Return the seconds of moving the operator's bytes, kernel by kernel; ``shared`` devices split the weights."""
     calls = operator.count or 1
     return calls * stream(machine, (moved * samples + operator.weight_bytes / shared) / calls)
 
 
 def _attention(machine: Machine, operator: Operator, samples: float) -> Seconds:
-    """One fused kernel whose thread blocks take a head's query rows each; it skips what a causal mask hides."""
+    """Return the time of fused attention, whose thread blocks process query rows of a head."""
     heads, _, queries, keys, head_size = operator.shape
     blocks = ceil(samples * heads * ceil(queries / constants.ATTENTION_BLOCK))
     units = machine.device.units
@@ -295,17 +294,17 @@ def _attention(machine: Machine, operator: Operator, samples: float) -> Seconds:
     seen, rates = attention_shape(operator.causal, keys, head_size)
     work = operator.flops * samples * seen * waves / machine.wide * machine.stack.attention
     forward = work / (rates[0] * machine.constants.attention)
-    forward = max(forward, _calls(machine, operator, operator.moved, samples))
+    forward = max(forward, _memory_seconds(machine, operator, operator.moved, samples))
     if not operator.backward_flops:
         return Seconds(forward, 0.0)
-    again = work * constants.ATTENTION_BACKWARD_FLOPS / (rates[1] * machine.constants.attention_backward)
-    return Seconds(forward, max(again, _calls(machine, operator, operator.backward_moved, samples)))
+    backward = work * constants.ATTENTION_BACKWARD_FLOPS / (rates[1] * machine.constants.attention_backward)
+    return Seconds(forward, max(backward, _memory_seconds(machine, operator, operator.backward_moved, samples)))
 
 
 @lru_cache(maxsize=4096)
 def attention_shape(causal: bool, keys: int, head_size: int) -> tuple[float, tuple[float, float]]:
-    """Share of the score matrix that fused attention computes, and its rates in forward and backward beside those of
-    head size 128 and endless keys.
+    """Return the share of scores that fused attention computes, and its rates in forward and backward over those with
+    head size 128 and many keys.
 
     Under a causal mask whole blocks above the diagonal are skipped: (n + 1) / 2n of n x n blocks remain. Heads are
     padded to a multiple of 32 items (FlashAttention-2), and small ones leave the softmax units the bottleneck.

@@ -1,8 +1,8 @@
-"""A model taken apart for measuring: its blocks one by one, and everything around them without the blocks.
+"""Takes a model apart for measuring: single blocks, and a skeleton of the model without its blocks.
 
-The skeleton of a model is a copy of it in which pass-through stubs stand where the blocks were. Running it runs the
-user's own code before and after the blocks. A stub tells who listens that it was reached, with what arguments, and
-returns what the block would return in shape. The user's own model is never changed.
+The skeleton is a copy of the model with a pass-through stub in place of each block; running it runs the user's code
+before and after the blocks. A stub hands its arguments to a visitor and returns a result in the shape of the block's.
+The user's model is never changed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from galvatron_lite.parallelism.precision import compute_context
 
 @dataclass(frozen=True, slots=True)
 class SegmentCall:
-    """What a block is called with, and the shapes of what it returns."""
+    """A call of a block."""
 
     args: tuple[Any, ...]  # args, kwargs: detached arguments
     kwargs: dict[str, Any]
-    result: Any  # what it returned, tensors on the meta device
+    result: Any  # the block's result, its tensors on the meta device
 
     def with_arguments(self, change: Callable[[Any], Any]) -> SegmentCall:
-        """The call with other arguments: what ``change`` makes of them."""
+        """Return the call with ``change`` applied to its arguments."""
         return replace(self, args=change(self.args), kwargs=change(self.kwargs))
 
 
 class PassThrough(nn.Module):
-    """Stands for a block; hands its arguments to ``visit``, which gives the result.
+    """Stands in for a block: hands its arguments to ``visit``, which returns the result.
 
-    Attributes and submodules of the block stay readable, without values, since some models look at them while they run.
+    Attributes and submodules of the block stay readable, on meta, since some models read them while they run.
     """
 
     visit: Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -51,13 +51,13 @@ class PassThrough(nn.Module):
         self.path, self.kind = path, kind
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the block; how it is copied is not one of them (parametrized modules say it)."""
+        """Return an attribute of the block, but no dunder, as parametrized modules define how they are copied."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block would return, by the visitor."""
+        """Return the visitor's result."""
         return self.visit(args, kwargs)
 
 
@@ -69,20 +69,22 @@ class Skeleton:
     stubs: dict[str, PassThrough] = field(default_factory=dict)  # by path, in running order
 
     def visit_with(self, visitor: Callable[[PassThrough, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Let every stub ask ``visitor(stub, args, kwargs)`` for its result."""
+        """Make every stub return ``visitor(stub, args, kwargs)``."""
         for stub in self.stubs.values():
             stub.visit = partial(visitor, stub)
 
     def twin(self, model: nn.Module) -> Skeleton:
-        """A skeleton of a copy of its model."""
+        """Return the skeleton of a copy of its model."""
         by_path = {stub.path: stub for stub in model.modules() if isinstance(stub, PassThrough)}
         return Skeleton(model, {path: by_path[path] for path in self.stubs})
 
 
 def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.device) -> Skeleton:
-    """A copy of the model on ``device`` with a stub for every block; parameters on meta get random values."""
+    """Return a copy of the model on ``device`` with stubs for blocks; parameters on meta get random values."""
     blocks = {layer.modules[0]: layer.kind for layer in layers if layer.role is Role.BLOCK}
-    with _replaced(model, {path: PassThrough(model.get_submodule(path), path, kind) for path, kind in blocks.items()}):
+    with _modules_replaced(
+        model, {path: PassThrough(model.get_submodule(path), path, kind) for path, kind in blocks.items()}
+    ):
         bare = copy.deepcopy(model)
     bare = materialise(bare, device).train()
     prepare_for_training(bare)
@@ -93,7 +95,7 @@ def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.dev
 
 
 def copy_block(model: nn.Module, path: str, device: torch.device) -> nn.Module:
-    """A copy of one block on ``device``, in training mode; parameters on meta get random values."""
+    """Return a copy of a block on ``device``, in training mode; parameters on meta get random values."""
     block = materialise(copy.deepcopy(model.get_submodule(path)), device).train()
     prepare_for_training(block)
     block.apply(normalise_alone)
@@ -101,15 +103,15 @@ def copy_block(model: nn.Module, path: str, device: torch.device) -> nn.Module:
 
 
 def materialise(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on ``device``, in place; what was on meta gets values that are safe to compute with.
+    """Move a module to ``device`` in place; tensors on meta get values that are safe to compute with.
 
-    Floating parameters get small random values (or what ``reset_parameters`` gives), floating buffers zeros, integer
+    Floating parameters get small random values (or those of ``reset_parameters``), floating buffers zeros, integer
     buffers 0, 1, 2 ... along their last dim (position ids), Boolean ones True.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return module.to(device)
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each parameter; ``to_empty`` makes each place its own
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each parameter, since ``to_empty`` unties parameters
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((part, name))
@@ -137,7 +139,7 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
 def record_calls(
     skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, compute: torch.dtype | None = None
 ) -> dict[str, SegmentCall]:
-    """What the first block of every kind is called with for a batch."""
+    """Run a batch and return the call of the first block of each kind."""
     calls: dict[str, SegmentCall] = {}
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +147,7 @@ def record_calls(
             calls[stub.kind] = _call_once(blocks[stub.kind], args, kwargs, stub.path, compute)
         if len(calls) == len(blocks):
             raise StopRunError
-        return passed_on(calls[stub.kind], hidden_state(args, kwargs))
+        return stub_result(calls[stub.kind], hidden_state(args, kwargs))
 
     skeleton.visit_with(visit)
     device = next(tensors_of(batch)).device
@@ -158,23 +160,22 @@ def record_calls(
     raise TraceError("blocks", ", ".join(missing), "The model ran without calling them; name its blocks (blocks=...).")
 
 
-def passed_on(call: SegmentCall, hidden: Tensor) -> Any:
-    """What a stub returns: the hidden state where the block returned one, zeros of the right shape elsewhere."""
-    place = next(tensors_of(call.result), None)
+def stub_result(call: SegmentCall, hidden: Tensor) -> Any:
+    """Return a result in the shape of the block's: ``hidden`` for its first tensor, zeros for all others."""
+    first = next(tensors_of(call.result), None)
 
     def stand_in(tensor: Tensor) -> Tensor:
-        if tensor is place and tensor.shape == hidden.shape:
+        if tensor is first and tensor.shape == hidden.shape:
             return hidden.to(tensor.dtype)
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=hidden.device)
-        return zeros + 0 * hidden.mean() if tensor is place and hidden.is_floating_point() else zeros
+        # of another shape, the first tensor depends on ``hidden`` all the same, so that gradients reach it
+        return zeros + 0 * hidden.mean() if tensor is first and hidden.is_floating_point() else zeros
 
     return map_tensors(call.result, stand_in)
 
 
 def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The boundary tensor among a block's arguments: the first floating tensor; the first tensor (an embedding's ids)
-    where there is none.
-    """
+    """Return the boundary tensor among a block's arguments: the first floating tensor, else the first tensor (ids)."""
     tensors = list(tensors_of((args, kwargs)))
     hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), next(iter(tensors), None))
     if hidden is None:
@@ -182,52 +183,52 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return hidden
 
 
-def run_on(run: Callable[..., Any], call: SegmentCall, hidden: Tensor) -> Any:
-    """What ``run`` returns for a call whose boundary tensor is replaced by ``hidden``."""
+def run_with(run: Callable[..., Any], call: SegmentCall, hidden: Tensor) -> Any:
+    """Call ``run`` with the arguments of ``call``, the boundary tensor replaced by ``hidden``."""
     before = hidden_state(call.args, call.kwargs)
     args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: hidden if tensor is before else tensor)
     return run(*args, **kwargs)
 
 
-def leaf_of(call: SegmentCall) -> Tensor:
-    """A copy of the boundary tensor that takes a gradient where it can."""
+def input_leaf(call: SegmentCall) -> Tensor:
+    """Return a copy of the boundary tensor that requires a gradient if it is floating."""
     hidden = hidden_state(call.args, call.kwargs).detach().clone()
     return hidden.requires_grad_() if hidden.is_floating_point() else hidden
 
 
-def entering(leaf: Tensor) -> Tensor:
-    """A copy of a leaf, with a leaf of its own: no leaf itself, as a block may work in place on what it is given."""
+def fresh_input(leaf: Tensor) -> Tensor:
+    """Return a copy of a leaf that has another leaf and is none itself, as a block may change its input in place."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad).clone()
 
 
-class Boundary(torch.autograd.Function):
-    """A copy that tells when its gradient arrives: where one segment's backward ends and the other's begins."""
+class GradientMarker(torch.autograd.Function):
+    """Copies a tensor and calls ``reached`` when its gradient arrives, between the backward passes of two segments."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
-        """A copy of the tensor."""
+        """Return a copy of the tensor."""
         ctx.reached = reached
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient itself."""
+        """Pass the gradient on."""
         ctx.reached()
         return grads[0], None
 
 
-class Joined(torch.autograd.Function):
-    """A tensor that depends on others as well: backward reaches whatever they were made of, with no gradient."""
+class DependentCopy(torch.autograd.Function):
+    """Makes a tensor depend on others, so that backward runs the graphs that produced them, without gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return a view of the tensor."""
         ctx.others = len(others)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient, for the tensor alone."""
+        """Pass the gradient on to the tensor only."""
         return grads[0], *[None] * ctx.others
 
 
@@ -240,8 +241,8 @@ def _call_once(
 ) -> SegmentCall:
     if next(tensors_of((args, kwargs)), None) is None:
         raise TraceError(f"block {path}", "its arguments", "It is given no tensor; name other blocks (blocks=...).")
-    args = tuple(_owned(value, compute) for value in args)
-    kwargs = {name: _owned(value, compute) for name, value in kwargs.items()}
+    args = tuple(_detached(value, compute) for value in args)
+    kwargs = {name: _detached(value, compute) for name, value in kwargs.items()}
     try:
         result = block(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -249,10 +250,10 @@ def _call_once(
     return SegmentCall(args, kwargs, map_tensors(result, lambda tensor: tensor.to("meta")))
 
 
-def _owned(value: Any, compute: torch.dtype | None) -> Any:
-    """An argument on its own. A key-value cache becomes None: it would grow with every repetition."""
+def _detached(value: Any, compute: torch.dtype | None) -> Any:
+    """Return a detached copy of an argument, cast to the precision of compute."""
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-        return None
+        return None  # a key-value cache would grow with every repetition
 
     def detach(tensor: Tensor) -> Tensor:
         cast = compute if tensor.is_floating_point() else None
@@ -262,13 +263,13 @@ def _owned(value: Any, compute: torch.dtype | None) -> Any:
 
 
 @contextmanager
-def _replaced(model: nn.Module, stubs: Mapping[str, nn.Module]) -> Iterator[None]:
-    """The model with other modules at some paths, for as long as the ``with`` block runs."""
-    real = {path: model.get_submodule(path) for path in stubs}
+def _modules_replaced(model: nn.Module, stubs: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Replace modules of a model at some paths inside the ``with`` block."""
+    originals = {path: model.get_submodule(path) for path in stubs}
     try:
         for path, stub in stubs.items():
             model.set_submodule(path, stub)
         yield
     finally:
-        for path, module in real.items():
+        for path, module in originals.items():
             model.set_submodule(path, module)

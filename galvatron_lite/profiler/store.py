@@ -1,4 +1,4 @@
-"""Profiles on disk: one folder a machine, one file a model, which was made last, and which is of a model here."""
+"""Stores profiles on disk, in a folder for each machine and a file for each model, and finds the profile of a model."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LAST = "last"  # file in the profiles folder that holds the relative path of the profile made last
+LAST = "last"  # file in the profiles folder with the relative path of the latest profile
 
 
 def profile_path(folder: Path, machine: str, name: str) -> Path:
-    """Where the profile of a model on a machine is kept: ``folder/machine/name.yaml``."""
+    """Return the path of the profile of a model on a machine: ``folder/machine/name.yaml``."""
     return folder / _slug(machine) / f"{_slug(name)}.yaml"
 
 
 def journal_path(folder: Path, machine: str, name: str) -> Path:
-    """Where finished points are kept while a profile is being made."""
+    """Return the path of the journal of finished points while a profile is measured."""
     return profile_path(folder, machine, name).with_suffix(".journal.jsonl")
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile from a YAML or JSON file.
+    """Read a profile from a YAML or JSON file.
 
     Raises:
-        FileFormatError: no such file, truncated, corrupt, of another version, or without points for a layer.
+        FileFormatError: a missing, truncated or corrupt file, another version, or no points for a layer.
     """
     data = read_data(Path(path))
     version = data.get("version") if isinstance(data, dict) else None
@@ -59,7 +59,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def unwritable(folder: Path) -> InputError | None:
-    """Why no profile can be kept in a folder; None where one can. Makes the folder."""
+    """Create a folder for profiles; return the error if it cannot be written, else None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -70,7 +70,14 @@ def unwritable(folder: Path) -> InputError | None:
 
 
 def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool = True) -> Path:
-    """Write a profile to its place in the profiles folder and remember it as the last one made; its path."""
+    """Write a profile to its path in the profiles folder and return the path.
+
+    Args:
+        profile: the profile.
+        folder: the profiles folder.
+        machine: name of the machine.
+        remember: whether this becomes the latest profile if there is one already.
+    """
     if (refused := unwritable(folder)) is not None:
         raise refused
     path = profile_path(folder, machine, profile.name)
@@ -81,7 +88,12 @@ def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool
 
 
 def last_profile(folder: Path = Path("profiles")) -> Path:
-    """The path of the profile made last here."""
+    """Return the path of the latest profile.
+
+    Raises:
+        InputError: there is none.
+        FileFormatError: it was deleted.
+    """
     try:
         name = read_text(folder / LAST, FILE_BYTES).strip()
     except FileFormatError as error:
@@ -97,24 +109,14 @@ def last_profile(folder: Path = Path("profiles")) -> Path:
 
 
 def profile_hash(profile: Profile) -> str:
-    """Sixteen hex digits that change with anything in the profile."""
+    """Return sixteen hex digits that change with anything in the profile."""
     return data_hash(to_data(profile))
 
 
 def data_hash(data: Any) -> str:
-    """Sixteen hex digits (SHA-256) of plain data, whatever the order of its keys."""
+    """Return sixteen hex digits (SHA-256) of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def check_hardware(profile: Profile, cluster: Cluster) -> list[str]:
-    """Warnings for people where a profile was measured on other hardware than ``cluster``; empty where it fits."""
-    from galvatron_lite.cluster.probe import differs
-
-    return [
-        f"Profile {profile.name} was measured on other hardware: {difference}. Its times may not hold here."
-        for difference in differs(profile.cluster.fingerprint, cluster.fingerprint)
-    ]
 
 
 def _check_complete(profile: Profile, path: Path) -> None:
@@ -143,7 +145,7 @@ def _slug(name: str) -> str:
 
 
 def profile_name(model: nn.Module) -> str:
-    """What the profile of a model on this world is called: its class, its shape, and how many processes share it."""
+    """Return the name of a model's profile in this world: its class, a hash of its shapes, and the world size."""
     from galvatron_lite.world import world_size
 
     shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.named_parameters()]
@@ -151,35 +153,34 @@ def profile_name(model: nn.Module) -> str:
 
 
 def kept_profile(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile | None:
-    """The profile of this very model, as it runs now, measured on this very machine and world; None where there is
-    none.
+    """Return the stored profile of a model whose graph is ``graph``, measured on this machine and world, else None.
 
-    Looked at are those that a script itself has measured, then the last one that ``galvatron profile`` wrote, and all
-    others of this machine. A line says which was taken. One that a script has measured and that cannot be read, or is
-    of another forward pass, shape of a sample or loss, is told and passed over.
+    Profiles that scripts measured come first, then the latest of ``galvatron profile``, then all others of this
+    machine. The log says which profile is used; warnings say which profiles of scripts cannot be read or are of another
+    graph.
     """
     here = _this_machine()
-    for path, stored in (*_measured_shapes(model, graph, folder, here), *_others(model, folder, here)):
+    for path, stored in (*_script_profiles(model, graph, folder, here), *_other_profiles(model, folder, here)):
         if stored.graph == graph:
             LOG.info(f"profile {path} is of this model on this machine: taken")
             return stored
     return None
 
 
-_OTHER = 0.05
-"""Share of the parameters by which those that train may differ between a profile and the model."""
+_TOLERANCE = 0.05
+"""Largest difference between the trainable shares of a profile's parameters and of the model's."""
 
 
 def check_trainable(model: nn.Module, profile: Profile) -> None:
-    """Refuse a profile that was made while other parameters trained: backward, gradients and states were others.
+    """Refuse a profile of other trainable parameters, since backward, gradients and states differ.
 
     Raises:
-        InputError: the share of parameters that train is not the model's.
+        InputError: the trainable share of parameters is not the model's.
     """
     items = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained, total = sum(size for size, trains in items if trains), sum(size for size, _ in items)
     graph = profile.graph
-    if abs(trained / max(total, 1) - graph.trainable / max(graph.parameters, 1)) > _OTHER:
+    if abs(trained / max(total, 1) - graph.trainable / max(graph.parameters, 1)) > _TOLERANCE:
         counts = f"{format_count(graph.trainable)} of {format_count(graph.parameters)}"
         remedy = (
             f"Of its parameters {counts} trained; of this model {format_count(trained)} of {format_count(total)} do. "
@@ -189,8 +190,15 @@ def check_trainable(model: nn.Module, profile: Profile) -> None:
 
 
 def other_hardware(profile: Profile, here: Cluster | None = None) -> list[str]:
-    """What differs between the machine of a profile and this one, for people; nothing for data sheets."""
-    return check_hardware(profile, here or _this_machine()) if profile.cluster.fingerprint else []
+    """Return a warning for each difference between the machine of a profile and this one; none for data sheets."""
+    from galvatron_lite.cluster.probe import differs
+
+    if not profile.cluster.fingerprint:
+        return []
+    return [
+        f"Profile {profile.name} was measured on other hardware: {difference}. Its times may not hold here."
+        for difference in differs(profile.cluster.fingerprint, (here or _this_machine()).fingerprint)
+    ]
 
 
 def _this_machine() -> Cluster:
@@ -200,10 +208,10 @@ def _this_machine() -> Cluster:
     return probe(world_size())
 
 
-def _measured_shapes(
+def _script_profiles(
     model: nn.Module, graph: ModelGraph, folder: Path, here: Cluster
 ) -> Iterator[tuple[Path, Profile]]:
-    """What scripts have measured of models of these shapes."""
+    """Yield the profiles that scripts measured of models of these shapes on this machine."""
     for path in sorted(folder.glob(f"*/{profile_name(model)}.yaml")):
         try:
             stored = read_profile(path)
@@ -218,9 +226,11 @@ def _measured_shapes(
         yield path, stored
 
 
-def _others(model: nn.Module, folder: Path, here: Cluster) -> Iterator[tuple[Path, Profile]]:
-    """What ``galvatron profile`` has measured on this machine, the last one first; files of other machines, which do
-    not have its fingerprint in them, are not parsed."""
+def _other_profiles(model: nn.Module, folder: Path, here: Cluster) -> Iterator[tuple[Path, Profile]]:
+    """Yield the profiles that ``galvatron profile`` measured on this machine, the latest first.
+
+    Files without this machine's fingerprint are not parsed, which saves time.
+    """
     host, file_name = here.fingerprint.get("host", ""), f"{profile_name(model)}.yaml"
     paths = sorted(folder.glob("*/*.yaml"))
     with suppress(InputError, FileFormatError):
@@ -236,7 +246,7 @@ def _others(model: nn.Module, folder: Path, here: Cluster) -> Iterator[tuple[Pat
 
 
 def _change(before: ModelGraph, now: ModelGraph) -> str:
-    """Where two graphs of a model first differ, for people."""
+    """Return where two graphs of a model first differ, for people."""
     if before.layers != now.layers:
         return "it has other layers now, or in another order"
     if before.edges != now.edges or before.ties != now.ties:

@@ -1,12 +1,10 @@
-"""Timing that can be trusted: warm-up, as many repetitions as the noise asks for, and what the spread was.
+"""Times code on all ranks with warm-up and adaptive repetitions, and runs the tasks of a profile with a journal.
 
-Under a process group every rank runs the same thing at the same moment (a barrier before each repetition), so that
-contention for what the ranks share is in the figure. One repetition's figure is the mean over the ranks (compute,
-whose noise evens out between two communications) or the slowest rank's (communication, which ends for all together);
-the result is the median over the repetitions. What is a difference is taken within each repetition, so that a machine
-that becomes slower meanwhile does not show in it.
-
-Tasks of a measurement, run one after the other on all ranks; the journal that an interrupted one resumes from.
+All ranks run the same code at the same moment (a barrier precedes each repetition), so that contention for shared
+resources is in the figure. A repetition counts as the mean over ranks (compute, whose noise averages out between two
+communications) or the slowest rank (communication, which ends for all ranks together); the result is the median over
+repetitions. Differences are taken within a repetition, so that a machine that slows down meanwhile does not affect
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Lap: TypeAlias = Callable[[], None]  # called by the timed code at the end of ea
 
 
 class Across(StrEnum):
-    """Which figure of one repetition is taken over the ranks."""
+    """How the figures of all ranks combine in one repetition."""
 
     MEAN = "mean"
     MAX = "max"
@@ -45,27 +43,27 @@ class Across(StrEnum):
 class TimingRule:
     """How long to go on measuring one point."""
 
-    warmup: int = 2  # repetitions that are thrown away
-    least: int = 5  # repetitions at the least
-    most: int = 60  # repetitions at the most
-    spread: float = 0.05  # stop once (third quartile - first quartile) / median is this small
-    seconds: float = 0.3  # stop once so much time was spent
+    warmup: int = 2  # repetitions that are discarded
+    least: int = 5  # fewest repetitions
+    most: int = 60  # most repetitions
+    spread: float = 0.05  # stop once (third quartile - first quartile) / median is at most this
+    seconds: float = 0.3  # stop once this time was spent
 
 
 DEFAULT_RULE = TimingRule()
 BRIEF_RULE = TimingRule(warmup=1, least=3, most=6, spread=0.1, seconds=0.1)
-"""For figures that decide little: whether one device computes again what it could keep."""
+"""For plans of one device, whose only choice is recomputation."""
 _PATIENCE = 4
-"""How many times longer a rule allows to time a difference that does not stand out of its noise."""
-_CLEAR = 2.0  # A difference stands out where it is so many times its noise
+"""Factor on repetitions and time for a difference that is not clear."""
+_CLEAR = 2.0  # a difference is clear if it exceeds its noise by this factor
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one point took."""
+    """Measured seconds."""
 
     laps: tuple[float, ...]  # seconds of each part, median over the repetitions
-    repetitions: int  # how many were counted
+    repetitions: int  # number of counted repetitions
     spread: float  # (third quartile - first quartile) / median of the sum of the parts
 
     @property
@@ -80,21 +78,22 @@ def time_laps(
     rule: TimingRule = DEFAULT_RULE,
     across: Across = Across.MEAN,
 ) -> Timing:
-    """Time the parts of ``run``, which calls the ``Lap`` it is given at the end of each part.
+    """Time the parts of ``run``, which calls its argument at the end of each part.
 
     Args:
-        run: what to time; it must call its argument equally often each time.
+        run: the code to time; it must call its argument equally often each time.
         device: where it runs; CUDA is timed by events.
-        across: how the ranks' figures become one.
+        rule: how long to time.
+        across: how the figures of ranks combine.
     """
     place = torch.device(device)
     for _ in range(rule.warmup):
-        _one(run, place)
+        _time_once(run, place)
     begun, rows, chunk = time.perf_counter(), list[list[float]](), rule.least
     while True:
-        more = [_one(run, place) for _ in range(chunk)]
+        more = [_time_once(run, place) for _ in range(chunk)]
         rows += _combine(more, [across] * len(more[0]))
-        spent = max(of_all_ranks(time.perf_counter() - begun))
+        spent = max(gather_ranks(time.perf_counter() - begun))
         chunk = min(rule.least, rule.most - len(rows))
         if chunk <= 0 or spent >= rule.seconds or _spread(rows) <= rule.spread:
             return Timing(tuple(median(column) for column in zip(*rows, strict=True)), len(rows), _spread(rows))
@@ -107,38 +106,38 @@ def time_call(
     across: Across = Across.MEAN,
 ) -> Timing:
     """Time one call; see ``time_laps``."""
-    return time_laps(single_part(run), device, rule, across)
+    return time_laps(as_single_lap(run), device, rule, across)
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One of the times that a difference is made of."""
+    """A weighted time in a difference."""
 
-    weight: float  # what its seconds count
-    run: Callable[[Lap], object]  # what to time; of the parts that it ends by calling its argument, the last one counts
-    across: Across = Across.MEAN  # how the ranks' figures become one
+    weight: float  # factor on its seconds
+    run: Callable[[Lap], object]  # the code to time, as for ``time_laps``; its last lap counts
+    across: Across = Across.MEAN  # how the figures of ranks combine
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What times differ by."""
+    """A measured difference of times."""
 
-    seconds: float  # the sum of all terms, median over the repetitions
-    noise: float  # standard error of that, seconds
-    repetitions: int  # how many were counted
+    seconds: float  # the weighted sum of all terms, median over the repetitions
+    noise: float  # its standard error, seconds
+    repetitions: int  # number of counted repetitions
 
     @property
     def is_clear(self) -> bool:
-        """Whether it stands out of its noise."""
+        """Whether the difference exceeds its noise."""
         return abs(self.seconds) > _CLEAR * self.noise
 
 
 def time_difference(terms: Sequence[Term], device: torch.device | str, rule: TimingRule = DEFAULT_RULE) -> Difference:
-    """Time all terms in turn, again and again; longer than the rule says where they hardly differ."""
+    """Time all terms in turn, repeatedly; longer than the rule allows while the difference is not clear."""
     place, across = torch.device(device), [term.across for term in terms]
 
     def in_turn() -> list[float]:
-        return [_one(term.run, place)[-1] for term in terms]
+        return [_time_once(term.run, place)[-1] for term in terms]
 
     for _ in range(rule.warmup):
         in_turn()
@@ -149,16 +148,16 @@ def time_difference(terms: Sequence[Term], device: torch.device | str, rule: Tim
         low, middle, high = quantiles(sums, n=4) if len(sums) > 1 else sums * 3
         # the standard error of a median is 1.253 s / sqrt(n), with s by the quartiles (range / 1.349)
         difference = Difference(middle, 1.253 * (high - low) / 1.349 / sqrt(len(sums)), len(sums))
-        spent = max(of_all_ranks(time.perf_counter() - begun))
+        spent = max(gather_ranks(time.perf_counter() - begun))
         patience = 1 if difference.is_clear else _PATIENCE
-        # a moment in which the machine stood still may have taken all of the time
+        # a stall of the machine may have used up all of the time, so an unclear difference is repeated once more
         is_late = spent >= patience * len(terms) * rule.seconds and (difference.is_clear or len(rows) > rule.least)
         if is_late or len(rows) >= patience * rule.most or difference.noise <= rule.spread * abs(difference.seconds):
             return difference
 
 
-def single_part(run: Callable[[], object]) -> Callable[[Lap], object]:
-    """A call as what has one part."""
+def as_single_lap(run: Callable[[], object]) -> Callable[[Lap], object]:
+    """Wrap a call for ``time_laps``, as a single part."""
 
     def with_lap(lap: Lap) -> None:
         run()
@@ -172,17 +171,17 @@ def launched() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _one(run: Callable[[Lap], object], device: torch.device) -> list[float]:
+def _time_once(run: Callable[[Lap], object], device: torch.device) -> list[float]:
     if launched():
         dist.barrier()
     if device.type == "cuda":
-        return _one_cuda(run, device)
+        return _time_once_cuda(run, device)
     moments = [time.perf_counter()]
     run(lambda: moments.append(time.perf_counter()))
     return [after - before for before, after in pairwise(moments)]
 
 
-def _one_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]:
+def _time_once_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]:
     torch.cuda.synchronize(device)
     events: list[torch.cuda.Event] = []
 
@@ -197,8 +196,8 @@ def _one_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def of_all_ranks(value: T) -> list[T]:
-    """The value of every rank; that of this process where it is alone."""
+def gather_ranks(value: T) -> list[T]:
+    """Return the values of all ranks."""
     if not launched():
         return [value]
     values = [value] * dist.get_world_size()
@@ -207,10 +206,10 @@ def of_all_ranks(value: T) -> list[T]:
 
 
 def _combine(rows: list[list[float]], across: Sequence[Across]) -> list[list[float]]:
-    """Rows of all ranks as one, each column in its way."""
+    """Combine the rows of all ranks, each column by its rule."""
     return [
         [fmean(column) if how is Across.MEAN else max(column) for how, column in zip(across, columns, strict=True)]
-        for columns in (zip(*same, strict=True) for same in zip(*of_all_ranks(rows), strict=True))
+        for columns in (zip(*same, strict=True) for same in zip(*gather_ranks(rows), strict=True))
     ]
 
 
@@ -226,14 +225,14 @@ _IDENTITY = "identity"
 
 
 class Journal:
-    """One JSON object a line: first what is being measured, then one finished point each.
+    """A file of finished measurements, one JSON object a line, after a line that identifies the profile.
 
-    A line that a crash cut short is dropped. A journal of something else is begun anew.
+    A line that a crash cut short is dropped. A journal of another identity is begun anew.
 
     Args:
-        path: of the file; made when first written to.
-        identity: what tells this measurement from another (a hash of model, machine and settings).
-        resume: False begins anew whatever the file holds.
+        path: path of the file.
+        identity: a hash of model, machine and settings.
+        resume: whether to keep the measurements of an existing file of this identity.
     """
 
     def __init__(self, path: Path, identity: str, resume: bool = True) -> None:
@@ -247,12 +246,12 @@ class Journal:
             self._append({_IDENTITY: identity})
 
     def add(self, key: str, value: Any) -> None:
-        """Keep a finished point; it is on disk when this returns."""
+        """Add a finished measurement; it is on disk when this returns."""
         self.finished[key] = value
         self._append({"key": key, "value": value})
 
     def remove(self) -> None:
-        """Delete the file: the profile is written."""
+        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -263,7 +262,7 @@ class Journal:
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that can be read; what follows the last line break is cut off the file."""
+    """Return the lines that can be read, and truncate the file after its last line break."""
     try:
         raw = path.read_bytes()
     except OSError:
@@ -282,64 +281,62 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
 Results: TypeAlias = dict[str, Any]  # plain data of finished tasks by key
 
 Progress: TypeAlias = Callable[[int, int, str], object]
-"""Called with tasks done, tasks in all, and the label of the one that comes next."""
+"""Called with finished tasks, all tasks, and the label of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureTask:
-    """One thing to measure."""
+    """One measurement."""
 
-    key: str  # tells it from every other task of the profile
+    key: str  # unique in the profile
     label: str  # for people
-    # measures it, on every rank at once; gets what is finished so far; gives plain data (JSON)
-    run: Callable[[Mapping[str, Any]], Any]
+    run: Callable[
+        [Mapping[str, Any]], Any
+    ]  # measures on all ranks; takes the results so far, returns plain data (JSON)
 
 
 def run_tasks(tasks: Sequence[MeasureTask], journal: Journal | None, progress: Progress | None = None) -> Results:
-    """Run what is not finished yet, in order, and keep each result at once.
+    """Run the tasks that the journal does not hold, in order, and add each result to it.
 
     Returns:
-        Plain data by key, the same (rank 0's) on every rank.
+        Plain data by key, those of rank 0 on every rank.
     """
-    results: Results = agree(dict(journal.finished) if journal else {})
-    tell = progress if progress is not None and journal is not None else lambda *_: None
-    for place, task in enumerate(tasks):
-        tell(place, len(tasks), task.label)
+    results: Results = from_first_rank(dict(journal.finished) if journal else {})
+    report = progress if progress is not None and journal is not None else lambda *_: None
+    for number, task in enumerate(tasks):
+        report(number, len(tasks), task.label)
         if task.key not in results:
-            results[task.key] = agree(task.run(results))
+            results[task.key] = from_first_rank(task.run(results))
             if journal:
                 journal.add(task.key, results[task.key])
-    tell(len(tasks), len(tasks), "done")
+    report(len(tasks), len(tasks), "done")
     return results
 
 
-def agree(value: Any) -> Any:
-    """Rank 0's value on every rank."""
+def from_first_rank(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
     if not launched():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
-def first_rank() -> bool:
-    """Whether this process is the one that writes files."""
+def is_first_rank() -> bool:
+    """Whether this process writes files."""
     return not launched() or dist.get_rank() == 0
 
 
-EVERY = 15.0  # seconds between lines
+LOG_INTERVAL = 15.0  # seconds between lines of progress
 
 
-def notices(title: str) -> Progress:
-    """A function (done, total, label) that says a line at the start, and every so often to the log.
-
-    Training scripts have no place of their own for it, and minutes of silence look like a hang.
-    """
+def log_progress(title: str) -> Progress:
+    """Return a ``Progress`` that logs a line at the start and then regularly, for scripts without a display."""
     last = [float("-inf")]
 
-    def tell(done: int, total: int, label: str) -> None:
-        if monotonic() - last[0] >= EVERY:
+    def report(done: int, total: int, label: str) -> None:
+        if monotonic() - last[0] >= LOG_INTERVAL:
             last[0] = monotonic()
             LOG.info(f"{title}: {done} of {total} ({label})")
 
-    return tell
+    return report

@@ -1,1 +1,1 @@
-"""The training software: what it decides that costs depend on."""
+"""Training software: the properties of a framework that costs depend on."""

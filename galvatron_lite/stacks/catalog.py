@@ -14,7 +14,7 @@ from galvatron_lite.stacks.schema import Stack
 
 
 def _with_base(entry: str | Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry with the fields of its ``base``, and of that one's; a name stands for the entry of that name."""
+    """Return an entry (or the entry of a name) with the fields that it inherits from its ``base``."""
     if isinstance(entry, str):
         return _with_base(table[entry], table)
     inherited = _with_base(entry["base"], table) if "base" in entry else {}
@@ -22,7 +22,7 @@ def _with_base(entry: str | Mapping[str, Any], table: Mapping[str, Any]) -> dict
 
 
 def _read_stacks() -> tuple[dict[str, Stack], dict[str, Stack]]:
-    """Every stack by its name, and by the regular expression for what it is called."""
+    """Return every stack by its name, and by the regular expression of the names people call it."""
     path = config_folder("stacks") / "stacks.yaml"
     data = read_data(path)
     presets = {"kernels": {"galvatron": to_data(EAGER), **data["kernels"]}, "states": data["states"]}
@@ -45,6 +45,6 @@ GALVATRON, DEFAULT = STACKS["galvatron"], STACKS["default"]
 
 @cache
 def match_stack(framework: str) -> Stack:
-    """The stack that a framework's name means; ``DEFAULT`` where it is not known."""
+    """Return the stack that a framework's name means; ``DEFAULT`` for an unknown one."""
     text = framework.lower()
     return next((stack for words, stack in _CALLED.items() if re.search(words, text)), DEFAULT)

@@ -1,15 +1,13 @@
-"""Constants corrected for one's cluster and software by runs that were measured there.
+"""Fits calibrated constants to measured runs of a user's cluster and software.
 
-What can move are the constants of the software, links and devices that the runs use (``calibration.parameters``), each
-around its value before with the width of its prior, so that a few runs move little and what they do not tell stays.
-Three answers are held against each other by leaving every setting out in turn: all of these constants, one common
-factor on the times of the software's kernels, and none at all. The one whose predictions of runs it did not see are
-best is the result; where neither of the first two beats the last, that is the constants as they were.
+The constants of the software, links and devices that the runs use are fitted around their values before
+(``calibration.parameters``), so that a few runs change little. Leave-one-setting-out cross-validation chooses between
+three models: all of these constants, one common factor on the times of the software's kernels, and the constants
+unchanged. The model with the smallest error on settings it was not fitted to is the result.
 
-Leaving out is exact for the straight lines through the most likely constants: with A the inverse covariance there and
-J, r the slopes and residuals of what is left out, the constants move by ``-(A - J'J / noise²)^-1 J'r / noise²``
-(Cook 1977, "Detection of Influential MeasuredStep in Linear Regression"). What was left out is then predicted by the
-planner's path with those constants.
+Leaving out uses the linearisation at the fitted constants: with A the inverse covariance there and J, r the slopes and
+residuals of what is left out, the constants move by ``-(A - J'J / noise²)^-1 J'r / noise²`` (Cook 1977, "Detection of
+Influential Observation in Linear Regression"). The planner then predicts what was left out with those constants.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from statistics import fmean
 import numpy as np
 
 from galvatron_lite.calibration.parameters import (
-    Learnt,
     Parameter,
+    Posterior,
     Vector,
-    learn,
+    fit,
     parameters_of,
-    places_of,
+    scaled_values,
     value_of,
-    with_places,
+    with_scaled_values,
 )
 from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin
 from galvatron_lite.calibration.store import entry_for
@@ -45,60 +43,60 @@ from galvatron_lite.validate.predict import Predictor, step_seconds
 from galvatron_lite.validate.results import Predicted, SkipError
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
-LEAST = 3  # settings that can be left out in turn
+LEAST = 3  # fewest settings for a fit
 _NOISE = 0.08
-"""Standard deviation of the logarithm of measured over predicted under the right constants: what formulas miss."""
+"""Standard deviation of the logarithm of measured over predicted time under the right constants: errors of formulas."""
 
 _KERNELS = ("matmul", "attention", "memory", "optimizer")
-"""Fields of a software that the common factor is on."""
-_COMMON_WIDTH = 0.2  # of its prior, as a logarithm
+"""Fields of a software that the common factor multiplies."""
+_COMMON_WIDTH = 0.2  # standard deviation of the factor's prior, as a logarithm
 _FAR = 2.5
-"""Standard deviations from which a common factor says that a field of the rows is wrong, or that the model is not
-understood, rather than that the software's kernels are all so much slower."""
+"""Standard deviations beyond which a common factor is rejected: then a field of the rows is wrong or the model is
+misread, rather than all kernels of the software so much slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One measured run."""
+    """The measured step time of one run."""
 
     name: str
-    model: str  # that was trained
-    setting: object  # equal for runs that only repeat one another
-    seconds: float  # of a step, measured
-    owners: frozenset[str]  # entries of the calibration that price it
-    predict: Callable[[Predictor], float]  # seconds of a step
+    model: str  # name of the trained model
+    setting: object  # equal for runs that repeat one another
+    seconds: float  # measured seconds of a step
+    owners: frozenset[str]  # entries of the calibration that its price depends on
+    predict: Callable[[Predictor], float]  # returns the predicted seconds of a step
 
 
 @dataclass(frozen=True, slots=True)
 class LearntConstant:
-    """What runs say of one constant."""
+    """One fitted constant."""
 
     name: str  # ``stacks/nemo/matmul``
     before: float
     value: float
-    low: float  # low, high: one standard deviation either way
+    low: float  # low, high: one standard deviation either side
     high: float
-    told: float  # share of the prior's variance that the runs took away
+    told: float  # share of the prior's variance that the runs removed
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """Constants and how good they are on the runs; errors are means of |predicted / measured - 1|."""
+    """Fitted constants and their errors, means of |predicted / measured - 1|."""
 
     calibration: Calibration
-    kind: str  # ``constants``, ``common factor``, or ``unchanged`` where neither helps
-    constants: tuple[LearntConstant, ...]  # those that moved, or that runs tell something of
+    kind: str  # ``constants``, ``common factor``, or ``unchanged`` if neither improves predictions
+    constants: tuple[LearntConstant, ...]  # those that the runs constrain
     runs: int
     settings: int
-    models: frozenset[str]  # of one alone, what its formulas miss and what its software costs cannot be told apart
-    before: float  # error of the constants as they were
-    after: float  # of those that are returned, on the same runs
-    left_out: dict[str, float]  # of each answer, on runs that it did not see
+    models: frozenset[str]  # of a single one, errors of its formulas and costs of its software cannot be separated
+    before: float  # error of the constants before
+    after: float  # error of the returned constants, on the same runs
+    left_out: dict[str, float]  # error of each model on settings it was not fitted to
     skipped: dict[str, int]  # rows that cannot be priced, by reason
 
 
 def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[list[MeasuredStep], dict[str, int]]:
-    """The runs of some files of rows and folders of logs, and why others are left out.
+    """Return the runs of some files of rows and folders of logs, and the numbers of skipped rows by reason.
 
     Raises:
         FileFormatError: a file that cannot be read.
@@ -117,13 +115,13 @@ def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[
     return observations, dict(skipped)
 
 
-_APART = {"run_id", "source", "line", "notes", "derived", "quality", "iter_time_s", "tokens_per_s_per_gpu",
-          "samples_per_s", "peak_mem_gb", "problem"}  # fmt: skip
+_RESULT_FIELDS = {"run_id", "source", "line", "notes", "derived", "quality", "iter_time_s", "tokens_per_s_per_gpu",
+                  "samples_per_s", "peak_mem_gb", "problem"}  # fmt: skip
 """Fields in which runs of one setting may differ."""
 
 
 def observation_of(run: PublishedRun, predictor: Predictor) -> MeasuredStep | None:
-    """A row as a measured step; None where it is not scored for time."""
+    """Return a row as a measured step; None if its time is not scored."""
     judged = predictor.judge(run)
     if judged.time is None or judged.measured is None:
         return None
@@ -139,13 +137,13 @@ def observation_of(run: PublishedRun, predictor: Predictor) -> MeasuredStep | No
         outcome = predictor.predict(run)
         return outcome.step_seconds if isinstance(outcome, Predicted) else seconds
 
-    setting = tuple(getattr(run, item.name) for item in fields(run) if item.name not in _APART)
+    setting = tuple(getattr(run, item.name) for item in fields(run) if item.name not in _RESULT_FIELDS)
     owners = frozenset(f"{kind}/{entry_for(calibration, kind, name)}" for kind, name in named)
     return MeasuredStep(run.run_id, run.model or "", setting, seconds, owners, predict)
 
 
 def _logged(folder: Path) -> MeasuredStep:
-    """A run of ours by its log; its layers are estimated anew from data sheets, whatever its profile measured."""
+    """Return a run of ours by its log; its layers are estimated from data sheets, whatever its profile measured."""
     run = read_run(folder)
     seconds = measured(run.plan_steps[1:] or run.plan_steps, run.plan).seconds
     if not (folder / PROFILE).is_file() or not seconds:
@@ -162,33 +160,39 @@ def _logged(folder: Path) -> MeasuredStep:
 
 
 class _Prices:
-    """Predicted seconds of observations by the places of parameters; what a change does not touch is remembered."""
+    """Predicts the seconds of runs from scaled parameters; cached by the parameters that a run depends on."""
 
     def __init__(self, base: Calibration, parameters: Sequence[Parameter], runs: Sequence[MeasuredStep]) -> None:
         self.base, self.parameters, self.runs = base, parameters, runs
-        self._uses = [
-            [place for place, parameter in enumerate(parameters) if parameter.owner in run.owners] for run in runs
+        self._relevant = [
+            [index for index, parameter in enumerate(parameters) if parameter.owner in run.owners] for run in runs
         ]
-        self._known: dict[tuple[int, bytes], float] = {}
+        self._cache: dict[tuple[int, bytes], float] = {}
         self._graphs = Predictor(base).graphs
 
-    def logs(self, places: Vector, rows: Iterable[int] | None = None) -> Vector:
-        """Logarithms of predicted seconds."""
-        predictor = Predictor(with_places(self.base, self.parameters, places.tolist()), self._graphs)
-        found = []
+    def logs(self, scaled: Vector, rows: Iterable[int] | None = None) -> Vector:
+        """Return the logarithms of predicted seconds of all runs, or of some rows."""
+        predictor = Predictor(with_scaled_values(self.base, self.parameters, scaled.tolist()), self._graphs)
+        logs = []
         for row in range(len(self.runs)) if rows is None else rows:
-            key = (row, places[self._uses[row]].tobytes())
-            if key not in self._known:
-                self._known[key] = float(np.log(self.runs[row].predict(predictor)))
-            found.append(self._known[key])
-        return np.array(found)
+            key = (row, scaled[self._relevant[row]].tobytes())
+            if key not in self._cache:
+                self._cache[key] = float(np.log(self.runs[row].predict(predictor)))
+            logs.append(self._cache[key])
+        return np.array(logs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Answer:
-    basis: Vector  # (parameters, unknowns): places are the start plus basis @ unknowns
-    widths: Vector
-    learnt: Learnt
+class _FittedModel:
+    basis: Vector  # (parameters, coefficients): parameters are the start plus basis @ coefficients
+    widths: Vector  # standard deviations of the coefficients' priors
+    posterior: Posterior  # of the coefficients
+
+    @property
+    def change(self) -> Vector:
+        """What the fit adds to the parameters."""
+        change: Vector = self.basis @ self.posterior.values
+        return change
 
 
 def calibrate(
@@ -199,17 +203,17 @@ def calibrate(
     source: str = "runs",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> CalibrationResult:
-    """Constants for the runs' cluster and software; see the module.
+    """Fit constants to the runs of a cluster and software.
 
     Args:
-        runs: of at least ``LEAST`` settings.
-        base: constants as they are.
-        skipped: rows that were left out, by reason, for the answer.
+        runs: runs of at least ``LEAST`` settings.
+        base: the constants before.
+        skipped: numbers of skipped rows by reason, passed on to the result.
         source: where the runs come from, for ``ConstantsOrigin``.
         progress: called with (done, total, label).
 
     Raises:
-        InputError: too few settings to leave one out.
+        InputError: fewer settings than ``LEAST``.
     """
     groups: dict[object, list[int]] = defaultdict(list)
     for row, run in enumerate(runs):
@@ -219,29 +223,29 @@ def calibrate(
         remedy = f"Give runs of {LEAST} settings at least: each is left out in turn.{left}"
         raise InputError("settings of runs", len(groups), remedy)
     parameters = parameters_of(base, {owner for run in runs for owner in run.owners})
-    prices, start = _Prices(base, parameters, runs), np.array(places_of(base, parameters))
+    prices, start = _Prices(base, parameters, runs), np.array(scaled_values(base, parameters))
     seconds = np.array([run.seconds for run in runs])
     errors = {"unchanged": _mean_error(prices.logs(start), seconds)}
-    answers: dict[str, _Answer] = {}
-    for number, (kind, basis, widths) in enumerate(_answers(parameters, base)):
+    fitted: dict[str, _FittedModel] = {}
+    for number, (kind, basis, widths) in enumerate(_models(parameters, base)):
         if progress is not None:
             progress(number, 3, kind)
 
         def logs(values: Vector, basis: Vector = basis) -> Vector:
             return prices.logs(start + basis @ values)
 
-        learnt = learn(logs, seconds.tolist(), np.zeros(len(widths)), widths, _NOISE, rounds=2)
-        if kind == "common factor" and abs(learnt.values[0]) > _FAR * widths[0]:
+        posterior = fit(logs, seconds.tolist(), np.zeros(len(widths)), widths, _NOISE, rounds=2)
+        if kind == "common factor" and abs(posterior.values[0]) > _FAR * widths[0]:
             continue
-        answers[kind] = _Answer(basis, widths, learnt)
-        errors[kind] = _left_out(answers[kind], prices, start, seconds, list(groups.values()))
+        fitted[kind] = _FittedModel(basis, widths, posterior)
+        errors[kind] = _left_out_error(fitted[kind], prices, start, seconds, list(groups.values()))
     kind = min(errors, key=lambda name: (errors[name], name != "unchanged"))
-    answer = answers.get(kind)
-    places = start if answer is None else start + answer.basis @ answer.learnt.values
-    calibrated = with_places(base, parameters, places.tolist()) if answer is not None else base
-    after = _mean_error(prices.logs(places), seconds)
-    constants = () if answer is None else tuple(_constants(answer, parameters, start, base))
-    if answer is not None:
+    calibrated, after, constants = base, errors["unchanged"], tuple[LearntConstant, ...]()
+    if (model := fitted.get(kind)) is not None:
+        scaled = start + model.change
+        after = _mean_error(prices.logs(scaled), seconds)
+        constants = tuple(_constants(model, parameters, start, base))
+        calibrated = with_scaled_values(base, parameters, scaled.tolist())
         calibrated = _with_origins(calibrated, {parameter.owner for parameter in parameters}, source, runs, after)
     models = frozenset(run.model for run in runs)
     return CalibrationResult(
@@ -249,8 +253,8 @@ def calibrate(
     )
 
 
-def _answers(parameters: Sequence[Parameter], base: Calibration) -> Iterator[tuple[str, Vector, Vector]]:
-    """What may be learnt: one factor on all kernels of the software, or every constant."""
+def _models(parameters: Sequence[Parameter], base: Calibration) -> Iterator[tuple[str, Vector, Vector]]:
+    """Yield name, basis and prior widths of the models: one factor on all kernels of the software, or all constants."""
     common = [[1.0 if parameter.kind == "stacks" and parameter.field in _KERNELS else 0.0] for parameter in parameters]
     yield "common factor", np.array(common), np.array([_COMMON_WIDTH])
     widths = [base.origins[p.owner].deviations.get(p.field, p.scale.deviation) if p.owner in base.origins
@@ -258,48 +262,51 @@ def _answers(parameters: Sequence[Parameter], base: Calibration) -> Iterator[tup
     yield "constants", np.eye(len(parameters)), np.array(widths)
 
 
-def _left_out(
-    answer: _Answer, prices: _Prices, start: Vector, seconds: Vector, groups: Sequence[Sequence[int]]
+def _left_out_error(
+    model: _FittedModel, prices: _Prices, start: Vector, seconds: Vector, groups: Sequence[Sequence[int]]
 ) -> float:
-    """Mean error of every setting by constants learnt without it."""
-    slopes, values = answer.learnt.slopes, answer.learnt.values
-    residuals = np.log(seconds) - prices.logs(start + answer.basis @ values)
-    precision = slopes.T @ slopes / _NOISE**2 + np.diag(answer.widths**-2.0)
-    wrong: list[float] = []
+    """Return the mean error over settings, each predicted by a fit without it."""
+    slopes, values = model.posterior.slopes, model.posterior.values
+    residuals = np.log(seconds) - prices.logs(start + model.change)
+    precision = slopes.T @ slopes / _NOISE**2 + np.diag(model.widths**-2.0)
+    errors: list[float] = []
     for rows in groups:
         part = slopes[rows]
         moved = np.linalg.solve(precision - part.T @ part / _NOISE**2, part.T @ residuals[rows] / _NOISE**2)
-        logs = prices.logs(start + answer.basis @ (values - moved), rows)
-        wrong += np.abs(np.exp(logs) / seconds[rows] - 1).tolist()
-    return fmean(wrong)
+        logs = prices.logs(start + model.basis @ (values - moved), rows)
+        errors += np.abs(np.exp(logs) / seconds[rows] - 1).tolist()
+    return fmean(errors)
 
 
 def _mean_error(logs: Vector, seconds: Vector) -> float:
     return float(np.abs(np.exp(logs) / seconds - 1).mean())
 
 
-_TOLD = 0.05  # share of its prior's variance from which a constant is worth a line
+_LEAST_GAIN = 0.05  # share of its prior's variance that runs must remove for a constant to be reported
 
 
 def _constants(
-    answer: _Answer, parameters: Sequence[Parameter], start: Vector, base: Calibration
+    model: _FittedModel, parameters: Sequence[Parameter], start: Vector, base: Calibration
 ) -> Iterator[LearntConstant]:
-    """What was learnt, what runs tell most of first."""
-    places = start + answer.basis @ answer.learnt.values
-    spread = np.sqrt((answer.basis**2) @ (answer.learnt.deviations**2))
-    prior = np.sqrt((answer.basis**2) @ (answer.widths**2))
-    certainty = 1 - (spread / np.where(prior > 0, prior, 1.0)) ** 2
-    for at in np.argsort(-certainty, kind="stable"):
-        if prior[at] > 0 and certainty[at] > _TOLD:
-            parameter, tried = parameters[at], (places[at], places[at] - spread[at], places[at] + spread[at])
-            value, low, high = (value_of(with_places(base, [parameter], [place]), parameter) for place in tried)
-            yield LearntConstant(parameter.name, value_of(base, parameter), value, low, high, float(certainty[at]))
+    """Yield the fitted constants that runs constrain, the most certain first."""
+    scaled = start + model.change
+    spread = np.sqrt((model.basis**2) @ (model.posterior.deviations**2))
+    prior = np.sqrt((model.basis**2) @ (model.widths**2))
+    gain = 1 - (spread / np.where(prior > 0, prior, 1.0)) ** 2
+    for index in np.argsort(-gain, kind="stable"):
+        if prior[index] > 0 and gain[index] > _LEAST_GAIN:
+            parameter, center, deviation = parameters[index], scaled[index], spread[index]
+            value, low, high = (
+                value_of(with_scaled_values(base, [parameter], [number]), parameter)
+                for number in (center, center - deviation, center + deviation)
+            )
+            yield LearntConstant(parameter.name, value_of(base, parameter), value, low, high, float(gain[index]))
 
 
 def _with_origins(
     calibration: Calibration, owners: set[str], source: str, runs: Sequence[MeasuredStep], error: float
 ) -> Calibration:
-    """The calibration with what its entries rest on now."""
+    """Return the calibration with new origins of its entries ``owners``."""
     date, origins = datetime.now(UTC).date().isoformat(), dict(calibration.origins)
     for owner in owners:
         rows, before = sum(owner in run.owners for run in runs), origins.get(owner, ConstantsOrigin(""))

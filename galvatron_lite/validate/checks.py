@@ -1,5 +1,4 @@
-"""Which fields of a published run decide its cost, whether they are understood, what is assumed for the others,
-and the software that a run trains with.
+"""Checks the fields of a published run, lists what is assumed for absent ones, and reads its device and software.
 
 An unknown precision, recomputation or schedule leaves the run unscored; so do degrees that its model cannot be split
 by. Unknown software, links and machines count as the default, which ``assumptions`` lists.
@@ -16,7 +15,7 @@ from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import constants_for_stack
 from galvatron_lite.cluster.catalog import known_devices, match_device
 from galvatron_lite.cluster.cluster import Cluster, Device
-from galvatron_lite.cluster.links import cluster_from_links, link_matching
+from galvatron_lite.cluster.links import cluster_from_links, link_matching, publication_patterns
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.stacks.catalog import DEFAULT, match_stack
@@ -26,54 +25,21 @@ from galvatron_lite.validate.plans import gathers_once, integer_argument
 from galvatron_lite.validate.results import SkipError
 from galvatron_lite.validate.rows import PublishedRun
 
-_PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"gb300(?!\d)", "GB300"),
-    (r"gb200(?!\d)", "GB200"),
-    (r"b300(?!\d)", "B300"),
-    (r"b200(?!\d)", "B200"),
-    (r"h200(?!\d)", "H200"),
-    (r"h100(?!\d).*96 ?gb", "H100-SXM-96GB"),
-    (r"h100(?!\d).*nvl", "H100-NVL"),
-    (r"h100(?!\d).*pcie", "H100-PCIE-80GB"),
-    (r"h100(?!\d)", "H100-SXM5-80GB"),
-    (r"h800(?!\d)", "H800-SXM5-80GB"),
-    (r"a800(?!\d)", "A800-SXM4-80GB"),
-    (r"a100(?!\d).*40 ?gb.*pcie|a100.*pcie.*40 ?gb", "A100-PCIE-40GB"),
-    (r"a100(?!\d).*pcie", "A100-PCIE-80GB"),
-    (r"a100(?!\d).*40 ?gb", "A100-SXM4-40GB"),
-    (r"a100(?!\d)", "A100-SXM4-80GB"),
-    (r"v100(?!\d).*16 ?gb", "V100-SXM2-16GB"),
-    (r"v100(?!\d)", "V100-SXM2-32GB"),
-    (r"p100(?!\d)", "P100-SXM2-16GB"),
-    (r"p40", "P40"),
-    (r"\bt4\b", "T4"),
-    (r"rtx ?titan|titan ?rtx", "RTX-Titan"),
-    (r"rtx ?8000", "Quadro-RTX-8000"),
-    (r"6000 ?ada", "RTX-6000-Ada"),
-    (r"a6000(?!\d)", "RTX-A6000"),
-    (r"4090(?!\d)", "RTX-4090"),
-    (r"3090(?!\d)", "RTX-3090"),
-    (r"l40s", "L40S"),
-    (r"\ba10\b", "A10"),
-    (r"\ba40\b", "A40"),
-)
-"""Names that publications give devices, beside those of the data sheets themselves; the first that fits counts."""
-
 
 def device_of(text: str | None) -> Device | None:
-    """The data sheet of a device by what a publication calls it; None where there is none, or it is unknown."""
-    said = (text or "").lower()
-    if not said or "unknown" in said:
+    """Return the data sheet of a device by a publication's name for it; None if it is unknown."""
+    words = (text or "").lower()
+    if not words or "unknown" in words:
         return None
-    exact = match_device(said)
+    exact = match_device(words)
     if exact is not None:
         return exact
-    named = (name for pattern, name in _PATTERNS if re.search(pattern, said))
-    return next((device for device in map(match_device, named) if device is not None), None)
+    names = (name for pattern, name in publication_patterns()["devices"] if re.search(pattern, words))
+    return next((device for device in map(match_device, names) if device is not None), None)
 
 
 def unknown_device(text: str) -> str:
-    """What to say of a GPU without data sheet: names near it, or all."""
+    """Return the message for a GPU without data sheet: similar names, or all."""
     names = {name.lower(): name for name in known_devices()}
     near = [names[name] for name in get_close_matches(text.lower(), names, 3, 0.5)]
     remedy = f"Near it: {', '.join(near)}." if near else f"Known: {', '.join(known_devices())}."
@@ -81,10 +47,10 @@ def unknown_device(text: str) -> str:
 
 
 def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster:
-    """The cluster of a run; links that it does not state are those of the device's reference design.
+    """Return the cluster of a run; links that it does not state are those of the device's reference design.
 
     Raises:
-        SkipError: a device that is not known, or no number of them.
+        SkipError: an unknown device, or no number of devices.
     """
     device = device_of(run.gpu)
     if device is None and "unknown" in (run.gpu or "unknown").lower():
@@ -103,10 +69,10 @@ _RECOMPUTE = re.compile(r"none|selective|full|unknown|.*every [1-9]\d*(?:st|nd|r
 _SCHEDULE = re.compile(r"1f1b|gpipe|interleaved|zb-?v|zb-[12]p|zb-h[12]")
 _OPTIMIZER = re.compile(r"adam|sgd|momentum|rmsprop|lamb")
 _MEMORY_SLACK = 0.2
-"""Share by which stated and real memory may differ: GB for GiB (7 %), and what firmware and ECC keep."""
+"""Share by which stated and real memory may differ: GB for GiB (7 %), and memory reserved by firmware and ECC."""
 
 _GENERIC = {False: re.compile(r"nvlink|nvswitch|\bnvl|pci"), True: re.compile(r"infiniband|\bib\b|dgx|nvl72|nvl36")}
-"""Words that mean the reference design's own link, inside a node and between nodes."""
+"""Words for the link of the reference design, inside a node and between nodes."""
 
 FRAMEWORKS = (
     "Megatron-LM", "Megatron-Core", "Megatron-Bridge", "Megatron-DeepSpeed", "NeMo", "NeMo AutoModel", "MegaScale",
@@ -114,11 +80,15 @@ FRAMEWORKS = (
     "InternEvo", "LiBai", "OneFlow", "timm", "Chainer", "GPipe", "TensorFlow", "MXNet", "PaddlePaddle", "PyTorch",
     "PyTorch DDP", "DeepLearningExamples", "Galvatron",
 )  # fmt: skip
-"""Frameworks as people call them, all known to ``configs/stacks``."""
+"""Common names of frameworks, all known to ``configs/stacks``."""
 
 
 def check_understood(run: PublishedRun) -> None:
-    """Raise ``SkipError`` where fields that decide the cost can be read, and are not understood or do not fit."""
+    """Refuse values that decide the cost and are unknown or do not fit one another.
+
+    Raises:
+        SkipError: names the field, its value and the remedy.
+    """
     tensor, expert, experts = run.tp or 1, run.ep or 1, run.n_experts or 1
     words = (
         ("precision", run.precision, _PRECISION.search, "bf16, fp16, fp32, tf32, fp8, mxfp8 or nvfp4"),
@@ -142,7 +112,7 @@ def check_understood(run: PublishedRun) -> None:
 
 
 def taken_otherwise(run: PublishedRun) -> Iterator[str]:
-    """What a run states and is passed over, because it is not known or because other fields contradict it."""
+    """Yield a line for each field that is ignored because its value is unknown or other fields contradict it."""
     if match_stack(run.framework) is DEFAULT:
         near = get_close_matches(run.framework, FRAMEWORKS, 3, 0.5)
         hint = f" (near it: {', '.join(near)})" if near else ""
@@ -174,12 +144,12 @@ def taken_otherwise(run: PublishedRun) -> Iterator[str]:
 
 
 def link_is_specific(text: str, between: bool) -> bool:
-    """Whether a text tells the type of a link: it means the same beside any GPU, or the GPU's own link by name."""
-    one, other = (link_matching(text, gpu, between=between) for gpu in ("GB300-288GB", "V100-SXM2-16GB"))
-    return one == other or _GENERIC[between].search(text.lower()) is not None
+    """Whether a text determines the type of a link, for any GPU or by a generic name of the GPU's link."""
+    newest, oldest = (link_matching(text, gpu, between=between) for gpu in ("GB300-288GB", "V100-SXM2-16GB"))
+    return newest == oldest or _GENERIC[between].search(text.lower()) is not None
 
 
-_TAKEN = {
+_DEFAULTS = {
     "precision": "bf16", "act_ckpt": "none, or the least that fits",
     "zero_stage": "the framework's, or the least that fits",
     "micro_batch": "what grad_accum leaves, or 1 under a pipeline", "global_batch": "dp x micro_batch x grad_accum",
@@ -190,7 +160,7 @@ _TAKEN = {
 
 
 def assumptions(run: PublishedRun) -> list[str]:
-    """All that is taken for a run without its saying so; what it says in vain comes first."""
+    """Return a line for each ignored field, then for each field that a run does not state and the cost depends on."""
     devices, device = run.n_gpus or 1, device_of(run.gpu)
     language, nodes = run.seq_len is not None, devices > (run.gpus_per_node or 8)
     needed = {
@@ -198,27 +168,28 @@ def assumptions(run: PublishedRun) -> list[str]:
         "intra_link": devices > 1, "inter_net": nodes, "inter_node_gbps": nodes, "tied_embeddings": language,
         "gated_mlp": language, "act_ckpt": language,
     }  # fmt: skip
-    taken = [name for name in _TAKEN if getattr(run, name) is None and needed.get(name, True)]
-    read = device is not None and run.gpu is not None and device.name.lower() != run.gpu.lower()
-    named = [f"gpu {run.gpu!r} read as {device.name}"] if read and device is not None else []
-    return [*taken_otherwise(run), *named, *(f"{name} not stated: {_TAKEN[name]}" for name in taken)]
+    unstated = [name for name in _DEFAULTS if getattr(run, name) is None and needed.get(name, True)]
+    lines = list(taken_otherwise(run))
+    if device is not None and run.gpu is not None and device.name.lower() != run.gpu.lower():
+        lines.append(f"gpu {run.gpu!r} read as {device.name}")
+    return [*lines, *(f"{name} not stated: {_DEFAULTS[name]}" for name in unstated)]
 
 
 _OPTIMIZERS = (
     ("momentum", "sgd"),
-    ("rmsprop", "sgd"),  # one state an item, too
+    ("rmsprop", "sgd"),  # also one state for each item
     ("sgd", "sgd-plain"),
     ("lamb", "lamb"),
     ("decoupled", "adamw-loop"),
     ("fused", "adamw-fused"),
 )
-"""Optimizers by words that name an implementation; Composer's decoupled AdamW goes through the tensors one by one
-(github.com/mosaicml/composer, composer/optim/decoupled_weight_decay.py). Else the stack's own runs."""
+"""Implementations of optimizers by words; the stack's default if none fits. Composer's decoupled AdamW updates tensors
+one by one (github.com/mosaicml/composer, composer/optim/decoupled_weight_decay.py)."""
 
 _ASYNC_TENSOR = {"tensor": 0.2, "tensor-async": 0.2}
-"""[Empirical] share of gathers and scatters that PyTorch's asynchronous tensor parallelism hides, what smaller matmuls
-lose taken off: they run piece by piece beside the matmuls that make or take them, and no copy into the order of tokens
-follows (discuss.pytorch.org/t/209487; a tenth of the step of Llama 3 8B and 70B all told)."""
+"""[Empirical] share of gathers and scatters that PyTorch's asynchronous tensor parallelism hides, net of slower small
+matmuls: gathers run piece by piece beside the matmuls that produce or consume them, and no copy into the order of
+tokens follows (discuss.pytorch.org/t/209487: in all a tenth of the step of Llama 3 8B and 70B)."""
 
 _HIDDEN_EXPERTS = 0.8
 """[Empirical] share of the exchange of tokens that Megatron-Core's ``--overlap-moe-expert-parallel-comm`` hides:
@@ -226,18 +197,17 @@ forward of one micro-batch runs beside backward of another (arXiv 2412.19437, se
 """
 
 _SHARDED = {"zero": 0.9}
-"""[Empirical] share that Megatron-FSDP hides, which prefetches parameters and reduces gradients beside compute whatever
-the options of Megatron-LM's own data parallelism say (Megatron-Core's user guide, "Megatron FSDP"), as PyTorch's
-does."""
+"""[Empirical] share that Megatron-FSDP hides: like PyTorch's FSDP it prefetches parameters and reduces gradients beside
+compute, whatever the options of Megatron-LM's data parallelism say (Megatron-Core's user guide, "Megatron FSDP")."""
 
 _UNIQUE_DISPATCH = ("deepep", "hybridep")
-"""Dispatchers that send a token once to a rank and to a node (github.com/deepseek-ai/DeepEP)."""
+"""Dispatchers that send a token only once to each rank and node (github.com/deepseek-ai/DeepEP)."""
 
 
 def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
-    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer.
+    """Return the run's framework with the kernels, precision of states and optimizer that the run states.
 
-    Variants of the constants have names of their own: prices are remembered by them.
+    Variants of the constants change the stack's name, which is a key of cached prices.
     """
     stack = match_stack(run.framework)
     optimizer, overlapped = optimizer_of(run.optimizer, stack), "asynctp" in (run.precision or "").lower()
@@ -263,17 +233,17 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
 
 
 def optimizer_of(text: str | None, stack: Stack) -> str:
-    """The optimizer's implementation by what a run calls it."""
-    said = (text or "").lower()
-    return next((name for word, name in _OPTIMIZERS if word in said), stack.optimizer)
+    """Return the optimizer's implementation by a run's name for it."""
+    words = (text or "").lower()
+    return next((name for word, name in _OPTIMIZERS if word in words), stack.optimizer)
 
 
 def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
-    """Attention, selective recomputation and loss as the run says; nothing is cast where compute is in 32 bits.
+    """Return the kernels of attention, selective recomputation and loss that a run states; fp32 needs no casts.
 
-    What selective recomputation runs again is told by the modules a run names, and Megatron-LM's fused cross-entropy by
-    its argument ``--cross-entropy-loss-fusion`` (native, or Transformer Engine's). torchtitan compiles its loss since
-    it has ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
+    The modules a run names tell what selective recomputation runs again, the argument ``--cross-entropy-loss-fusion``
+    tells Megatron-LM's fused cross-entropy (native, or Transformer Engine's). torchtitan compiles its loss since it has
+    ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
     """
     kernels = stack.kernels
     if run.flash_attn is not None:
@@ -297,7 +267,7 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
 
 
 def folds_experts(run: PublishedRun) -> bool:
-    """Whether experts are whole on their devices: as a run says, else where its devices leave no other way."""
+    """Whether each expert is on one device: as a run states, or because no further devices are left to split it."""
     tensor, spread = run.tp or 1, run.ep or 1
     stated = integer_argument(run.remarks, "expert-tensor-parallel-size")
     left = (run.n_gpus or 1) // ((run.pp or 1) * spread)
@@ -305,17 +275,17 @@ def folds_experts(run: PublishedRun) -> bool:
 
 
 def _states(run: PublishedRun, stack: Stack, precision: str, optimizer: str) -> StateLayout:
-    """States at rest; parameters gathered for a whole step are there in the gathered precision, beside fp32 shards."""
-    said = (run.precision or "").lower()
-    states = (stack.fp16_states if said == "fp16" else None) or stack.states
+    """Return the precisions of states; parameters gathered once a step are kept besides their fp32 shards."""
+    words = (run.precision or "").lower()
+    states = (stack.fp16_states if words == "fp16" else None) or stack.states
     if gathers_once(run, stack) and states.parameters == "fp32":
         states = replace(states, parameters=states.gather, optimizer_bytes=states.optimizer_bytes + 4)
-    if _is_fp32(precision) or "fp32+" in said:
+    if _is_fp32(precision) or "fp32+" in words:
         gather = "fp32" if _is_fp32(precision) else states.gather
         states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather=gather, optimizer_bytes=8)
-    elif "fp32 grad" in said:
+    elif "fp32 grad" in words:
         states = replace(states, gradients="fp32", reduce="fp32")
-    elif "pure" in said:
+    elif "pure" in words:
         # Composer's mixed precision PURE reduces in the precision of compute, DEFAULT in fp32.
         states = replace(states, reduce="bf16")
     moments = -4 if optimizer.startswith("sgd") else 0

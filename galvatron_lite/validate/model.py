@@ -1,4 +1,4 @@
-"""The graph of a run's network."""
+"""Builds the graph of a published run's model."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ _BALANCE = re.compile(r"layer balance \[(\d+(?:, *\d+)*)\]")
 _LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
 
 _LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxnet-ngc")
-"""Software whose mixed-precision recipes keep pictures channels last: NVIDIA DeepLearningExamples (``--memory-format
-nhwc``, ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
+"""Software whose mixed-precision recipes use channels last: NVIDIA DeepLearningExamples (``--memory-format nhwc``,
+``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
-
-_SHIPPED = ("alexnet",)  # networks of ``configs/models`` that no rule of names knows
+_SHIPPED = ("alexnet",)  # networks of ``configs/models`` that ``graph_of_name`` does not build
 
 _LAST_RECIPES = (("pytorch-ddp", "ssd300_resnet50"),)
-"""Recipes that keep pictures channels last in every precision (DeepLearningExamples, PyTorch/Detection/SSD, main.py:
-``--data-layout`` is ``channels_last``)."""
+"""Recipes with channels last in any precision (DeepLearningExamples, PyTorch/Detection/SSD, main.py: ``--data-layout``
+is ``channels_last``)."""
 
 _FIRST_RECIPES = (("pytorch-ddp", "nnunet_2d"), ("pytorch-ddp", "nnunet_3d"))
-"""Recipes that keep them channels first in every precision (PyTorch/Segmentation/nnUNet: PyTorch's own layout)."""
+"""Recipes with channels first in any precision (PyTorch/Segmentation/nnUNet)."""
 
 _PARTITIONING = ("torchgpipe",)
 """Software that recomputes a partition of its pipeline as a whole (``partitioned``)."""
 
 
 def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
-    """The graph of a run's network.
+    """Return the graph of a run's image network.
 
     Raises:
-        SkipError: a network that is not known.
+        SkipError: an unknown network.
     """
     if not run.model:
         raise SkipError("no model named")
-    said = (run.precision or "bf16").lower()
-    # of the same item size as the run's: activations of TF32 runs are fp32
-    precision = "fp16" if re.search("fp16|bf16|fp8", said) or "32" not in said else "fp32"
+    words = (run.precision or "bf16").lower()
+    # a precision of the run's item size: activations of TF32 runs are fp32
+    precision = "fp16" if re.search("fp16|bf16|fp8", words) or "32" not in words else "fp32"
     side = run.image_size or 224
     last = _LAST.search(run.remarks) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
     recipe = (stack.name, canonical(run.model))
@@ -74,7 +73,7 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
 
 
 def layer_balance(notes: str) -> tuple[int, ...]:
-    """Layers a stage where a run says so (``layer balance [9, 15]``); empty where it does not."""
+    """Return the layers of each stage that a run states (``layer balance [9, 15]``); none if it does not."""
     match = _BALANCE.search(notes)
     return tuple(int(count) for count in match[1].split(",")) if match else ()
 
@@ -107,13 +106,13 @@ def _summed(name: str, totals: tuple[float, float, float], side: int, precision:
 
 
 _FORCED = ("force-balanced", "forced expert balance", "force-load-balancing", "fake balanced gate")
-"""What notes say where routers are made to send every expert as many tokens."""
+"""Words of notes for routers that are forced to send all experts the same number of tokens."""
 _UNSTATED = ("biases", "head_norm", "window", "window_period", "sinks", "router", "expert_groups", "chosen_groups")
-"""Fields of ``MoeShape`` that rows have no place for: those of the shipped model of their name."""
+"""Fields of ``MoeShape`` that rows do not have; they come from the shipped model of the run's name."""
 
 
 def named_figures(model: str | None) -> dict[str, object]:
-    """Figures of a shipped mixture by its name, by field of a shape; none for a name that is not known.
+    """Return fields of the shape of a shipped mixture of experts by its name; none for an unknown name.
 
     Every Qwen3 has heads of 128 (huggingface.co/Qwen).
     """
@@ -129,13 +128,13 @@ _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
 
 
 def shape_of(run: PublishedRun, stack: Stack) -> Shape:
-    """The shape of a transformer.
+    """Return the shape of a run's transformer.
 
-    A gated MLP means a model after Llama (rotary positions, RMSNorm, no biases, SiLU, no dropout), a plain one a model
-    after GPT (GELU, LayerNorm; positions, biases and dropout as the stack's recipes have them).
+    A gated MLP means a model like Llama (rotary positions, RMSNorm, no biases, SiLU, no dropout), a plain one a model
+    like GPT (GELU, LayerNorm; positions, biases and dropout of the stack's recipes).
 
     Raises:
-        SkipError: figures that are missing, or an architecture that is not modelled.
+        SkipError: missing figures, or an unknown architecture.
     """
     arch = (run.arch or "decoder").lower()
     if "memory" in arch or "hybrid" in arch or "mamba" in run.remarks or "hybrid-layer-pattern" in run.remarks:
@@ -149,7 +148,7 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape:
     if "moe" in arch or (run.n_experts or 0) > 1:
         return _mixture(run, stack)
     if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
-        return _two_stacks(run, stack)
+        return _encoder_decoder(run, stack)
     if arch.startswith("encoder") or arch == "bert":
         return _encoder(run, stack)
     if arch.startswith("decoder"):
@@ -162,16 +161,16 @@ def _unknown(run: PublishedRun) -> str:
 
 
 def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
-    """Fields that all transformers share; the vocabulary is padded as the stack pads it."""
-    gated, named = bool(run.gated_mlp), named_figures(run.model)
+    """Return the fields that all transformers share; the stack decides how the vocabulary is padded."""
+    gated, shipped = bool(run.gated_mlp), named_figures(run.model)
     return {
         "name": "published",
         "layers": run.layers,
         "hidden": run.hidden,
         "heads": run.heads,
         "kv_heads": run.kv_heads or 0,
-        "head_dim": integer_argument(run.remarks, "kv-channels") or named.get("head_dim", 0),
-        "ffn_hidden": run.ffn_hidden or named.get("ffn_hidden", 0),
+        "head_dim": integer_argument(run.remarks, "kv-channels") or shipped.get("head_dim", 0),
+        "ffn_hidden": run.ffn_hidden or shipped.get("ffn_hidden", 0),
         "gated_mlp": gated,
         "vocab": run.vocab,
         "vocab_multiple": stack.vocab_multiple * (run.tp or 1) if stack.vocab_multiple > 1 else 1,
@@ -183,7 +182,7 @@ def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
 
 
 def _encoder(run: PublishedRun, stack: Stack) -> Shape:
-    """A BERT; heads of fine-tuning are as small as one token's logits."""
+    """Return the shape of a BERT; a head of fine-tuning is as small as the logits of one token."""
     if "fine-tun" in run.remarks:
         return EncoderShape(**_common(run, stack), predicted=1)  # type: ignore[arg-type]
     predicted = max(round((run.seq_len or 0) * stack.predicted_share), 1) if stack.predicted_share < 1 else 0
@@ -191,7 +190,7 @@ def _encoder(run: PublishedRun, stack: Stack) -> Shape:
 
 
 _LATENT = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "head_dim": 192, "value_dim": 128, "positions": "rotary"}
-"""Multi-head latent attention, whose ranks no row states, as DeepSeek-V2 and V3 have it (arXiv 2412.19437, 4.2)."""
+"""Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2412.19437, 4.2); rows do not state its ranks."""
 
 
 def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
@@ -207,33 +206,31 @@ def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
 
 
 def _mixture(run: PublishedRun, stack: Stack) -> Shape:
-    experts, ways = run.n_experts, run.moe_topk or 2
-    if experts is None:
+    if run.n_experts is None:
         raise SkipError("model figures missing: n_experts")
-    named = named_figures(run.model)
-    width = run.moe_ffn or integer_argument(run.remarks, "moe-ffn-hidden-size") or 0
+    shipped = named_figures(run.model)
     fields = _causal(run, stack) | {
-        "n_experts": experts,
-        "moe_topk": min(ways, experts),
-        "moe_ffn": width,
+        "n_experts": run.n_experts,
+        "moe_topk": min(run.moe_topk or 2, run.n_experts),
+        "moe_ffn": run.moe_ffn or integer_argument(run.remarks, "moe-ffn-hidden-size") or 0,
         "shared_ffn": integer_argument(run.remarks, "moe-shared-expert-intermediate-size")
-        or named.get("shared_ffn", 0),
-        "dense_layers": dense_layers(argument(run.remarks, "moe-layer-freq")) or named.get("dense_layers", 0),
+        or shipped.get("shared_ffn", 0),
+        "dense_layers": dense_layers(argument(run.remarks, "moe-layer-freq")) or shipped.get("dense_layers", 0),
     }
-    fields |= {field: named[field] for field in _UNSTATED if field in named}
+    fields |= {field: shipped[field] for field in _UNSTATED if field in shipped}
     if any(words in run.remarks for words in _FORCED):
         fields["expert_excess"] = 0.0
     return MoeShape(**fields)  # type: ignore[arg-type]
 
 
 def dense_layers(pattern: str | None) -> int:
-    """Plain blocks before the first mixture, from Megatron-LM's ``--moe-layer-freq`` (``([0]*3+[1]*12)``)."""
+    """Return the dense blocks before the first mixture by Megatron-LM's ``--moe-layer-freq`` (``([0]*3+[1]*12)``)."""
     match = re.match(r"\(?\[0\]\*(\d+)\+", pattern or "")
     return int(match[1]) if match else 0
 
 
-def _two_stacks(run: PublishedRun, stack: Stack) -> Shape:
-    """An encoder-decoder; where its parameters say so, ``layers`` counts both stacks together."""
+def _encoder_decoder(run: PublishedRun, stack: Stack) -> Shape:
+    """Return the shape of an encoder-decoder; its parameters tell whether ``layers`` counts both stacks together."""
     fields = _common(run, stack)
     layers, hidden = run.layers or 1, run.hidden or 1
     ffn = run.ffn_hidden or 4 * hidden

@@ -1,14 +1,12 @@
-"""The plan a published run trains with: from a row's degrees and words to stages and strategies.
+"""Builds the plan of a published run, stages and strategies, from the degrees and words of its row.
 
-What a run does not state: no recomputation; ZeRO as its framework has it; one sample a micro-batch under a pipeline
-(or as its framework splits the batch), else the samples that one accumulation step leaves; 1F1B; blocks spread evenly
-over the pipeline; spread experts not sliced (``--expert-tensor-parallel-size 1``, as in Megatron-Core's recipes).
+Defaults of what a run does not state: no recomputation; the framework's ZeRO stage; under a pipeline one sample a
+micro-batch (or as the framework splits the batch), else the samples of one accumulation step; 1F1B; blocks spread
+evenly over the pipeline; experts not sliced (``--expert-tensor-parallel-size 1``, as in Megatron-Core's recipes).
 
-What a run that leaves it open must have done to fit its devices: it ran, so it did fit.
-
-Tried in the order of what it costs: the optimizer's states sharded over the replicas (ZeRO-1, which moves no more),
-selective recomputation in every block, and full recomputation of as few of each stage's first blocks as will do
-(Megatron-LM's ``--recompute-method block``). What a run says is never changed.
+A run that ran did fit its devices. If its plan does not, ``fitting`` changes what the run leaves open, cheapest first:
+optimizer states sharded over the replicas (ZeRO-1, with no more traffic), selective recomputation in all blocks, full
+recomputation of as few of each stage's first blocks as needed (Megatron-LM's ``--recompute-method block``).
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ _SCHEDULES = {
 
 
 def compute_precision(text: str | None, device: Device) -> str:
-    """Precision of matmuls: what is said, bf16 where nothing is; fp32 runs use TF32 only where they say so.
-
-    Of precisions narrower than 16 bits only matmuls are; what they are called is what estimates know them by.
-    """
+    """Return the precision of matmuls that a text states, as estimates name it; bf16 by default."""
     word = (text or "bf16").lower()
     if "fp4" in word:
         return "nvfp4"
@@ -57,7 +52,7 @@ def compute_precision(text: str | None, device: Device) -> str:
 
 
 def recompute_of(text: str | None) -> Recompute:
-    """What is computed again in most layers; nothing where nothing is said."""
+    """Return the recomputation that a text states; none by default."""
     word = (text or "none").lower()
     if word.startswith("full"):
         return Recompute.FULL
@@ -65,7 +60,7 @@ def recompute_of(text: str | None) -> Recompute:
 
 
 def schedule_of(text: str | None, virtual: int) -> Schedule:
-    """Order of micro-batches; 1F1B where nothing is said, interleaved where there are virtual stages."""
+    """Return the schedule that a text states; by default 1F1B, or interleaved with virtual stages."""
     word = (text or "").lower()
     for words, schedule in _SCHEDULES.items():
         if re.search(words, word):
@@ -74,28 +69,28 @@ def schedule_of(text: str | None, virtual: int) -> Schedule:
 
 
 def argument(notes: str, name: str) -> str | None:
-    """The value of a command-line argument quoted in the notes (``kv-channels=128``)."""
+    """Return the value of a command-line argument quoted in the notes (``kv-channels=128``)."""
     match = re.search(rf"(?<![\w-]){re.escape(name)}=([^,;\s]+)", notes)
     return match[1] if match else None
 
 
 def integer_argument(notes: str, name: str) -> int | None:
-    """The same, as a whole number; None where it is not one."""
+    """Return the same as an integer; None if it is not one."""
     value = argument(notes, name)
     return int(value) if value and value.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How a step's samples are worked through."""
+    """The samples of a step."""
 
-    size: int  # samples a step
+    size: int  # samples of a step
     microbatch: int  # samples of one micro-batch over all replicas
     count: int  # micro-batches
 
 
 def batch_of(run: PublishedRun) -> Batch:
-    """The batch of a run: ``global_batch = dp x micro_batch x count``."""
+    """Return the batch of a run: ``global_batch = dp x micro_batch x count``."""
     replicas, stages = run.dp or 1, run.pp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
         raise SkipError("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
@@ -116,7 +111,7 @@ def batch_of(run: PublishedRun) -> Batch:
 
 
 def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan:
-    """The plan of a run.
+    """Return the plan of a run.
 
     Raises:
         SkipError: a plan that cannot be represented.
@@ -148,7 +143,7 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
 
 
 def _schedule(run: PublishedRun, stack: Stack) -> tuple[Schedule, int]:
-    """The schedule, and the virtual stages it really has: without a pipeline there is one of each."""
+    """Return the schedule and its virtual stages; without a pipeline 1F1B and 1."""
     pipeline = run.pp or 1
     if pipeline == 1:
         return Schedule.ONE_F_ONE_B, 1
@@ -166,7 +161,7 @@ def _strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         zero_stage = 0
     elif gathers_once(run, stack):
         zero_stage = 1
-    # States are sharded over context ranks too: what is left of the group after them are data ranks.
+    # States are sharded over context ranks, too; the remaining ranks of the group are data ranks.
     group = replicas * context if run.zero_group is None else run.zero_group
     zero = gcd(replicas, max(group // context, 1)) if zero_stage else 1
     return Strategy(
@@ -182,18 +177,18 @@ def _strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
 
 
 def gathers_once(run: PublishedRun, stack: Stack) -> bool:
-    """Whether sharded parameters stay gathered for a whole step, which moves and holds what ZeRO-1 does."""
+    """Whether sharded parameters stay gathered for a step, which costs the traffic and memory of ZeRO-1."""
     stage = stack.zero_stage if run.zero_stage is None else run.zero_stage
     return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
 def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack) -> list[int]:
-    """Blocks of each stage, in model order.
+    """Return the number of blocks of each stage, in model order.
 
-    Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
-    ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``), else the first stages
-    take one more. A run that says how its ends are laid out has it so, and software that weighs layers by their work
-    (``Stack.splits_by_work``) does that.
+    A run may state the sizes of the first and last stage, and some software balances the work of layers
+    (``Stack.splits_by_work``). Otherwise, if blocks do not divide, embedding and head count as a layer each, or the
+    head alone (Megatron-LM's ``--account-for-embedding-in-pipeline-split`` and
+    ``--account-for-loss-in-pipeline-split``), else the first stages get one block more.
     """
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
     remarks = run.remarks
@@ -217,9 +212,9 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
 
 
 def by_work(graph: ModelGraph, stages: int) -> list[int]:
-    """Blocks of each stage where one is filled until it and those before it hold more than their part of all work.
+    """Return the blocks of each stage if a stage is filled until it and the ones before exceed their share of work.
 
-    The work is that of matmuls with weights, the head's among them (nanotron, ``models/base.py``: ``build_model``).
+    Work is the FLOPs of matmuls with weights, the head's included (nanotron, ``models/base.py``: ``build_model``).
     """
     works = []
     for layer in graph.layers:
@@ -228,7 +223,7 @@ def by_work(graph: ModelGraph, stages: int) -> list[int]:
             for operator in graph.kind_of(layer).operators
             if operator.kind is OperatorClass.MATMUL and operator.weight_bytes
         )
-        works.append(sum(one.flops for one in weighted))
+        works.append(sum(operator.flops for operator in weighted))
     total, done, stage, counts = sum(works), 0, 0, [0] * stages
     for layer, work in zip(graph.layers, works, strict=True):
         counts[stage] += layer.role is Role.BLOCK
@@ -240,16 +235,16 @@ def by_work(graph: ModelGraph, stages: int) -> list[int]:
 
 
 def even(blocks: int, stages: int) -> list[int]:
-    """Blocks spread as evenly as can be, the first stages with one more where they do not divide."""
-    each, more = divmod(blocks, stages)
-    return [each + (place < more) for place in range(stages)]
+    """Spread blocks evenly over stages; the first stages get one block more if they do not divide."""
+    each, remainder = divmod(blocks, stages)
+    return [each + (stage < remainder) for stage in range(stages)]
 
 
 def _stages(run: PublishedRun, graph: ModelGraph, stack: Stack, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """Stages from block counts; what stands before the blocks joins the first, what stands after them the last."""
-    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    """Return stages of ``counts`` blocks; layers before the blocks join the first stage, layers after them the last."""
+    blocks = [index for index, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
     strategies = _strategies(run, graph, stack)
-    ends = [blocks[taken] if taken < len(blocks) else blocks[-1] + 1 for taken in accumulate(counts)]
+    ends = [blocks[total] if total < len(blocks) else blocks[-1] + 1 for total in accumulate(counts)]
     ends[-1] = len(graph.layers)
     starts = [0, *ends[:-1]]
     return tuple(
@@ -259,17 +254,16 @@ def _stages(run: PublishedRun, graph: ModelGraph, stack: Stack, counts: Sequence
 
 
 def _strategies(run: PublishedRun, graph: ModelGraph, stack: Stack) -> list[Strategy]:
-    """The strategy of every layer; only blocks compute again, all of every second one where a run says
-    ``every 2nd layer``."""
-    plain, chosen = _strategy_of(run, stack), recompute_of(run.act_ckpt)
-    every = re.search(r"every (\d+)(?:st|nd|rd|th)? layer", (run.act_ckpt or "").lower())
-    strategies, place = [], 0
+    """Return the strategy of each layer; only blocks recompute, one of N with ``every Nth layer``."""
+    plain, recompute = _strategy_of(run, stack), recompute_of(run.act_ckpt)
+    period = re.search(r"every (\d+)(?:st|nd|rd|th)? layer", (run.act_ckpt or "").lower())
+    strategies, number = [], 0
     for layer in graph.layers:
-        if every:
-            chosen = Recompute.NONE if place % int(every[1]) else Recompute.FULL
-        block = layer.role is Role.BLOCK
-        strategies.append(replace(plain, recompute=chosen) if block else plain)
-        place += block
+        if period:
+            recompute = Recompute.NONE if number % int(period[1]) else Recompute.FULL
+        is_block = layer.role is Role.BLOCK
+        strategies.append(replace(plain, recompute=recompute) if is_block else plain)
+        number += is_block
     return strategies
 
 
@@ -277,75 +271,81 @@ Price = Callable[[Plan], Plan]
 
 
 def leaves_recompute_open(text: str | None) -> bool:
-    """Whether a run does not say what it computes again."""
+    """Whether a run does not state its recomputation."""
     word = (text or "unknown").lower()
     return "unknown" in word or "none stated" in word
 
 
 def fitting(run: PublishedRun, plan: Plan, graph: ModelGraph, price: Price, capacity: int) -> Plan:
-    """The priced plan, changed as little as makes it fit where the run leaves that open; as it is if nothing does."""
+    """Return the priced plan with the least change that fits ``capacity`` bytes and that the run leaves open.
+
+    The plan stays as it is if no such change makes it fit.
+    """
 
     def fits(candidate: Plan) -> bool:
         prediction = candidate.prediction
         return prediction is None or prediction.peak_memory <= capacity
 
-    first, unsaid = price(plan), leaves_recompute_open(run.act_ckpt)
+    first, is_open = price(plan), leaves_recompute_open(run.act_ckpt)
     if fits(first):
         return first
     if run.zero_stage is None:
-        plan = _changed(plan, graph, lambda strategy, _: _sharded(strategy))
+        plan = _with_strategies(plan, graph, lambda strategy, _: _with_zero_1(strategy))
         if fits(priced := price(plan)):
             return priced
-    if unsaid and _offers(graph, Recompute.SELECTIVE):
+    if is_open and _can_recompute(graph, Recompute.SELECTIVE):
         plan = recomputing(plan, graph, Recompute.SELECTIVE)
         if fits(priced := price(plan)):
             return priced
-    if not unsaid or not _offers(graph, Recompute.FULL):
+    if not is_open or not _can_recompute(graph, Recompute.FULL):
         return first
-    blocks = max(sum(layer.role is Role.BLOCK for layer in layers) for layers, _ in _blocks_of(plan, graph))
+    blocks = max(sum(layer.role is Role.BLOCK for layer in layers) for layers, _ in _stages_of(plan, graph))
     counts = range(1, blocks + 1)
     fewest = bisect_left(counts, True, key=lambda count: fits(price(recomputing(plan, graph, Recompute.FULL, count))))
     return price(recomputing(plan, graph, Recompute.FULL, counts[fewest])) if fewest < len(counts) else first
 
 
-def _sharded(strategy: Strategy) -> Strategy:
+def _with_zero_1(strategy: Strategy) -> Strategy:
     if strategy.zero_stage or strategy.data * strategy.context == 1:
         return strategy
     return replace(strategy, data=1, zero=strategy.data, zero_stage=1)
 
 
 def recomputing(plan: Plan, graph: ModelGraph, choice: Recompute, count: int | None = None) -> Plan:
-    """The plan with another recomputation in the first ``count`` blocks of every stage (None: in all of them)."""
+    """Return the plan with another recomputation in the first ``count`` blocks of every stage (None: in all blocks)."""
 
-    def change(strategy: Strategy, place: int) -> Strategy:
-        return replace(strategy, recompute=choice) if count is None or place < count else strategy
+    def change(strategy: Strategy, number: int) -> Strategy:
+        return replace(strategy, recompute=choice) if count is None or number < count else strategy
 
-    return _changed(plan, graph, change)
+    return _with_strategies(plan, graph, change)
 
 
-def _blocks_of(plan: Plan, graph: ModelGraph) -> Iterator[tuple[list[Layer], list[Strategy]]]:
-    """Layers and strategies of each stage."""
+def _stages_of(plan: Plan, graph: ModelGraph) -> Iterator[tuple[list[Layer], list[Strategy]]]:
+    """Yield the layers and strategies of each stage."""
     layers = iter(graph.layers)
     for stage in plan.stages:
         strategies = [run.strategy for run in stage.runs for _ in range(run.count)]
         yield list(islice(layers, len(strategies))), strategies
 
 
-def _changed(plan: Plan, graph: ModelGraph, change: Callable[[Strategy, int], Strategy]) -> Plan:
-    """The plan with other strategies of its blocks, by place in the stage; the ends share states alike."""
+def _with_strategies(plan: Plan, graph: ModelGraph, change: Callable[[Strategy, int], Strategy]) -> Plan:
+    """Return the plan with the strategies that ``change`` makes of a strategy and the blocks before it in its stage.
+
+    Layers that are no blocks keep their recomputation.
+    """
     stages = []
-    for layers, strategies in _blocks_of(plan, graph):
-        blocks = [layer.role is Role.BLOCK for layer in layers]
-        places = accumulate(blocks, initial=0)  # of each layer, by the blocks before it
-        changed = [change(strategy, place) for strategy, place in zip(strategies, places, strict=False)]
-        kept = zip(blocks, changed, strategies, strict=True)
-        changed = [new if block else replace(new, recompute=old.recompute) for block, new, old in kept]
+    for layers, strategies in _stages_of(plan, graph):
+        changed, number = list[Strategy](), 0
+        for layer, strategy in zip(layers, strategies, strict=True):
+            is_block, new = layer.role is Role.BLOCK, change(strategy, number)
+            changed.append(new if is_block else replace(new, recompute=strategy.recompute))
+            number += is_block
         stages.append(Stage(tuple(layer_runs(layers, changed))))
     return replace(plan, stages=tuple(stages))
 
 
-def _offers(graph: ModelGraph, choice: Recompute) -> bool:
-    """Whether all blocks can compute so much again, and keep less if they do."""
+def _can_recompute(graph: ModelGraph, choice: Recompute) -> bool:
+    """Whether all blocks offer a recomputation and keep less with it."""
     kinds = {layer.kind for layer in graph.layers if layer.role is Role.BLOCK}
     kept = [graph.kinds[kind].kept for kind in kinds]
     return bool(kept) and all(choice in each and each[choice].total < each[Recompute.NONE].total for each in kept)

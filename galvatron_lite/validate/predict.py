@@ -1,4 +1,4 @@
-"""Predicts published runs by the planner's own path: graph, profile, plan, cost; and reads what they measured."""
+"""Predicts step time and memory of published runs as the planner does: from graph, profile and plan to cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.trainable import Trainable
-from galvatron_lite.oracle.pricing import lay_out_model, profile_on, reading_seconds
+from galvatron_lite.oracle.pricing import price_layout, profile_on, reading_seconds
 from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
@@ -32,10 +32,10 @@ from galvatron_lite.validate.rows import PublishedRun
 
 
 def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
-    """The stage that a run speaks of, and the bytes that it would have measured there.
+    """Return the memory of the stage that a run reports, and the bytes that the run would have measured there.
 
-    The last rank's stage, all devices together, or the fullest stage. What is counted: what ``nvidia-smi`` shows, what
-    PyTorch reserved, or (where nothing is said) what it allocated, libraries' workspaces included.
+    A run reports the last rank, the sum over all devices, or (by default) the fullest stage; and what ``nvidia-smi``
+    shows, what PyTorch reserved, or (by default) what it allocated with the libraries' workspaces.
     """
     memories = [stage.memory for stage in plan.stages[-plan.pipeline :]]
     workspaces = workspace_bytes(stack, device)
@@ -57,7 +57,7 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
 
 
 def question_of(run: PublishedRun) -> RowQuestion:
-    """What a run asks of the oracle: samples are of a group's, as ``micro_batch`` is where devices share them."""
+    """Return the oracle's question for a run whose groups of devices share pixels or filters."""
     pixels, filters = run.spatial or 1, run.filter or 1
     group, devices = pixels * filters, run.n_gpus or 0
     if min(pixels, filters) > 1:
@@ -73,39 +73,39 @@ def question_of(run: PublishedRun) -> RowQuestion:
 
 
 def step_seconds(pricer: LayerPricer, plan: Plan) -> float:
-    """Predicted seconds of a step of a plan."""
+    """Return the predicted seconds of a step of a plan."""
     prediction = price_plan(pricer, plan).prediction
     assert prediction is not None
     return prediction.step_seconds
 
 
 MOST_PASSES = 1_000_000
-"""Micro-batches of a step times stages of its pipeline that are gone through; more cost minutes a row."""
+"""Most micro-batches of a step times stages of its pipeline; more would take minutes a row."""
 
 Point = tuple[str, int, bool, Recompute, int]
-"""Kind, tensor degree, sequence parallel, recomputation, samples on a device: what is estimated."""
+"""A point of a profile: kind, tensor degree, sequence parallel, recomputation, samples on a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class InterpretedRun:
-    """A published run in our words."""
+    """A published run as model, cluster, software and plan."""
 
-    graph: ModelGraph  # what is trained
-    cluster: Cluster  # where
-    stack: Stack  # with which software
-    precision: str  # of compute
-    plan: Plan  # how, priced
+    graph: ModelGraph
+    cluster: Cluster
+    stack: Stack
+    precision: str  # precision of compute
+    plan: Plan  # priced
 
     @property
     def prediction(self) -> Prediction:
-        """Of the plan."""
+        """The plan's prediction."""
         assert self.plan.prediction is not None
         return self.plan.prediction
 
 
 @dataclass(slots=True)
 class Predictor:
-    """Predictions of published runs; graphs, clusters and pricers that repeat from run to run are kept."""
+    """Predicts published runs; caches graphs, clusters and pricers, which repeat from run to run."""
 
     calibration: Calibration
     graphs: dict[object, ModelGraph] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Predictor:
     _pricers: dict[object, LayerPricer] = field(default_factory=dict)
 
     def judge(self, run: PublishedRun) -> ScoredRun:
-        """A run beside its prediction; runs of grade C are not predicted."""
+        """Return a run with its measurement and prediction; runs of grade C are not predicted."""
         if run.quality == "C" and run.problem is None:
             return ScoredRun(run, None, SkipError("grade C is not scored", "quality: 'C'."))
         outcome = self.predict(run)
@@ -126,16 +126,16 @@ class Predictor:
         return judge(run, measured, outcome)
 
     def predict(self, run: PublishedRun) -> Predicted | SkipError:
-        """Step time and peak memory of a run, or why it cannot be represented."""
+        """Return step time and peak memory of a run, or why it cannot be represented."""
         if run.problem is not None:
             return SkipError("a field cannot be read", run.problem)
         try:
             check_understood(run)
             if max(run.spatial or 1, run.filter or 1) > 1:
                 return self._predict_shared(run)
-            one = self.understand(run)
-            device, prediction = one.cluster.device, one.prediction
-            stage, peak = _peak_of(run, one.stack, one.plan, device)
+            interpreted = self.interpret(run)
+            device, prediction = interpreted.cluster.device, interpreted.prediction
+            stage, peak = _peak_of(run, interpreted.stack, interpreted.plan, device)
             return Predicted(
                 prediction.step_seconds, peak, prediction.peak_memory, device.memory, prediction.time, stage
             )
@@ -144,11 +144,11 @@ class Predictor:
         except GalvatronError as error:
             name = getattr(error, "field", "")
             return SkipError(f"does not fit: {name}" if name else str(error), str(error))
-        except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
+        except Exception as error:  # one odd row must not cost the scores of the others; it is counted as skipped
             return SkipError(f"internal error: {type(error).__name__}", str(error))
 
-    def _setting(self, run: PublishedRun) -> tuple[Cluster, str, Stack]:
-        """Where a run trains, in which precision and with which software."""
+    def _environment(self, run: PublishedRun) -> tuple[Cluster, str, Stack]:
+        """Return the cluster, precision of compute and software of a run."""
         key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
         if key not in self._clusters:
             self._clusters[key] = cluster_of(run, self.calibration)
@@ -157,14 +157,14 @@ class Predictor:
         return cluster, precision, stack_of(run, precision, self.calibration)
 
     def _predict_shared(self, run: PublishedRun) -> Predicted:
-        """Of a run whose groups share pixels or filters, by the oracle's rows."""
-        cluster, precision, stack = self._setting(run)
+        """Predict a run whose groups of devices share pixels or filters, by the oracle's cost model."""
+        cluster, precision, stack = self._environment(run)
         graph = self._graph(run, stack, precision)
         if not any(is_picture(kind) for kind in graph.kinds.values()):
             raise SkipError("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
         question = question_of(run)
         pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, self.calibration))
-        layout = lay_out_model(pricer, question)
+        layout = price_layout(pricer, question)
         (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
         step = (seconds + cost.step + pricer.profile.overhead.step) * straggling(pricer.profile, question.devices)
         step = max(step, reading_seconds(pricer.profile, question))
@@ -175,20 +175,20 @@ class Predictor:
         counted = cost.memory.tensors + workspace_bytes(stack, cluster.device)
         return Predicted(step, counted, cost.memory.total, cluster.device.memory, time, cost.memory)
 
-    def understand(self, run: PublishedRun) -> InterpretedRun:
-        """What a run trains, where, with which software and by which plan.
+    def interpret(self, run: PublishedRun) -> InterpretedRun:
+        """Return the model, cluster, software and priced plan of a run.
 
         Raises:
             SkipError: a run that cannot be represented.
         """
-        cluster, precision, stack = self._setting(run)
-        first = self._planned(run, stack, precision, cluster)
-        if not stack.regathers_at_need or first.prediction.peak_memory <= cluster.device.memory:
-            return first
+        cluster, precision, stack = self._environment(run)
+        interpreted = self._interpret(run, stack, precision, cluster)
+        if not stack.regathers_at_need or interpreted.prediction.peak_memory <= cluster.device.memory:
+            return interpreted
         regathering = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
-        return self._planned(run, regathering, precision, cluster)
+        return self._interpret(run, regathering, precision, cluster)
 
-    def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> InterpretedRun:
+    def _interpret(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> InterpretedRun:
         graph = self._graph(run, stack, precision)
         plan = plan_of(run, graph, stack, precision)
         if plan.pipeline > 1 and len(plan.stages) * plan.microbatches > MOST_PASSES:
@@ -218,13 +218,12 @@ class Predictor:
             raise SkipError("trainable parameters not understood", str(error)) from error
         return self.graphs[key]
 
-    def profile_of(self, understood: InterpretedRun, plan: Plan) -> Profile:
-        """The estimated profile of a run's model on its cluster, with the points that pricing ``plan`` looks up."""
-        place = (understood.graph, understood.cluster, understood.stack, understood.precision)
-        return self.pricer(*place, plan).profile
+    def profile_of(self, run: InterpretedRun, plan: Plan) -> Profile:
+        """Return the estimated profile of a run's model on its cluster, with the points that ``plan`` needs."""
+        return self.pricer(run.graph, run.cluster, run.stack, run.precision, plan).profile
 
     def pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
-        """Prices of a model's estimated layers, with the points that pricing ``plan`` looks up."""
+        """Return the prices of a model's estimated layers, with the points that ``plan`` needs."""
         wanted = wanted_points(graph, plan)
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
         expert, context = (max(getattr(strategy, name) for strategy in strategies) for name in ("expert", "context"))
@@ -246,7 +245,7 @@ Progress = Callable[[int, int, str], None]
 def validate_runs(
     runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress | None = None
 ) -> list[ScoredRun]:
-    """Every run with its prediction, in order; ``progress`` is called with (done, total, label) after each."""
+    """Return each run with its prediction, in order; ``progress`` is called with (done, total, label) after each."""
     predictor, judged = Predictor(calibration), []
     for number, run in enumerate(runs, 1):
         judged.append(predictor.judge(run))
@@ -256,7 +255,7 @@ def validate_runs(
 
 
 def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
-    """The points of a profile that pricing a plan looks up."""
+    """Return the points of a profile that pricing a plan needs."""
     strategies = (run.strategy for stage in plan.stages for run in stage.runs for _ in range(run.count))
     return frozenset(
         (
@@ -271,9 +270,9 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
 
 
 def measured_of(run: PublishedRun, batch: Batch) -> MeasuredRun:
-    """Step time as it is printed, else from tokens or samples a second; peak memory in bytes.
+    """Return the step time, stated or from tokens or samples a second, and the peak memory in bytes.
 
-    Memory is printed in GiB under either name by PyTorch and nvidia-smi; rows that say they were converted are in GB.
+    PyTorch and nvidia-smi print GiB, also under the name GB; only rows that say they were converted are in GB.
     """
     seconds = None
     if run.iter_time_s is not None and run.global_batch is not None:

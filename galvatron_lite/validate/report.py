@@ -1,7 +1,7 @@
-"""Scores of published runs as lines and as data, with notes on rows that are not scored and units that look wrong.
+"""Scores of published runs as lines, data and a figure, with notes on rows that are not scored or have odd units.
 
-The figure shows every scored step, both axes logarithmic, with the line of equality and bands of 10 and 25 % around
-it, and a legend of families: mark, name, number of runs, and the median of absolute errors.
+The figure shows all scored step times on logarithmic axes, with the line of equality, bands of 10 and 25 % around it,
+and a legend of families: mark, name, number of runs, and median absolute error.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from xml.sax.saxutils import escape
 from galvatron_lite.svg import KINDS as MARKS
 from galvatron_lite.svg import Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.checks import assumptions, taken_otherwise
-from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, SkipError
+from galvatron_lite.validate.results import Mean, ScoredRun, Scores, SkipError
 from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_rows, read_lines
 
 IMPLAUSIBLE = 20.0
-"""Factor between prediction and measurement beyond which a unit is the likelier reason."""
+"""Factor between prediction and measurement beyond which a unit is probably wrong."""
 
 FAILED = "ran out of memory, so that there is no figure"
 _SHOWN = 5
 
 
 def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
-    """All runs of a file (``-``: standard input) in order, and what is odd about it, for people: lines that hold no
-    run, names that repeat, fields passed over; see ``read_runs``."""
+    """Return all runs of a file (``-``: standard input) in order, and notes on odd lines, names and fields."""
     rows = list(parse_rows(read_lines(path), str(path)))
     runs = tuple(run for _, run in rows)
     passed = {name for data, _ in rows for name in (data or {}) if name not in KINDS}
@@ -40,46 +39,47 @@ def read_file(path: Path) -> tuple[tuple[PublishedRun, ...], tuple[str, ...]]:
     for name in sorted(passed - set(NOT_USED)):
         near = get_close_matches(name.lower(), KINDS, 1, 0.75)
         unread.append(f"{name} (meant {near[0]}?)" if near else name)
-    by_family = {
+    notes = {
         "lines that are no JSON object, each counted as a row not scored": broken,
         "run_id given more than once, all of them counted": repeated,
         "fields passed over": unread,
     }
-    return runs, tuple(f"{note}: {_some(names)}" for note, names in by_family.items() if names)
+    return runs, tuple(f"{note}: {_first_names(names)}" for note, names in notes.items() if names)
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(name[:60] for name in names[:_SHOWN]) + more
 
 
-def _factor(one: ScoredRun) -> float:
-    """By which predicted and measured values differ most, of time or of memory, as a logarithm."""
-    return max(abs(log(max(ratio, 1e-12))) for ratio in (one.time, one.memory) if ratio is not None)
+def _log_error(scored: ScoredRun) -> float:
+    """Return the larger of the logarithmic errors of time and memory."""
+    return max(abs(log(max(ratio, 1e-12))) for ratio in (scored.time, scored.memory) if ratio is not None)
 
 
 def implausible(judged: Iterable[ScoredRun]) -> list[str]:
-    """A hint about units where predictions are off by more than ``IMPLAUSIBLE`` times."""
-    odd = [one.run.run_id for one in judged if one.scored and _factor(one) > log(IMPLAUSIBLE)]
+    """Return a hint about units if predictions are off by more than ``IMPLAUSIBLE`` times."""
+    odd = [scored.run.run_id for scored in judged if scored.scored and _log_error(scored) > log(IMPLAUSIBLE)]
     units = "iter_time_s is in seconds, peak_mem_gb in GiB, throughputs a second"
     message = f"off by more than {IMPLAUSIBLE:.0f} times, check the units ({units})"
-    return [f"{message}: {_some(odd)}"] if odd else []
+    return [f"{message}: {_first_names(odd)}"] if odd else []
 
 
 def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
-    """Every row that is not scored, in order: ``run_id``, ``line``, ``reason``, ``detail``."""
+    """Return ``run_id``, ``line``, ``reason`` and ``detail`` of each row that is not scored, in order."""
     failed = SkipError(FAILED, "oom: True, and neither time nor memory measured.")
-    missing = [
-        (one.run, one.outcome if isinstance(one.outcome, SkipError) else failed) for one in judged if not one.scored
-    ]
-    return [
-        {"run_id": run.run_id, "line": run.line, "reason": why.reason, "detail": why.detail} for run, why in missing
-    ]
+    rows = list[dict[str, object]]()
+    for scored in judged:
+        if not scored.scored:
+            skip = scored.outcome if isinstance(scored.outcome, SkipError) else failed
+            run = scored.run
+            rows.append({"run_id": run.run_id, "line": run.line, "reason": skip.reason, "detail": skip.detail})
+    return rows
 
 
 def unscored_rows(judged: Iterable[ScoredRun], count: int) -> list[str]:
-    """Lines for people on the first rows that are not scored."""
-    # Of those that were graded so on purpose nothing can be mended: they come last.
+    """Return lines for people on the first ``count`` rows that are not scored."""
+    # Rows of grade C cannot be mended, so they come last.
     rows = sorted(unscored(judged), key=lambda row: "grade C" in str(row["reason"]))
     lines = [f"not scored: line {row['line']}, {row['run_id']}: {row['reason']}. {row['detail']}" for row in rows]
     more = f"... and {len(rows) - count} more not scored (--skipped N, --json)"
@@ -87,7 +87,7 @@ def unscored_rows(judged: Iterable[ScoredRun], count: int) -> list[str]:
 
 
 def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
-    """A line for each family with rows that are not scored: how many, and why."""
+    """Return a line for each family with rows that are not scored: their number and the reasons."""
     lines = []
     for name, family in scores.items():
         missing = family.rows - family.scored
@@ -98,21 +98,23 @@ def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
 
 
 def assumed(judged: Iterable[ScoredRun]) -> dict[str, int]:
-    """What was taken for scored rows without their saying so, with the number of rows, most frequent first."""
-    return dict(Counter(text for one in judged if one.scored for text in assumptions(one.run)).most_common())
+    """Return the assumptions about scored rows with the number of rows, most frequent first."""
+    lines = (line for scored in judged if scored.scored for line in assumptions(scored.run))
+    return dict(Counter(lines).most_common())
 
 
 def passed_over(judged: Iterable[ScoredRun]) -> list[str]:
-    """Lines for people: what scored rows state and is passed over, most frequent first."""
-    every = Counter(text for one in judged if one.scored for text in taken_otherwise(one.run)).most_common()
-    lines = [f"{text} ({count} row{'s' * (count > 1)})" for text, count in every[:_SHOWN]]
-    return [*lines, *([f"... and {len(every) - _SHOWN} more such (--json)"] if len(every) > _SHOWN else [])]
+    """Return lines for people on ignored fields of scored rows, most frequent first."""
+    texts = (text for scored in judged if scored.scored for text in taken_otherwise(scored.run))
+    counts = Counter(texts).most_common()
+    lines = [f"{text} ({count} row{'s' * (count > 1)})" for text, count in counts[:_SHOWN]]
+    return [*lines, *([f"... and {len(counts) - _SHOWN} more such (--json)"] if len(counts) > _SHOWN else [])]
 
 
 def as_data(
     scores: Mapping[str, Scores], means: Mapping[str, Mean], judged: Iterable[ScoredRun], worst: int
 ) -> dict[str, object]:
-    """Scores as plain data: ``families``, the ``means`` by name and, where asked for, the ``worst`` runs."""
+    """Return scores as plain data: ``families``, the ``means`` by name and, if ``worst`` > 0, the worst runs."""
     data: dict[str, object] = {"families": {name: _rounded(asdict(family)) for name, family in scores.items()}}
     data |= {name: _rounded(mean) for name, mean in means.items()}
     return data | ({"worst": [worst_data(worst_run) for worst_run in worst_runs(judged, worst)]} if worst else {})
@@ -123,54 +125,51 @@ def _rounded(figures: Mapping[str, object]) -> dict[str, object]:
 
 
 def worst_runs(judged: Iterable[ScoredRun], count: int) -> list[ScoredRun]:
-    """The runs whose predicted and measured values differ by the largest factors, of time or of memory."""
-    return sorted((one for one in judged if one.scored), key=_factor, reverse=True)[:count]
+    """Return the runs whose predicted and measured values, of time or memory, differ by the largest factors."""
+    return sorted((scored for scored in judged if scored.scored), key=_log_error, reverse=True)[:count]
 
 
-def worst_data(one: ScoredRun) -> dict[str, object]:
-    """One run with its breakdown, as plain data."""
-    assert isinstance(one.outcome, Predicted)
-    assert one.measured is not None
+def worst_data(scored: ScoredRun) -> dict[str, object]:
+    """Return a run and its breakdown as plain data."""
+    run, (predicted, measured) = scored.run, scored.figures
     return {
-        "run_id": one.run.run_id,
-        "line": one.run.line,
-        "family": one.run.family,
-        "measured_s": one.measured.step_seconds,
-        "predicted_s": one.outcome.step_seconds,
-        "measured_bytes": one.measured.peak_memory,
-        "predicted_bytes": one.outcome.peak_memory,
-        "time": _rounded(asdict(one.outcome.time)),
-        "memory": asdict(one.outcome.memory),
-        "assumed": assumptions(one.run),
+        "run_id": run.run_id,
+        "line": run.line,
+        "family": run.family,
+        "measured_s": measured.step_seconds,
+        "predicted_s": predicted.step_seconds,
+        "measured_bytes": measured.peak_memory,
+        "predicted_bytes": predicted.peak_memory,
+        "time": _rounded(asdict(predicted.time)),
+        "memory": asdict(predicted.memory),
+        "assumed": assumptions(run),
     }
 
 
-def worst_lines(one: ScoredRun) -> list[str]:
-    """What there is to say of one run: its plan, its error, its breakdown."""
-    assert isinstance(one.outcome, Predicted)
-    assert one.measured is not None
-    run, outcome, measured = one.run, one.outcome, one.measured
+def worst_lines(scored: ScoredRun) -> list[str]:
+    """Return lines for people on a run: its plan, its error, its breakdown."""
+    run, (outcome, measured) = scored.run, scored.figures
     degrees = [f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1]
     batch = f"micro {run.micro_batch or 'not stated'}, batch {run.global_batch or 'not stated'}"
     place = f"{run.n_gpus} x {run.gpu}, {' '.join(degrees) or 'one device'}"
     lines = [f"{run.run_id}  {run.model or 'model not named'}, {place}, {batch}, {run.framework}"]
     figures = (
-        ("time", outcome.step_seconds, measured.step_seconds, one.time, outcome.time, 1.0, " s", ".4g"),
-        ("memory", outcome.peak_memory, measured.peak_memory, one.memory, outcome.memory, 2.0**30, "", ".2f"),
+        ("time", outcome.step_seconds, measured.step_seconds, scored.time, outcome.time, 1.0, " s", ".4g"),
+        ("memory", outcome.peak_memory, measured.peak_memory, scored.memory, outcome.memory, 2.0**30, "", ".2f"),
     )
-    for name, predicted, known, ratio, parts, unit, suffix, form in figures:
-        if known is not None:
+    for name, predicted, actual, ratio, parts, unit, suffix, form in figures:
+        if actual is not None:
             off = "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
-            values = " measured ".join(f"{value / unit:{form}}{suffix or ' GiB'}," for value in (predicted, known))
+            values = " measured ".join(f"{value / unit:{form}}{suffix or ' GiB'}," for value in (predicted, actual))
             split = ((part, value / unit) for part, value in asdict(parts).items() if value)
             parts_text = ", ".join(f"{part} {value:.3g}{suffix}" for part, value in split)
             lines.append(f"  {name} {values.removesuffix(',')}{off}: {parts_text}")
-    taken = assumptions(run)
-    return [*lines, *(["  assumed: " + "; ".join(taken)] if taken else [])]
+    assumed_lines = assumptions(run)
+    return [*lines, *(["  assumed: " + "; ".join(assumed_lines)] if assumed_lines else [])]
 
 
-BANDS = (0.25, 0.10)  # relative errors that the bands show, widest first
-OTHERS = "others"  # families beyond those that marks can tell apart, together
+BANDS = (0.25, 0.10)  # relative errors of the bands, widest first
+OTHERS = "others"  # the families beyond the number of different marks
 _SIDE, _LEFT, _TOP, _ROW, _NAMES = 560, 62, 86, 17, 656
 _CROWDED = 150  # points of a family above which they are drawn lighter
 
@@ -179,7 +178,7 @@ Series = Mapping[str, Sequence[Point]]
 
 
 def scatter(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str] = lambda run: run.family) -> str:
-    """The figure of all scored step times as SVG, by family or another key; it fits light and dark pages."""
+    """Return the figure of all scored step times as SVG, by family or another key, for light and dark pages."""
     series = _series(judged, key)
     title, errors = "Predicted against measured seconds a training step", _errors(*series.values())
     within = (f"{100 * sum(error <= band for error in errors) / len(errors):.0f} % within {100 * band:.0f} %"
@@ -206,9 +205,10 @@ def scatter(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str] = la
 
 def _series(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str]) -> Series:
     series: dict[str, list[Point]] = defaultdict(list)
-    for one in judged:
-        if one.time and isinstance(one.outcome, Predicted) and one.measured is not None:
-            series[key(one.run)].append((one.measured.step_seconds or 0.0, one.outcome.step_seconds))
+    for scored in judged:
+        if scored.time:
+            predicted, measured = scored.figures
+            series[key(scored.run)].append((measured.step_seconds or 0.0, predicted.step_seconds))
     if len(series) <= MARKS:
         return series
     largest = sorted(series, key=lambda name: -len(series[name]))[: MARKS - 1]
@@ -221,7 +221,7 @@ def _errors(*series: Sequence[Point]) -> list[float]:
 
 
 def _plane(series: Series) -> Iterator[str]:
-    """The scatter; families of many runs first, so that they do not cover the others."""
+    """Draw the scatter plot; families of many runs first, so that they do not cover the others."""
     low, high = rounded(value for points in series.values() for point in points for value in point)
     across, upwards = Scale(low, high, _LEFT, _LEFT + _SIDE), Scale(low, high, _TOP + _SIDE, _TOP)
     right, bottom, middle = _LEFT + _SIDE, _TOP + _SIDE, _TOP + _SIDE / 2

@@ -1,4 +1,4 @@
-"""Published training runs as a file holds them, one JSON object a line, and the values their fields may have.
+"""Reads published training runs, one JSON object a line, and checks the values of their fields.
 
 The upper bounds lie far beyond any machine or model; they keep a mistyped row from costing hours.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import check_regular, parse_line
 
-WHOLE: Mapping[str, tuple[int, int]] = {
+INTEGERS: Mapping[str, tuple[int, int]] = {
     "layers": (1, 10_000), "hidden": (1, 1_000_000), "heads": (1, 100_000), "kv_heads": (1, 100_000),
     "ffn_hidden": (1, 10_000_000), "vocab": (1, 100_000_000), "seq_len": (1, 100_000_000), "image_size": (1, 100_000),
     "n_experts": (1, 100_000), "moe_topk": (1, 10_000), "moe_ffn": (1, 10_000_000), "gpus_per_node": (1, 10_000),
@@ -23,27 +23,27 @@ WHOLE: Mapping[str, tuple[int, int]] = {
     "ep": (1, 100_000), "spatial": (1, 1_000_000), "filter": (1, 1_000_000), "vpp": (1, 10_000), "zero_stage": (0, 3),
     "zero_group": (1, 10_000_000), "micro_batch": (1, 10_000_000), "global_batch": (1, 100_000_000),
 }  # fmt: skip
-"""Least and largest value of every field that is a whole number."""
+"""Least and largest value of the integer fields."""
 
-REAL: Mapping[str, float] = {
+REALS: Mapping[str, float] = {
     "params_b": 1e6, "gpu_mem_gb": 1e5, "inter_node_gbps": 1e6, "grad_accum": 1e8, "iter_time_s": 1e7,
     "tokens_per_s_per_gpu": 1e9, "samples_per_s": 1e9, "peak_mem_gb": 1e7,
 }  # fmt: skip
-"""Largest value of every field that is a number: more than nought, and finite."""
+"""Largest value of the real fields, which are positive and finite."""
 
-GRADES = ("A", "B", "A-mem", "C")  # what ``quality`` may be
+GRADES = ("A", "B", "A-mem", "C")  # values of ``quality``
 
 NOT_USED = ("tflops_per_gpu", "tflops_kind", "mfu", "hfu")
-"""Fields that published rows have and nothing here reads: every source counts FLOPs in its own way."""
+"""Fields of published rows that are not read, since sources count FLOPs differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One published run; a field that its source does not state is None.
+    """One published run; None for a field that its source does not state.
 
-    Fields are those of ``profiles/published/README.md``. ``family``, ``run_id`` and ``source`` say where the run comes
-    from; nothing is predicted from them. ``line`` is that of its file. ``problem`` says which field could not be read;
-    such a run is not predicted.
+    ``profiles/published/README.md`` describes the fields. ``family``, ``run_id`` and ``source`` tell where the run
+    comes from; no prediction depends on them. ``line`` is its line of the file. ``problem`` names a field that could
+    not be read; such a run is not predicted.
     """
 
     family: str
@@ -107,7 +107,7 @@ class PublishedRun:
 
     @property
     def remarks(self) -> str:
-        """What people wrote about how the figures came about, in lower case."""
+        """Notes on the run and on derived figures, in lower case."""
         return f"{self.notes or ''}; {self.derived or ''}".lower()
 
 
@@ -116,37 +116,37 @@ KINDS = {
     for item in fields(PublishedRun)
     if item.name not in ("line", "problem")
 }
-"""The kind of every field that a row may have: ``str``, ``int``, ``float`` or ``bool``."""
+"""The type of each field of a row: ``str``, ``int``, ``float`` or ``bool``."""
 
 
 def _checked(name: str, value: Any, place: str) -> Any:
-    """A field's value as its kind."""
-    if name in WHOLE or name in REAL:
-        least, largest = WHOLE.get(name) or (0, REAL[name])
-        good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
-        good = good and (float(value).is_integer() if name in WHOLE else value > 0)
-        whole = f"a whole number of {least:,} to {largest:,}"
-        wanted = whole if name in WHOLE else f"a number above 0, up to {largest:,.0f}"
+    """Return a field's value in its type."""
+    if name in INTEGERS or name in REALS:
+        least, largest = INTEGERS.get(name) or (0, REALS[name])
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
+        is_valid = is_valid and (float(value).is_integer() if name in INTEGERS else value > 0)
+        integer = f"a whole number of {least:,} to {largest:,}"
+        expected = integer if name in INTEGERS else f"a number above 0, up to {largest:,.0f}"
     elif name == "quality":
-        good, wanted = value in GRADES, f"one of {', '.join(GRADES)}"
+        is_valid, expected = value in GRADES, f"one of {', '.join(GRADES)}"
     else:
-        good = isinstance(value, str if KINDS[name] == "str" else bool)
-        wanted = "a text" if KINDS[name] == "str" else "true or false"
-    if not good:
-        raise FileFormatError(f"{place}, {name}", value, f"Give {wanted}, or leave it out.")
-    return int(value) if name in WHOLE else value
+        is_valid = isinstance(value, str if KINDS[name] == "str" else bool)
+        expected = "a text" if KINDS[name] == "str" else "true or false"
+    if not is_valid:
+        raise FileFormatError(f"{place}, {name}", value, f"Give {expected}, or leave it out.")
+    return int(value) if name in INTEGERS else value
 
 
 def read_runs(path: Path) -> tuple[PublishedRun, ...]:
-    """All runs of a file, in order; fields that are not known here are passed over, empty lines too.
+    """Return all runs of a file, in order; unknown fields and empty lines are ignored.
 
-    A line that cannot be read, or a field with a value that cannot be, makes a run with a ``problem``: it is counted.
+    A line or field that cannot be read makes a run with a ``problem``, which counts as not scored.
     """
     return tuple(run for _, run in parse_rows(read_lines(path), str(path)))
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file; of standard input where the path is ``-``."""
+    """Return the lines of a file, or of standard input for the path ``-``."""
     try:
         text = sys.stdin.read() if str(path) == "-" else check_regular(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -157,9 +157,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def parse_rows(lines: Iterable[str], place: str = "runs") -> Iterator[tuple[dict[str, Any] | None, PublishedRun]]:
-    """The runs that lines of JSON hold, see ``read_runs``, and the objects they are from; None for a line that is none.
+    """Yield the object of each line of JSON (None if it is not an object) and its run; see ``read_runs``.
 
-    Of a run with a ``problem`` the fields that can be read are there.
+    A run with a ``problem`` has the fields that can be read.
     """
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -175,7 +175,7 @@ def parse_rows(lines: Iterable[str], place: str = "runs") -> Iterator[tuple[dict
 
 
 def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> PublishedRun:
-    """What stands for a line that cannot be used, so that it is counted, with the fields that can be read."""
+    """Return a run, with the fields that can be read, for a line that cannot be used, so that it is counted."""
     fields: dict[str, Any] = {"family": "a line that is no run", "run_id": f"line {number}", "framework": ""}
     for name in KINDS.keys() & data.keys():
         if data[name] is not None:
@@ -185,7 +185,7 @@ def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> 
 
 
 def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:
-    """A run from the object of one line."""
+    """Return the run of an object."""
     for name in ("family", "run_id", "framework"):
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.diagnose import traces
-from galvatron_lite.diagnose.expected import Where
-from galvatron_lite.diagnose.traces import Cover, kind_of, rank_of, read_trace, times_of
+from galvatron_lite.diagnose.expected import WaitPlace
+from galvatron_lite.diagnose.traces import IntervalUnion, kind_of, rank_of, read_trace, times_of
 from galvatron_lite.errors import FileFormatError
 
 SEQUENCE, EXTERNAL = "Sequence number", "External id"
@@ -58,7 +58,7 @@ def test_a_step_on_the_host_is_told_apart(tmp_path: Path) -> None:
     assert found.forward == pytest.approx({"a": 0.020, "b": 0.015})
     # the sum of gradients begins 5 ms before backward ends
     assert found.backward == pytest.approx({"": 0.0, "b": 0.010, "a": 0.025})
-    wanted = {(Where.LAYERS, "all_reduce"): 0.010, (Where.GRADIENTS, "all_reduce"): 0.012}
+    wanted = {(WaitPlace.LAYERS, "all_reduce"): 0.010, (WaitPlace.GRADIENTS, "all_reduce"): 0.012}
     assert found.communication == pytest.approx(wanted)
     assert (found.optimizer, found.other) == pytest.approx((0.005, 0.003))
 
@@ -80,7 +80,7 @@ def test_a_step_on_a_gpu_is_told_apart_by_its_kernels(tmp_path: Path) -> None:
     found = times_of(read_trace(_write(tmp_path, step)))
     assert found.forward == pytest.approx({"a": 0.030})
     assert found.backward == pytest.approx({"a": 0.040})
-    assert found.communication == pytest.approx({(Where.LAYERS, "all_reduce"): 0.010})  # 5 ms lie under backward
+    assert found.communication == pytest.approx({(WaitPlace.LAYERS, "all_reduce"): 0.010})  # 5 ms lie under backward
     assert found.optimizer == pytest.approx(0.004)
     assert found.other == pytest.approx(0.016)  # no kernel runs
     assert found.groups == {"all_reduce": "gradients (8 ranks)"}
@@ -89,9 +89,9 @@ def test_a_step_on_a_gpu_is_told_apart_by_its_kernels(tmp_path: Path) -> None:
 def test_a_trace_of_somebody_elses_still_tells_its_messages(tmp_path: Path) -> None:
     step = [_event("aten::mm", 0, 10), _range("gloo:all_gather", 12, 6), _event("aten::mm", 18, 2)]
     found = times_of(read_trace(_write(tmp_path, step, distributedInfo={"rank": 1})))
-    assert (found.rank, found.layered, found.parted) == (1, False, False)
+    assert (found.rank, found.has_layers, found.has_parts) == (1, False, False)
     assert found.seconds == pytest.approx(0.020)
-    assert found.communication == pytest.approx({(Where.LAYERS, "all_gather"): 0.006})
+    assert found.communication == pytest.approx({(WaitPlace.LAYERS, "all_gather"): 0.006})
 
 
 def test_packed_files_and_plain_lists_of_events_are_read_too(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def _cells(stretches: list[tuple[int, int]]) -> set[int]:
 def test_stretches_of_time_are_as_counted(
     first: list[tuple[int, int]], second: list[tuple[int, int]], start: int, took: int
 ) -> None:
-    one, inside = Cover(first), set(range(start, start + took))
-    assert one.inside(start, start + took) == len(_cells(first) & inside)
-    left = one.minus(Cover(second))
-    assert left.inside(start, start + took) == len((_cells(first) - _cells(second)) & inside)
+    one, inside = IntervalUnion(first), set(range(start, start + took))
+    assert one.covered(start, start + took) == len(_cells(first) & inside)
+    left = one.difference(IntervalUnion(second))
+    assert left.covered(start, start + took) == len((_cells(first) - _cells(second)) & inside)

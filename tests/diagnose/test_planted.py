@@ -26,16 +26,16 @@ from galvatron_lite.diagnose.diagnosis import (
     DiagnosisInput,
     MemoryRow,
     _backend,
-    _of_run,
+    _from_run,
     _untraced,
     collective_rows,
+    correct_profile,
     diagnose,
     open_source,
     profile_beside,
-    updated,
 )
-from galvatron_lite.diagnose.expected import RankTimes, Where, expect
-from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings
+from galvatron_lite.diagnose.expected import RankTimes, WaitPlace, expect
+from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _link_advice, findings
 from galvatron_lite.model import zoo
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
@@ -68,7 +68,7 @@ def _from_traces(folder: Path) -> Diagnosis:
 
 
 def _from_log(folder: Path) -> Diagnosis:
-    source = _of_run(replace(read_run(folder), traces=()))
+    source = _from_run(replace(read_run(folder), traces=()))
     return diagnose(source, profile_beside(source))
 
 
@@ -143,7 +143,7 @@ def test_the_profile_is_corrected_by_what_was_seen(runs: Runs) -> None:
     for name in ("layers", "collective"):
         source = open_source(runs[0] / name)
         known = profile_beside(source)
-        made, said = updated(known, source)
+        made, said = correct_profile(known, source)
         found = diagnose(source, made)
         assert said
         assert made.origin.kind is OriginKind.MEASURED
@@ -202,8 +202,8 @@ def test_advice_is_of_what_carries_the_messages() -> None:
     times = [RankTimes(rank, expected.seconds, 3) for group in expected.groups for rank in group.ranks]
     source = DiagnosisInput("run", None, expected.plan, tuple(times))
     assert _backend(source, profile) == (GLOO if profile.cluster.device.name.startswith("CPU ") else NCCL)
-    assert "NCCL" in _of_links(Where.GRADIENTS, NCCL)
-    assert "NCCL" not in _of_links(Where.GRADIENTS, GLOO)
+    assert "NCCL" in _link_advice(WaitPlace.GRADIENTS, NCCL)
+    assert "NCCL" not in _link_advice(WaitPlace.GRADIENTS, GLOO)
 
 
 def test_steps_without_the_profiler_are_told_of_a_traced_run() -> None:

@@ -15,7 +15,7 @@ from galvatron_lite.profiler import machine as constants
 from galvatron_lite.validate.checks import FRAMEWORKS
 from galvatron_lite.validate.report import unscored, worst_data
 from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Scores, SkipError, judge
-from galvatron_lite.validate.rows import REAL, WHOLE
+from galvatron_lite.validate.rows import INTEGERS, REALS
 from studies.calibration.fit import ENOUGH
 
 from ..validate.runs import GPT
@@ -90,8 +90,8 @@ def test_ranges_of_fields_are_those_that_are_read() -> None:
     found: dict[str, str] = {}
     for names, said in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ((?:\d+|up) to [\d,]+) \|$", VALIDATE, re.MULTILINE):
         found |= dict.fromkeys(re.findall(r"\w+", names), said)
-    whole = {name: f"{least} to {largest:,}" for name, (least, largest) in WHOLE.items()}
-    assert found == whole | {name: f"up to {largest:,.0f}" for name, largest in REAL.items()}
+    whole = {name: f"{least} to {largest:,}" for name, (least, largest) in INTEGERS.items()}
+    assert found == whole | {name: f"up to {largest:,.0f}" for name, largest in REALS.items()}
 
 
 def test_known_frameworks_are_listed() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from galvatron_lite.files import STRICT, from_data, read_data
 from galvatron_lite.folders import profile_folder
 from galvatron_lite.oracle.closed_form import Case, quirks_named
-from galvatron_lite.oracle.layers import Fabric, Network, wires_of
+from galvatron_lite.oracle.layers import Fabric, Network, fabric_links
 from galvatron_lite.oracle.rows import Method
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ class Printed:
 
     def case(self, network: Network, fabric: Fabric, devices: int) -> Case:
         """The question whose answer was printed."""
+        wires, quirks = fabric_links(fabric, self.network or None), quirks_named(self.quirks)
         return Case(
-            self.strategy, devices, self.batch, network.samples, network=network,
-            wires=wires_of(fabric, self.network or None), contention=self.contention, quirks=quirks_named(self.quirks),
+            self.strategy, devices, self.batch, network.samples, network=network, wires=wires, quirks=quirks,
+            contention=self.contention,
         )  # fmt: skip
 
 

@@ -36,24 +36,16 @@ def test_nothing_bites() -> None:
     [
         ("gradient exchange", FindingKind.LIMITATION, {"moved": CommunicationSeconds(gradients=25.0)}, 0.2),
         ("layer-wise collectives", FindingKind.LIMITATION, {"moved": CommunicationSeconds(layers=100.0)}, 0.5),
-        (
-            "messages between neighbours",
-            FindingKind.BOTTLENECK,
-            {"moved": CommunicationSeconds(halo=10.0, messages=10.0, gather=5.0)},
-            0.2,
-        ),
-        (
-            "network congestion",
-            FindingKind.BOTTLENECK,
-            {"moved": CommunicationSeconds(gradients=10.0), "congested": 7.7},
-            0.07,
-        ),
+        ("messages between neighbours", FindingKind.BOTTLENECK,
+         {"moved": CommunicationSeconds(halo=10.0, messages=10.0, gather=5.0)}, 0.2),
+        ("network congestion", FindingKind.BOTTLENECK,
+         {"moved": CommunicationSeconds(gradients=10.0), "congested": 7.7}, 0.07),
         ("memory redundancy", FindingKind.BOTTLENECK, {"replicated": 6.0}, 0.6),
         ("weight update", FindingKind.LIMITATION, {"update": 25.0}, 0.2),
-        ("workload balance", FindingKind.LIMITATION, {"uneven": 1.25}, 0.2),
-        ("computation redundancy", FindingKind.BOTTLENECK, {"twice": 0.3}, 0.3),
+        ("workload balance", FindingKind.LIMITATION, {"imbalance": 1.25}, 0.2),
+        ("computation redundancy", FindingKind.BOTTLENECK, {"duplicated": 0.3}, 0.3),
     ],
-)
+)  # fmt: skip
 def test_each_cause(name: str, sort: FindingKind, changes: dict[str, object], share: float) -> None:
     row = replace(GOOD, **changes)  # type: ignore[arg-type]
     (one,) = found(GOOD, replace(row, devices=8))
@@ -73,7 +65,7 @@ def test_thresholds_are_passed_not_neared() -> None:
 def test_the_worst_is_told_with_its_layer() -> None:
     loud = LongestCommunication(gradients="fc6")
     rows = [
-        replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), loudest=loud)
+        replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), longest=loud)
         for p, s in ((2, 1.0), (4, 25.0), (8, 100.0))
     ]
     (one,) = found(*rows)

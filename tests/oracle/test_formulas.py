@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, OperatorClass
-from galvatron_lite.oracle.closed_form import Case, Quirk, balanced, estimate, largest_batch, quirks_named
+from galvatron_lite.oracle.closed_form import Case, Quirk, balanced_stages, estimate, largest_batch, quirks_named
 from galvatron_lite.oracle.layers import (
     Link,
     ModelSplit,
@@ -22,12 +22,12 @@ from galvatron_lite.oracle.layers import (
     OracleLayer,
     WorstLinks,
     all_reduce,
+    cluster_links,
+    fabric_links,
     network_of,
-    wires_of,
-    wires_of_cluster,
 )
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named, network_names
-from galvatron_lite.oracle.rows import Method, least_runs
+from galvatron_lite.oracle.rows import Method, balanced_runs
 
 from .printed import printed
 
@@ -66,7 +66,7 @@ def test_spatial_by_hand() -> None:
 
 def test_pipeline_by_hand() -> None:
     found = estimate(ask(Method.PIPELINE, 2, segments=4))
-    stages = balanced(NET, 2)
+    stages = balanced_stages(NET, 2)
     assert [len(stage) for stage in stages] == [1, 2]
     forward = [sum(map(NET.forward_of, stage)) for stage in stages]
     backward = [sum(NET.seconds_of(one) - NET.forward_of(one) for one in stage) for stage in stages]
@@ -128,7 +128,7 @@ def test_numbers_of_devices_that_cannot_be(kind: Method, devices: int, message: 
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
 def test_runs_are_as_light_as_can_be(weights: list[int], data: st.DataObject) -> None:
     runs = data.draw(st.integers(1, len(weights)))
-    sizes = least_runs([float(weight) for weight in weights], runs)
+    sizes = balanced_runs([float(weight) for weight in weights], runs)
     assert (len(sizes), sum(sizes), min(sizes) > 0) == (runs, len(weights), True)
 
     def heaviest(cuts: tuple[int, ...]) -> int:
@@ -152,14 +152,14 @@ MICRO = 1e-6  # seconds
     ],
 )
 def test_two_settings_of_the_same_network(setting: str | None, figures: dict[int, float]) -> None:
-    wires = wires_of(ABCI, setting)
+    wires = fabric_links(ABCI, setting)
     for devices, micros in figures.items():
         assert wires.link(devices).alpha == pytest.approx(micros * MICRO)
         assert 1 / wires.link(devices).beta == (50e9 if devices <= 4 else 12.5e9)
 
 
 def test_messages_through_host_memory() -> None:
-    wires = wires_of(ABCI)
+    wires = fabric_links(ABCI)
     assert wires.link(4, staged=True).alpha == pytest.approx(3.00011e-3)
     assert wires.link(4, staged=True).beta == 1 / 16e9
     assert wires.link(8, staged=True).alpha == pytest.approx((4 * 15.11 + 0.09) * MICRO)
@@ -168,23 +168,23 @@ def test_messages_through_host_memory() -> None:
 
 def test_any_cluster_has_links() -> None:
     cluster = load_cluster("abci", 128)
-    wires = wires_of_cluster(cluster)
+    wires = cluster_links(cluster)
     near, leaf, far = (wires.link(devices) for devices in (4, 64, 128))
     levels = cluster.levels
     assert [near.alpha, leaf.alpha, far.alpha] == [level.latency for level in levels]
     assert 1 / near.beta == pytest.approx(levels[0].bandwidth * levels[0].efficiency)
     assert near.beta < leaf.beta == far.beta  # one adapter; what leaves a leaf switch is no slower
     slow = replace(cluster, levels=(replace(levels[0], bandwidth=1e6), *levels[1:]))
-    assert wires_of_cluster(slow).link(128).beta == wires_of_cluster(slow).link(4).beta
+    assert cluster_links(slow).link(128).beta == cluster_links(slow).link(4).beta
 
 
 def test_bad_settings_and_counts() -> None:
     with pytest.raises(InputError, match="abci has plx-15us, plx-20us"):
-        wires_of(ABCI, "plx-10us")
+        fabric_links(ABCI, "plx-10us")
     with pytest.raises(InputError, match="leave it out"):
-        wires_of_cluster(load_cluster("v100", 8), "plx-15us")
+        cluster_links(load_cluster("v100", 8), "plx-15us")
     with pytest.raises(InputError, match=r"--gpus: 5000 .*4096"):
-        wires_of(ABCI).link(5000)
+        fabric_links(ABCI).link(5000)
 
 
 def table(graph: ModelGraph) -> Network:
@@ -258,7 +258,7 @@ def test_the_largest_batch_to_every_printed_digit(
     name: str, kind: Method, quirks: tuple[str, ...], samples: str
 ) -> None:
     """``maxSamplePerNode`` of the logs."""
-    case = ask(kind, 4, 1, network_named(name), wires_of(ABCI), quirks=quirks_named(quirks))
+    case = ask(kind, 4, 1, network_named(name), fabric_links(ABCI), quirks=quirks_named(quirks))
     assert shown(largest_batch(case)) == samples
 
 

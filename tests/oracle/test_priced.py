@@ -8,18 +8,18 @@ import pytest
 
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.oracle.pricing import ClusterCosts, forecast, limit_of, machine_of, row_of
+from galvatron_lite.oracle.pricing import ClusterCosts, cluster_costs, forecast, limit_of, price_row
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.rows import ForecastRow, Method, RowQuestion, least_runs
+from galvatron_lite.oracle.rows import ForecastRow, Method, RowQuestion, balanced_runs
 from galvatron_lite.oracle.strategies import (
-    Chosen,
-    allowed,
+    LayerChoice,
+    allowed_degrees,
+    choices_of,
+    choose_strategies,
     degree_of,
     legal,
-    move_seconds,
-    options,
-    picked,
-    ways_of,
+    redistribution_seconds,
+    widest_strategies,
 )
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
@@ -31,7 +31,7 @@ SAMPLES, BATCH = 12_800, 16
 
 @pytest.fixture(scope="module")
 def machine() -> ClusterCosts:
-    return machine_of(graph_named("resnet50", "fp32"), "abci", 64, "fp32", BATCH)
+    return cluster_costs(graph_named("resnet50", "fp32"), "abci", 64, "fp32", BATCH)
 
 
 def plan(graph: ModelGraph, strategies: list[Strategy], batch: int, sizes: list[int], parts: int = 1) -> Plan:
@@ -53,7 +53,7 @@ def compare(machine: ClusterCosts, row: ForecastRow, priced: Plan) -> None:
 
 @pytest.mark.parametrize("devices", [1, 4, 32])
 def test_data_is_the_plan_of_replicas(machine: ClusterCosts, devices: int) -> None:
-    row = row_of(machine, RowQuestion(Method.DATA, devices, BATCH, SAMPLES))
+    row = price_row(machine, RowQuestion(Method.DATA, devices, BATCH, SAMPLES))
     layers = len(machine.graph.layers)
     plain = plan(machine.graph, [Strategy(data=devices)] * layers, BATCH * devices, [layers])
     compare(machine, row, evaluate(machine.pricer(devices).profile, plain))
@@ -70,25 +70,25 @@ def test_split_layers_are_the_plan_of_their_strategies(machine: ClusterCosts, ki
     devices = 4 if kind in (Method.SPATIAL, Method.FILTER, Method.CHANNEL) else 16
     question = RowQuestion(kind, devices, BATCH, SAMPLES)
     pricer, graph = machine.pricer(devices), machine.graph
-    chosen = picked(pricer, question)
-    assert all(one.alike == 1 for one in chosen)
+    chosen = choose_strategies(pricer, question)
+    assert all(choice.duplicates == 1 for choice in chosen)
     assert any(degree_of(kind, one.strategy) == 4 for one in chosen)
     strategies = [one.strategy for one in chosen]
     whole = plan(graph, strategies, question.global_batch, [len(graph.layers)])
-    compare(machine, row_of(machine, question), evaluate(pricer.profile, whole))
+    compare(machine, price_row(machine, question), evaluate(pricer.profile, whole))
 
 
 def test_layers_are_split_so_that_all_together_cost_least() -> None:
     """Every combination of a short network's grids, by hand."""
-    machine = machine_of(graph_named("alexnet", "fp32"), "abci", 8, "fp32", BATCH)
+    machine = cluster_costs(graph_named("alexnet", "fp32"), "abci", 8, "fp32", BATCH)
     pricer, graph = machine.pricer(8), machine.graph
     question = RowQuestion(Method.SPATIAL, 8, BATCH, SAMPLES)
-    ways = [ways_of(pricer, question, layer.kind) for layer in graph.layers]
+    ways = [choices_of(pricer, question, layer.kind) for layer in graph.layers]
     sizes = {right: size for left, right, size in graph.exchanges(range(len(graph.layers))) if right == left + 1}
 
-    def seconds(taken: tuple[tuple[float, Chosen], ...]) -> float:
+    def seconds(taken: tuple[tuple[float, LayerChoice], ...]) -> float:
         moved = [
-            move_seconds(pricer, question, sizes.get(place, 0), taken[place - 1][1], taken[place][1])
+            redistribution_seconds(pricer, question, sizes.get(place, 0), taken[place - 1][1], taken[place][1])
             for place in range(1, len(taken))
         ]
         return sum(own for own, _ in taken) + sum(moved)
@@ -97,26 +97,26 @@ def test_layers_are_split_so_that_all_together_cost_least() -> None:
     assert len(every) > 20
     best = min(every, key=seconds)
     found = tuple((next(cost for cost, way in ways[place] if way == one), one)
-                  for place, one in enumerate(picked(pricer, question)))  # fmt: skip
+                  for place, one in enumerate(choose_strategies(pricer, question)))  # fmt: skip
     assert seconds(found) == pytest.approx(seconds(best))
 
 
 def test_a_pipeline_is_the_plan_of_its_stages(machine: ClusterCosts) -> None:
-    row = row_of(machine, RowQuestion(Method.PIPELINE, 4, BATCH, SAMPLES, segments=8))
+    row = price_row(machine, RowQuestion(Method.PIPELINE, 4, BATCH, SAMPLES, segments=8))
     graph, profile = machine.graph, machine.pricer(4).profile
     costs = [machine.pricer(4).price(layer.kind, Strategy(), 2, 4) for layer in graph.layers]
-    sizes = least_runs([cost.forward + cost.backward for cost in costs if cost], 4)
+    sizes = balanced_runs([cost.forward + cost.backward for cost in costs if cost], 4)
     compare(machine, row, evaluate(profile, plan(graph, [Strategy()] * len(graph.layers), BATCH, sizes, 8)))
     assert row.waiting > 0
-    assert row.uneven > 1
-    in_turn = row_of(machine, RowQuestion(Method.LAYER, 4, BATCH, SAMPLES))
+    assert row.imbalance > 1
+    in_turn = price_row(machine, RowQuestion(Method.LAYER, 4, BATCH, SAMPLES))
     assert in_turn.iteration > row.iteration
     assert in_turn.waiting > row.waiting
 
 
 def test_parts_add_up(machine: ClusterCosts) -> None:
     for kind in Method:
-        row = row_of(machine, RowQuestion(kind, 1 if kind is Method.SERIAL else 8, BATCH, SAMPLES))
+        row = price_row(machine, RowQuestion(kind, 1 if kind is Method.SERIAL else 8, BATCH, SAMPLES))
         parts = row.compute + row.update + row.waiting + row.other + row.moved.total
         assert row.epoch == pytest.approx(parts)
         assert row.epoch / row.iterations == row.iteration
@@ -125,23 +125,23 @@ def test_parts_add_up(machine: ClusterCosts) -> None:
 
 def test_too_small_a_batch_is_worked_through_alike() -> None:
     """One sample a group: what cannot be split is done by all of them."""
-    machine = machine_of(graph_named("vgg16", "fp32"), "abci", 8, "fp32", 1)
-    row = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 8, 1, SAMPLES))
+    machine = cluster_costs(graph_named("vgg16", "fp32"), "abci", 8, "fp32", 1)
+    row = price_row(machine, RowQuestion(Method.DATA_SPATIAL, 8, 1, SAMPLES))
     assert row.problem == ""
-    assert 0 < row.twice < 1
+    assert 0 < row.duplicated < 1
     assert row.moved.gather > 0
-    several = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 8, 4, SAMPLES))
-    assert several.twice == 0
+    several = price_row(machine, RowQuestion(Method.DATA_SPATIAL, 8, 4, SAMPLES))
+    assert several.duplicated == 0
 
 
 def test_a_given_strategy(machine: ClusterCosts) -> None:
     given = parse_strategy("data8 spatial2x1")
-    row = row_of(machine, RowQuestion(Method.SERIAL, 16, BATCH, SAMPLES, text=given))
+    row = price_row(machine, RowQuestion(Method.SERIAL, 16, BATCH, SAMPLES, text=given))
     assert (row.batch, row.strategy) == (128, "data8 spatial2x1")
-    same = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 16, BATCH, SAMPLES, group=2))
+    same = price_row(machine, RowQuestion(Method.DATA_SPATIAL, 16, BATCH, SAMPLES, group=2))
     assert row.iteration == pytest.approx(same.iteration, rel=0.05)  # rows or columns, whichever is cheaper
-    sharded = row_of(machine, RowQuestion(Method.SERIAL, 4, BATCH, SAMPLES, text=parse_strategy("zero3x4")))
-    plain = row_of(machine, RowQuestion(Method.DATA, 4, BATCH, SAMPLES))
+    sharded = price_row(machine, RowQuestion(Method.SERIAL, 4, BATCH, SAMPLES, text=parse_strategy("zero3x4")))
+    plain = price_row(machine, RowQuestion(Method.DATA, 4, BATCH, SAMPLES))
     assert sharded.memory < plain.memory
 
 
@@ -174,19 +174,19 @@ def test_limits(machine: ClusterCosts) -> None:
 
 def test_what_layers_allow(machine: ClusterCosts) -> None:
     block = machine.graph.kinds["stage0_block"]
-    assert {one.filters for one in options(block, Method.FILTER, 4, 1)} == {4}
-    assert all(one.spatial == 4 for one in options(block, Method.SPATIAL, 4, 1))
+    assert {one.filters for one in widest_strategies(block, Method.FILTER, 4, 1)} == {4}
+    assert all(one.spatial == 4 for one in widest_strategies(block, Method.SPATIAL, 4, 1))
     assert legal(block, parse_strategy("data3 filters4"))
     assert not legal(block, parse_strategy("tensor2"))
-    assert "filters up to 64" in allowed(block)
-    row = row_of(machine, RowQuestion(Method.SERIAL, 2, BATCH, SAMPLES, text=parse_strategy("tensor2")))
+    assert "filters up to 64" in allowed_degrees(block)
+    row = price_row(machine, RowQuestion(Method.SERIAL, 2, BATCH, SAMPLES, text=parse_strategy("tensor2")))
     assert "--strategy: 'tensor2'" in row.problem
 
 
 def test_the_first_process_of_a_group_reads_for_all_of_it() -> None:
     stack = match_stack("Chainer/ChainerMN")
-    abci = machine_of(graph_named("resnet50", "fp32"), "abci", 8, "fp32", 256, stack)
-    row = row_of(abci, RowQuestion(Method.DATA_SPATIAL, 8, 256, 256 * 20))
+    abci = cluster_costs(graph_named("resnet50", "fp32"), "abci", 8, "fp32", 256, stack)
+    row = price_row(abci, RowQuestion(Method.DATA_SPATIAL, 8, 256, 256 * 20))
     assert row.iteration == pytest.approx(256 / 335)
-    alone = row_of(abci, RowQuestion(Method.DATA, 8, 64, 64 * 80))
+    alone = price_row(abci, RowQuestion(Method.DATA, 8, 64, 64 * 80))
     assert alone.iteration > 64 / 335

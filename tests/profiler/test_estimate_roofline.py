@@ -13,11 +13,7 @@ from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.profiler.machine import (
-    ATTENTION_BLOCK,
-    KERNEL_TAIL,
-    RAMP_INNER,
-)
+from galvatron_lite.profiler.machine import ATTENTION_BLOCK, KERNEL_TAIL, RAMP_INNER, machine_of
 from galvatron_lite.profiler.roofline import (
     DEPTHWISE,
     DEPTHWISE_RATE,
@@ -25,7 +21,6 @@ from galvatron_lite.profiler.roofline import (
     INNER,
     LAST,
     RAMP,
-    machine_of,
     matmul_seconds,
     operator_seconds,
 )

@@ -16,9 +16,9 @@ from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.profiler.measure_bench import EdgeInput, edge_memory, measure_edges
-from galvatron_lite.profiler.measure_layers import LayerSetting, give_gradients
+from galvatron_lite.profiler.measure_layers import give_gradients
 from galvatron_lite.profiler.memory import track_peak
-from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.profiler.schema import LayerPoint, LayerSetting, Profile
 from galvatron_lite.profiler.segments import Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import TimingRule
 from tests.profiler.models import TupleModel, gpt_layers, small_gpt, token_batch, tuple_layers

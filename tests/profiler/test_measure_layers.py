@@ -12,12 +12,12 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_layers import (
-    LayerSetting,
     block_memory,
     give_gradients,
     make_shard,
     measure_block,
 )
+from galvatron_lite.profiler.schema import LayerSetting
 from galvatron_lite.profiler.segments import SegmentCall, copy_block, hidden_state, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import TimingRule
 from tests.profiler.models import HIDDEN, TOKENS, gpt_layers, small_gpt, token_batch

@@ -18,9 +18,15 @@ from galvatron_lite.model.graph import Operator, OperatorClass, Recompute, Role,
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.measure import Scope, layer_settings, make_tasks, measure_profile, stem_settings
+from galvatron_lite.profiler.measure import Scope, before_settings, layer_settings, make_tasks, measure_profile
 from galvatron_lite.profiler.measure_bench import LayerBench
-from galvatron_lite.profiler.measure_layers import cut_pictures, measured_grids, measured_slices, on_share, share_on
+from galvatron_lite.profiler.measure_layers import (
+    cut_pictures,
+    first_share,
+    measured_channel_splits,
+    measured_grids,
+    with_sharded_pixels,
+)
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.timing import TimingRule, run_tasks
@@ -46,14 +52,14 @@ def test_for_one_device_pictures_are_whole_and_few(profile: Profile) -> None:
     assert any(setting.samples < 1 for setting in layer_settings(scope))
     brief = replace(scope, unsplit=True)
     assert {setting.samples for setting in layer_settings(brief)} == {1, 4}
-    assert stem_settings(brief) == []
+    assert before_settings(brief) == []
 
 
 def test_every_block_and_the_stem_are_run_on_shares(profile: Profile) -> None:
     roles = {layer.kind: layer.role for layer in profile.graph.layers}
     for name, kind in profile.graph.kinds.items():
         found = {point.samples for point in profile.layers if point.kind == name and point.samples < 1}
-        expected = {share_on(kind, grid) for grid in measured_grids(kind) if roles[name] is not Role.AFTER}
+        expected = {first_share(kind, grid) for grid in measured_grids(kind) if roles[name] is not Role.AFTER}
         assert found == expected
         assert roles[name] is Role.AFTER or 0.5 in found
 
@@ -75,7 +81,7 @@ def test_every_layer_is_run_with_slices_of_its_weights(profile: Profile) -> None
     for name, kind in profile.graph.kinds.items():
         own = [point for point in profile.layers if point.kind == name and point.samples == 1]
         found = {(by, getattr(point, by)) for point in own for by in ("filters", "channels") if getattr(point, by) > 1}
-        assert found == set(measured_slices(kind, (1, 2)))
+        assert found == set(measured_channel_splits(kind, (1, 2)))
     block = next(layer.kind for layer in profile.graph.layers if layer.role is Role.BLOCK)
     kept = {
         (one.filters, one.channels): one.kept
@@ -98,7 +104,7 @@ def test_slices_are_offered_and_priced(profile: Profile) -> None:
     pricer, space = LayerPricer(known), Space(known.graph, 8, ANY)
     for name, kind in known.graph.kinds.items():
         strategies = [one for one in space.strategies(name, 2, Fixed()) if one.slices > 1]
-        assert {by for by, _ in measured_slices(kind, (2,))} == {
+        assert {by for by, _ in measured_channel_splits(kind, (2,))} == {
             "filters" if one.filters > 1 else "channels" for one in strategies
         }
         assert pricer.price_many(name, strategies, 4, 1).valid.all()
@@ -175,7 +181,7 @@ def test_a_block_on_its_share_makes_its_share() -> None:
     call = SegmentCall((picture,), {}, None)
     whole = block(picture)
     (given,) = cut_pictures(call.args, kind, (1, 1, 3))
-    made = on_share(copy.deepcopy(block), call, kind, (1, 1, 3))(given)
+    made = with_sharded_pixels(copy.deepcopy(block), call, kind, (1, 1, 3))(given)
     assert type(made) is Tensor
     assert made.shape == (2, 3, 8, 3)
     assert torch.allclose(made[..., :2], whole[..., :2])  # the last column reads one that a neighbour has

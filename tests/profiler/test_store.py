@@ -15,8 +15,8 @@ from galvatron_lite.model.shapes import load_model
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import (
-    check_hardware,
     last_profile,
+    other_hardware,
     profile_hash,
     profile_path,
     read_profile,
@@ -103,8 +103,8 @@ def test_unknown_keys_and_missing_layers(profile: Profile, tmp_path: Path) -> No
 def test_other_hardware_warns(profile: Profile) -> None:
     here = replace(profile.cluster, fingerprint={"cpu": "A", "torch": "2.13"})
     there = replace(profile.cluster, fingerprint={"cpu": "B", "torch": "2.13"})
-    assert check_hardware(replace(profile, cluster=here), here) == []
-    warnings = check_hardware(replace(profile, cluster=here), there)
+    assert other_hardware(replace(profile, cluster=here), here) == []
+    warnings = other_hardware(replace(profile, cluster=here), there)
     assert len(warnings) == 1
     assert "CPU model" in warnings[0]
     assert "B" in warnings[0]

@@ -16,7 +16,7 @@ from galvatron_lite.profiler.timing import (
     Lap,
     Term,
     TimingRule,
-    single_part,
+    as_single_lap,
     time_call,
     time_difference,
     time_laps,
@@ -97,7 +97,7 @@ def test_a_difference_is_taken_within_a_repetition(clock: Clock) -> None:
             calls.append(1)
             clock.wait(seconds * (2 if len(calls) > 24 else 1) + (0.5 if len(calls) % 17 == 0 else 0.0))
 
-        return Term(weight, single_part(run))
+        return Term(weight, as_single_lap(run))
 
     terms = term(1.0, 0.010), term(-1.0, 0.003), term(-2.0, 0.001)
     found = time_difference(terms, "cpu", replace(RULE, spread=0.0))
@@ -110,7 +110,7 @@ def test_a_difference_below_its_noise_is_timed_for_longer(clock: Clock) -> None:
     draw = Random(1)
 
     def term(weight: float, seconds: float) -> Term:
-        return Term(weight, single_part(lambda: clock.wait(seconds + draw.uniform(0.0, 0.001))))
+        return Term(weight, as_single_lap(lambda: clock.wait(seconds + draw.uniform(0.0, 0.001))))
 
     clear, hidden = (
         time_difference([term(1.0, 0.010 + more), term(-1.0, 0.010)], "cpu", RULE) for more in (0.004, 1e-5)
@@ -130,7 +130,7 @@ def test_a_moment_in_which_the_machine_stands_still_does_not_end_it(clock: Clock
         calls.append(1)
         clock.wait(100.0 if len(calls) == 2 else 0.002)
 
-    found = time_difference([Term(1.0, single_part(run))], "cpu", TimingRule(0, 2, 2, 0.0, 0.02))
+    found = time_difference([Term(1.0, as_single_lap(run))], "cpu", TimingRule(0, 2, 2, 0.0, 0.02))
     assert found.repetitions == 4
     assert found.seconds == pytest.approx(0.002)
 
@@ -140,7 +140,7 @@ def test_noise_is_the_standard_error_of_the_median(clock: Clock) -> None:
     draw = Random(2)
 
     def found() -> Difference:
-        terms = [Term(1.0, single_part(lambda: clock.wait(1.0 + draw.gauss(0.0, 0.1))))]
+        terms = [Term(1.0, as_single_lap(lambda: clock.wait(1.0 + draw.gauss(0.0, 0.1))))]
         return time_difference(terms, "cpu", TimingRule(0, 40, 40, 0.0, 1e9))
 
     every = [found() for _ in range(400)]

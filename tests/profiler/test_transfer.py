@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import CollectiveFit, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import read_profile, write_profile
-from galvatron_lite.profiler.transfer import SIZES, class_ratios, factors_of, machines, scale_up, transfer_profile
+from galvatron_lite.profiler.transfer import SIZES, class_ratios, link_factors, machines, scale_up, transfer_profile
 from galvatron_lite.stacks.catalog import GALVATRON
 
 SHAPE = DecoderShape(name="small", layers=2, hidden=1024, heads=16, vocab=32000, seq_len=1024)
@@ -151,7 +151,7 @@ def seconds(profile: Profile, group: RankGroup, size: int = 2**24) -> float:
 def test_what_was_measured_of_a_node_is_carried_to_all_nodes(bandwidth: float, latency: float) -> None:
     truth = slower(load_cluster("h100", 8), bandwidth, latency)
     big = load_cluster("h100", 1024)
-    (factor,) = factors_of(measured_on(truth), big.levels)
+    (factor,) = link_factors(measured_on(truth), big.levels)
     assert factor.bandwidth == pytest.approx(bandwidth, rel=0.15)
     made = scale_up(measured_on(truth), big)
     assert made.cluster.devices == 1024

@@ -11,7 +11,7 @@ from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
-from galvatron_lite.oracle.pricing import machine_of, row_of
+from galvatron_lite.oracle.pricing import cluster_costs, price_row
 from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.oracle.rows import Method, RowQuestion
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -212,8 +212,8 @@ RUN = PublishedRun(
 def test_as_the_oracle_says(spatial: int, filters: int, kind: Method) -> None:
     """Only the cluster is put together from the row's words, not from a file."""
     found = predicted(replace(RUN, spatial=spatial, filter=filters))
-    machine = machine_of(graph_named("resnet50", "fp32"), "abci", 16, "fp32", 64, match_stack(RUN.framework))
-    row = row_of(machine, RowQuestion(kind, 16, 64, 256))
+    machine = cluster_costs(graph_named("resnet50", "fp32"), "abci", 16, "fp32", 64, match_stack(RUN.framework))
+    row = price_row(machine, RowQuestion(kind, 16, 64, 256))
     assert found.step_seconds == pytest.approx(row.iteration, rel=0.05)
     assert found.time.total == pytest.approx(found.step_seconds)
 

@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, LayerRun, Plan, Stage
 from galvatron_lite.profiler.measure_hardware import prepare
-from galvatron_lite.profiler.timing import Across, Term, TimingRule, single_part, time_difference
+from galvatron_lite.profiler.timing import Across, Term, TimingRule, as_single_lap, time_difference
 from galvatron_lite.runtime.assignment import check_divisible
 from galvatron_lite.runtime.branches.parts import (
     PlacedPart,
@@ -183,9 +183,9 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
         alone = _Pair().to(device)
     message = prepare(Collective.SEND_RECV, _WIDTH * _BYTES, None, device)
     terms = (
-        Term(1.0, single_part(lambda: apart.backward_step(batch)), Across.MAX),
-        Term(-1.0, single_part(lambda: alone(**batch).backward()), Across.MAX),
-        Term(-2.0 * len(_NAMES), single_part(message), Across.MAX),
+        Term(1.0, as_single_lap(lambda: apart.backward_step(batch)), Across.MAX),
+        Term(-1.0, as_single_lap(lambda: alone(**batch).backward()), Across.MAX),
+        Term(-2.0 * len(_NAMES), as_single_lap(message), Across.MAX),
     )
     difference = time_difference(terms, device, rule)
     return max(difference.seconds, difference.noise) / len(_NAMES)

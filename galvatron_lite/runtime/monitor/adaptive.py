@@ -24,11 +24,11 @@ import torch
 from torch import distributed as dist
 
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
-from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import ExhaustedError, GalvatronError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
+from galvatron_lite.profiler.measure_hardware import make_group, prepare
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import link_probes
@@ -95,7 +95,7 @@ class Monitor:
         self._parallel, self._profile, self._settings = parallel, profile, settings
         self._names = [layer.name for layer in profile.graph.layers]
         self._probes = [
-            (point, make_group(GroupShape(int(group.size), int(group.stride), int(group.siblings))))
+            (point, make_group(RankGroup(int(group.size), int(group.stride), int(group.siblings))))
             for group, points in link_probes(profile)
             for point in points
         ]

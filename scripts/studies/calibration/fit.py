@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.calibration.parameters import Parameter, from_scale, places_of, to_scale, with_places
+from galvatron_lite.calibration.parameters import Parameter, from_scale, scaled_values, to_scale, with_scaled_values
 from galvatron_lite.calibration.schema import Calibration
 
 Array = NDArray[np.float64]
@@ -92,7 +92,7 @@ class Unknowns:
 
     def at(self, places: Array) -> Calibration:
         """The calibration with the unknowns at these places."""
-        return self.arranged(with_places(self.base, self.parameters, places.tolist()))
+        return self.arranged(with_scaled_values(self.base, self.parameters, places.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def unknowns_of(
 ) -> Unknowns:
     """Unknowns whose prior is a calibration's own values."""
     deviations = np.array([deviation_of(calibration, parameter) for parameter in parameters])
-    prior = np.array(places_of(calibration, parameters))
+    prior = np.array(scaled_values(calibration, parameters))
     return Unknowns(tuple(parameters), prior, deviations, calibration, arranged)
 
 

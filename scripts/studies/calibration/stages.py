@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.calibration.parameters import Parameter, parameters_of, places_of
+from galvatron_lite.calibration.parameters import Parameter, parameters_of, scaled_values
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import DEFAULT
 from studies.calibration.fit import Fit, PredictMany, Problem, Unknowns, errors_of, fit, jacobian_of, unknowns_of
@@ -94,7 +94,7 @@ class Setup:
     def own_unknowns(self, common: Calibration) -> Unknowns:
         """Of the second stage, around what stacks have in common."""
         made = unknowns_of(self.priors, self.own)
-        return replace(made, prior=np.array(places_of(common, self.own)), base=common)
+        return replace(made, prior=np.array(scaled_values(common, self.own)), base=common)
 
 
 def setup_of(problem: Problem, priors: Calibration) -> Setup:

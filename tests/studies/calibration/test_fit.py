@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from galvatron_lite.calibration.parameters import Parameter, value_of, with_places
+from galvatron_lite.calibration.parameters import Parameter, value_of, with_scaled_values
 from galvatron_lite.calibration.schema import (
     Calibration,
     ConstantsOrigin,
@@ -73,7 +73,7 @@ UNKNOWNS = unknowns_of(START, (Parameter("devices", "A", "matmul", "bf16"), Para
 
 
 def _values(places: Array) -> list[float]:
-    found = with_places(START, UNKNOWNS.parameters, places.tolist())
+    found = with_scaled_values(START, UNKNOWNS.parameters, places.tolist())
     return [value_of(found, parameter) for parameter in UNKNOWNS.parameters]
 
 
