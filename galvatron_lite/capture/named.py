@@ -5,6 +5,7 @@ Torch is imported for traces only.
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import sys
 from collections.abc import Callable
@@ -54,10 +55,14 @@ def load_factory(target: str) -> tuple[Any, Any, Any]:
     Returns:
         The model, its example batch and its ``loss_fn(output, batch)``; None for what the factory did not return.
     """
-    built = find_factory(target)()
+    factory, name = find_factory(target), target.rpartition(":")[2]
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise InputError("MODEL", target, f"{name} is called without arguments: {error}.") from error
+    built = factory()
     model, batch, loss_fn = (*built, None, None)[:3] if isinstance(built, tuple) else (built, None, None)
     if not hasattr(model, "named_modules"):
-        name = target.rpartition(":")[2]
         raise InputError("MODEL", target, f"{name} returned {type(model).__name__}, not an nn.Module.")
     return model, batch, loss_fn
 

@@ -39,7 +39,10 @@ def check_precision(precision: str, cluster: Cluster, field: str = "--precision"
     """
     supported = known_precisions(cluster)
     if precision not in supported:
-        raise InputError(field, precision, f"Precisions of {_devices(cluster)}: {', '.join(supported) or 'none'}.")
+        remedy = f"Precisions of {_devices(cluster)}: {', '.join(supported) or 'none'}."
+        if precision == "fp64":  # of the model's parameters, not given by the user
+            remedy += f" Cast the model (model.float()), or give {field}, with which it is estimated as if cast."
+        raise InputError(field, precision, remedy)
 
 
 def _devices(cluster: Cluster) -> str:

@@ -196,10 +196,13 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
         needed = f"the smallest budgets, in about the proportion of those given, are {about}{parts}"
     else:
         needed = f"the smallest budget is {about}{format_budget(smallest, up=True)}"
+    context = max(group.device.context for group in pricer.profile.cluster.groups)
+    remedy = f"Use more devices (--fewest says how many){' or a shorter sequence' * (request.graph.sequence > 1)}."
+    if 2 * context > smallest:
+        remedy = f"{format_budget(context)} of it are the driver's and libraries' own on each device, under any plan."
     return InfeasibleError(
         f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
-        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. "
-        f"Use more devices (--fewest says how many){' or a shorter sequence' * (request.graph.sequence > 1)}.",
+        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. {remedy}",
         smallest,
     )
 
