@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.verify.trial.check import try_model
 from galvatron_lite.verify.trial.findings import Findings
+from tests.runtime.plans import make_plan
 
 
 class Remembering(nn.Module):
@@ -101,3 +104,32 @@ def test_means_over_what_is_no_padding_are_seen_where_the_example_has_none(way: 
     findings = found(Padded(way), torch.arange(1, 9).expand(8, 8).clone(), torch.full((8,), 8))
     assert (findings.unsaid is not None) == refused
     assert not findings.undivided
+
+
+class Bags(nn.Module):
+    """Bags of words in an embedding with sparse gradients: a module, or the function."""
+
+    def __init__(self, by_function: bool) -> None:
+        super().__init__()
+        self.by_function, self.embed, self.out = (
+            by_function,
+            nn.EmbeddingBag(12, 4, sparse=not by_function),
+            nn.Linear(4, 1),
+        )
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.embed.weight
+        hidden = functional.embedding(ids, weight, sparse=True).mean(1) if self.by_function else self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        return self.out(hidden).square().mean()
+
+
+def test_sparse_gradients_are_made_dense_or_refused() -> None:
+    ids, plan = torch.arange(32).reshape(8, 4) % 12, make_plan([["embed"]], [[Strategy()]], 8)
+    findings = found(Bags(by_function=False), ids)
+    assert not findings.skipped
+    findings.check(plan)
+    with pytest.raises(InputError, match=r"embed\.weight.*sparse=False"):
+        found(Bags(by_function=True), ids).check(plan)

@@ -108,6 +108,7 @@ def try_model(
         unread=() if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys())),
         leaking=tuple(dict.fromkeys(observer.seen.leaking)),
         unheld=tuple(observer.seen.unheld.values()),
+        sparse=full_pass.sparse,
         written=tuple(sorted(double.written.union(full_pass.written))),
         differentiates=observer.seen.differentiates,
     )

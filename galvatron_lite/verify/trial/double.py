@@ -24,7 +24,7 @@ from galvatron_lite.model.batch import ITEMS, LossFn, call_model, loss_of, map_t
 from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.flow import at
-from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy
+from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy, prepare_for_training
 from galvatron_lite.model.trace.record import ValuesReadError
 from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.parameters.materialize import Materializer
@@ -83,6 +83,7 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
         double = _copy(model, gone)
     small = map_tensors(with_samples(map_tensors(small, _on_cpu), SAMPLES), _as_float)
     double = calmed(dropped(double, gone)).train()
+    prepare_for_training(double)
     for module in double.modules():
         if isinstance(module, BATCH_NORMS):
             module.eval()
@@ -185,6 +186,7 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
+    sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse, by name; they are dense here
     constants: Collection[int] = ()  # that it compared whole numbers of the samples with
 
     @property
@@ -221,6 +223,8 @@ def run_pass(
     except Exception as error:  # whatever a user's model does
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
     gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
+    sparse = tuple(name for name, one in gradients.items() if one.is_sparse)
+    gradients |= {name: gradients[name].to_dense() for name in sparse}
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
     written = dict[str, Tensor]()
     with torch.no_grad():
@@ -229,7 +233,7 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
-    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, values.constants)
+    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, sparse, values.constants)
 
 
 def runs_on(double: Double, batch: Any) -> bool:

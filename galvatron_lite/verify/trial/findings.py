@@ -78,6 +78,7 @@ class Findings:
     # attribute
     leaking: tuple[str, ...] = ()
     written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
+    sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse
     differentiates: bool = False  # whether a forward pass takes gradients, which are differentiated again
     # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
     # where it is neither
@@ -100,6 +101,12 @@ class Findings:
 
     def restrictions(self) -> Iterator[Restriction]:
         """What rules plans out, in the order in which they are checked."""
+        if self.sparse:
+            yield Restriction(
+                lambda _: True, "parameters", _few(self.sparse),
+                "Their gradients are sparse, which no plan sums or shards. Pass sparse=False where the model calls "
+                "torch.nn.functional.embedding; of nn.Embedding and nn.EmbeddingBag it is switched off by itself.",
+            )  # fmt: skip
         if self.undivided:
             yield Restriction(
                 shares_batch, "loss", "of the batch as a whole",
