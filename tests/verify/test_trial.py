@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,10 +12,13 @@ from torch.nn import functional
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.verify.trial.check import try_model
 from galvatron_lite.verify.trial.findings import Findings
 from tests.runtime.plans import make_plan
+
+ONE = make_plan([["blocks"]], [[Strategy()]], 8)
 
 
 class Remembering(nn.Module):
@@ -127,9 +133,47 @@ class Bags(nn.Module):
 
 
 def test_sparse_gradients_are_made_dense_or_refused() -> None:
-    ids, plan = torch.arange(32).reshape(8, 4) % 12, make_plan([["embed"]], [[Strategy()]], 8)
+    ids = torch.arange(32).reshape(8, 4) % 12
     findings = found(Bags(by_function=False), ids)
     assert not findings.skipped
-    findings.check(plan)
+    findings.check(ONE)
     with pytest.raises(InputError, match=r"embed\.weight.*sparse=False"):
-        found(Bags(by_function=True), ids).check(plan)
+        found(Bags(by_function=True), ids).check(ONE)
+
+
+class Counting(nn.Module):
+    """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.last = kind, None
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.counters = [self.blocks[0] if kind == "block" else self]
+        self.counters[0].step = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        rows = rows if self.last is None else rows + self.last
+        if self.kind == "rows":
+            self.last = rows.detach()
+        elif self.kind == "mean":
+            self.last = rows.detach().mean(0)
+        else:
+            self.counters[0].step += 1
+        return rows.square().mean() * (1 + self.counters[0].step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("block", "blocks.0.step"), ("model", "step"), ("rows", "last"), ("mean", "last")]
+)
+def test_what_a_module_keeps_from_pass_to_pass_is_refused_where_it_runs_more_often(kind: str, name: str) -> None:
+    findings = found(Counting(kind), torch.randn(8, 4))
+    assert findings.kept == (name,)
+    assert findings.skipped == ""
+    assert findings.keeps_batch == (kind == "mean")
+    assert "microbatches=1" in findings.pins()["fix"]
+    again = replace(ONE, stages=make_plan([["blocks"]], [[Strategy(recompute=Recompute.FULL)]], 8).stages)
+    for plan, right in ((ONE, True), (replace(ONE, microbatches=2), False), (again, kind != "block")):
+        with nullcontext() if right else pytest.raises(InputError, match=name):
+            findings.check(plan)

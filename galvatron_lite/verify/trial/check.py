@@ -42,6 +42,7 @@ from galvatron_lite.verify.trial.double import (
     masks_of,
     run_pass,
     runs_on,
+    same_values,
     terms_of,
 )
 from galvatron_lite.verify.trial.findings import Findings
@@ -85,14 +86,14 @@ def try_model(
     if again.loss != full_pass.loss and full_pass.is_finite:
         return Findings(
             outside=outside,
-            skipped="the same batch gives another loss again, dropout apart: it is random, or the model keeps "
-            "something from pass to pass, which further micro-batches and recomputation change more often",
+            skipped="the loss of the same batch is another one in every pass, also without dropout",
         )
     if not full_pass.is_finite:
         return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({full_pass.loss})")
     terms = terms_of(observer.seen, double.batch)
     counts = _unlike(terms)
     try:
+        kept = _kept(double, full_pass)
         trials = list(_trials(double, counts, full_pass))
         buffers = _buffers(model, double, trials[0])
         remembered = _remembered(double, trials[0], [name for name, rule in buffers if not rule])
@@ -102,8 +103,10 @@ def try_model(
     taken = model_inputs(double.model, double.batch)
     findings = Findings(
         outside=outside,
+        kept=kept,
+        kept_inside=any(at(name, path) for name in kept for path in held),
         buffers=buffers,
-        remembered=remembered,
+        remembered=(*remembered, *(name for name in kept if not _kept_alike(name, trials[0]))),
         loose=tuple(name for name, _ in buffers if not any(at(name, path) for path in held)),
         unread=() if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys())),
         leaking=tuple(dict.fromkeys(observer.seen.leaking)),
@@ -432,6 +435,25 @@ def _remembered(double: Double, trial: Trial, names: Sequence[str]) -> tuple[str
         losses.add(run_pass(double, trial.batch).loss)
     set_to(before)
     return tuple(names) if len(losses) > 1 else ()
+
+
+def _kept(double: Double, result: PassResult) -> tuple[str, ...]:
+    """Attributes that a forward pass changes and the loss of the next one reads."""
+
+    def matters(names: Collection[str]) -> bool:
+        kept = {name: result.kept[name] for name in names}
+        return bool(names) and run_pass(double, double.batch, kept=kept).loss != result.loss
+
+    return tuple(name for name in result.kept if matters([name])) if matters(result.kept) else ()
+
+
+def _kept_alike(name: str, trial: Trial) -> bool:
+    """Whether shares of a batch leave an attribute as the batch does: the same, or a row for each sample."""
+    full, shares = trial.full.kept[name], [share.kept.get(name) for share in trial.shares]
+    if isinstance(full, Tensor) and full.shape[:1] == (SAMPLES,) and all(isinstance(one, Tensor) for one in shares):
+        rows = torch.cat([one for one in shares if isinstance(one, Tensor)])
+        return rows.shape == full.shape and _close(full, rows)
+    return all(same_values(full, one) for one in shares)
 
 
 def _close(one: Tensor, other: Tensor | float) -> bool:

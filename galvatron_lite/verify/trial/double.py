@@ -186,6 +186,7 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
+    kept: Mapping[str, Any]  # plain attributes of modules that the forward pass changed, by name
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse, by name; they are dense here
     constants: Collection[int] = ()  # that it compared whole numbers of the samples with
 
@@ -193,6 +194,73 @@ class PassResult:
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are."""
         return self.loss == self.loss and all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
+
+
+class _Attributes:
+    """Numbers, tensors and nests of them that modules keep in plain attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {
+            f"{path}.{name}".lstrip("."): (module, name, value, _frozen(value))
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if name not in _OF_MODULES
+        }
+        self._modules = dict(model.named_modules())
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Set some of them."""
+        for name, value in values.items():
+            path, _, local_name = name.rpartition(".")
+            setattr(self._modules[path], local_name, _frozen(value))
+
+    def restore(self) -> dict[str, Any]:
+        """Set all as they were; those that changed, as they were now."""
+        changed = dict[str, Any]()
+        for path, module in self._modules.items():
+            for local_name in [name for name in vars(module) if name not in _OF_MODULES]:
+                name, now = f"{path}.{local_name}".lstrip("."), vars(module)[local_name]
+                if name not in self._before:
+                    changed[name] = _frozen(now)
+                    delattr(module, local_name)
+                elif not same_values(self._before[name][3], now):
+                    changed[name] = _frozen(now)
+        for name in changed.keys() & self._before.keys():
+            module, local_name, value, frozen = self._before[name]
+            if type(value) in (list, dict):  # others may hold it, too
+                value.clear()
+                value.extend(frozen) if isinstance(value, list) else value.update(frozen)
+            setattr(module, local_name, value if type(value) in (list, dict) else frozen)
+        return changed
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a nest whose tensors are new and have no history."""
+
+    def copied(one: Tensor) -> Tensor:
+        return one if isinstance(one, nn.Parameter) or not _has_values(one) else one.detach().clone()
+
+    return map_tensors(value, copied) if isinstance(value, Tensor) or type(value) in (list, tuple, dict) else value
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two nests hold the same; of other objects, whether they are the same object or equal numbers."""
+    if isinstance(one, Tensor) and _has_values(one):
+        return isinstance(other, Tensor) and _has_values(other) and one.shape == other.shape and torch.equal(one, other)
+    if type(one) in (list, tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same_values, one, other))
+    if type(one) is dict:
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(same_values(one[k], other[k]) for k in one)
+        )
+    return one is other or (isinstance(one, (int, float, str)) and type(one) is type(other) and one == other)
 
 
 def run_pass(
@@ -203,9 +271,15 @@ def run_pass(
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
     answers: ChangedReads | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> PassResult:
-    """Run the copy on some samples; parameters, buffers, samples and random state stay as they were."""
+    """Run the copy on some samples; parameters, buffers, attributes, samples and random state stay as they were.
+
+    ``kept`` are attributes that a pass before it has left.
+    """
     model = double.model
+    attributes = _Attributes(model)
+    attributes.put(kept or {})
     before = {name: one.detach().clone() for name, one in (*model.named_buffers(), *model.named_parameters())}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
@@ -221,7 +295,9 @@ def run_pass(
         with nullcontext() if observer is None else observer.in_backward():
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
+        attributes.restore()
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
+    left = attributes.restore()
     gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
     sparse = tuple(name for name, one in gradients.items() if one.is_sparse)
     gradients |= {name: gradients[name].to_dense() for name in sparse}
@@ -233,7 +309,7 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
-    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, sparse, values.constants)
+    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, left, sparse, values.constants)
 
 
 def runs_on(double: Double, batch: Any) -> bool:

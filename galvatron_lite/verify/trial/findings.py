@@ -37,6 +37,12 @@ def _shares_or_repeats(plan: Plan) -> bool:
     return again or _shares_parameters(plan)
 
 
+def _repeats(plan: Plan, inside: bool) -> bool:
+    """Whether modules run more often than once a step: those inside of layers, or those around them."""
+    recomputes = any(one.recompute is not Recompute.NONE for one in _strategies(plan))
+    return plan.microbatches > 1 or plan.cyclic is not None or (recomputes if inside else len(plan.stages) > 1)
+
+
 def _changes_what_is_written(plan: Plan) -> bool:
     """Whether forward passes run other than once, or elsewhere than on whole parameters and their states."""
     kept = all(one.devices == one.replicas and one.offload is Offload.NONE for one in _strategies(plan))
@@ -85,6 +91,9 @@ class Findings:
     buffers: tuple[tuple[str, str], ...] = ()
     # those of the buffers that are neither, and that the loss of the next batch reads, as a queue of earlier keys
     remembered: tuple[str, ...] = ()
+    # plain attributes that a forward pass changes and the next one reads, and whether layers hold any
+    kept: tuple[str, ...] = ()
+    kept_inside: bool = False
     # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
     loose: tuple[str, ...] = ()
     # shapes of parameters that get gradients and that the model does not hold, as those of a loss function
@@ -156,6 +165,19 @@ class Findings:
                 note=f"the loss reads {names}, which a forward pass updates from the batch as a whole: only plans that "
                 "keep the batch whole (dp 1, one micro-batch) train like one process",
                 reason=f"the loss reads {names}, which forward passes update from the batch as a whole",
+            )  # fmt: skip
+        if self.kept:
+            names, inside = _few(self.kept), self.kept_inside
+            yield Restriction(
+                lambda plan: _repeats(plan, inside), "attributes", names,
+                f"Every forward pass changes {names}, which the loss reads, and this plan runs more passes a step than "
+                "one process. Use a buffer that the training loop updates; or give a plan of one micro-batch "
+                f"{'without recomputation' if inside else 'and one stage'}, or none, to have one found.",
+                forbid=("recompute",) if inside else ("pipeline",), fix=("microbatches=1",),
+                note=f"every forward pass changes {names}, which the loss reads: only plans of one micro-batch train "
+                "like one process",
+                reason=f"every forward pass changes {names}, which the loss reads",
+                change=f"use a buffer for {names} that the training loop updates",
             )  # fmt: skip
         if self.loose:
             yield Restriction(
