@@ -200,12 +200,18 @@ def one_stage_reason(
     for call in seen.calls:
         home = places.get(call.path, current)
         if home < current and next(model.get_submodule(call.path).parameters(), None) is not None:
-            return f"no pipeline stages: {call.path} runs again behind {layers[current].name}"
+            return (
+                f"no pipeline stages: {call.path} runs before {layers[current].name} and again after it (call it once, "
+                "and hand its output on; or give each of them a module of its own)"
+            )
         current = max(current, home)
     later = [tensor for call in seen.calls if places.get(call.path, 0) > 1 for tensor in call.inputs]
     name = _loose_read(model, places, seen, [*later, *ends])
     if name:
-        return f"no pipeline stages: code behind the first block reads {name}, which no layer holds"
+        return (
+            f"no pipeline stages: code after the first block reads the parameter {name}, which no layer holds (move it "
+            "into the module that reads it)"
+        )
     for path, bits in flow.asked:
         if not any(at(path, layer) for layer in places):
             read = (

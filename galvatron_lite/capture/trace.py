@@ -52,7 +52,7 @@ from galvatron_lite.model.batch import (
     sequence_length,
     tensors_of,
 )
-from galvatron_lite.model.discover import BlockNames, Watched, arrange_layers, signature, unit_paths, watch
+from galvatron_lite.model.discover import BlockNames, Watched, arrange_layers, kept_error, signature, unit_paths, watch
 from galvatron_lite.model.graph import (
     Layer,
     LayerKind,
@@ -118,7 +118,8 @@ def trace(
         watched = watched if watched is not None and precision is None else watch(twin, batches[1], blocks)
         fewer = observe(twin, batches[0], unit_paths(twin, watched.blocks, watched.seen.order))
     except TraceError as error:
-        if (other := _row_error(twin, batch, precision, blocks, error)) is None:
+        other = kept_error(model, batch) or _row_error(twin, batch, precision, blocks, error)
+        if other is None:
             raise
         raise other from error
     check_replaced(model, twin)
@@ -185,9 +186,9 @@ def _row_error(
         return None
     names = [place.lstrip(".") for place, tensor in places(batch) if tensor.dim() and tensor.shape[0] == rows]
     remedy = (
-        f"Tensors whose first dimension is {rows} are taken to have a row for each of {rows} samples, all else to be "
-        f"of all samples; with fewer rows the model does not run. {error.remedy} Give a tensor without samples a first "
-        "dimension of 1, or the example batch another number of samples; make lists of samples tensors."
+        f"The batch has {rows} samples, so tensors whose first dimension is {rows} are taken to have a row for each. "
+        f"With fewer rows the model does not run. {error.remedy.removesuffix('.')}. Give a tensor without samples a "
+        "first dimension of 1, or the example batch another number of samples; make lists of samples tensors."
     )
     return TraceError("batch", ", ".join(names), remedy)
 

@@ -14,6 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.loss.weights import LossWeight
 from galvatron_lite.verify.trial.check import try_model
 from galvatron_lite.verify.trial.findings import Findings
 from tests.runtime.plans import make_plan
@@ -177,3 +178,37 @@ def test_what_a_module_keeps_from_pass_to_pass_is_refused_where_it_runs_more_oft
     for plan, right in ((ONE, True), (replace(ONE, microbatches=2), False), (again, kind != "block")):
         with nullcontext() if right else pytest.raises(InputError, match=name):
             findings.check(plan)
+
+
+class Several(nn.Module):
+    """Two cross-entropies over targets of their own, and a mean of rows or over a mask."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked, self.blocks = masked, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        mask = (rows[:, :1] > 0).float()
+        for block in self.blocks:
+            rows = block(rows)
+        far = (rows.square() * mask).sum() / mask.sum() if self.masked else rows.square().mean()
+        return functional.cross_entropy(rows, first) + 2 * functional.cross_entropy(rows, second) + far
+
+
+def several(masked: bool, **options: LossWeight) -> Findings:
+    torch.manual_seed(0)
+    model, rows = Several(masked), torch.randn(8, 4)
+    rows[:, 0] = torch.tensor([1.0, 1, -1, 1, 1, 1, 1, 1])
+    batch = (rows, torch.arange(8) % 4, torch.arange(8) // 2)
+    return try_model(model, batch, discover_layers(model), **options)
+
+
+def test_a_loss_weight_that_is_not_needed_is_refused_for_that() -> None:
+    assert several(masked=False).unsaid is None
+    refused = several(masked=False, weight=lambda batch: len(batch[0]))
+    assert "Leave it out" in str(refused.unsaid)
+    assert not refused.undivided
+
+
+def test_targets_that_shares_have_alike_are_not_blamed() -> None:
+    assert "a mean over a mask" in str(several(masked=True).unsaid)

@@ -190,13 +190,20 @@ def _with_weight(
             if weight is not None or target_counts is None or not _fills(trials[0], target_counts):
                 return replace(findings, unsaid=error)
             return replace(findings, weight=replace(target_counts, filled=True))
+    if weight is not None:
+        without = _with_weight(findings, double, trials, None, reduction, counts, terms)
+        if without.unsaid is None and not without.undivided:
+            return replace(findings, unsaid=InputError("loss_weight", "that was given", NEEDLESS))
     alike = [trial for trial in trials if trial.counts_alike]
     if target_counts is not None and weight is None and all(_equal(double, trial, None, reduction) for trial in alike):
         # right for the example; its counts are compared in every step
         return replace(findings, weight=replace(target_counts, even=True))
     if len(counts) > 1:
         names = " and ".join(count.place.lstrip(".") or "the batch" for count in counts)
-        return replace(findings, unsaid=InputError("loss", "several means", SEVERAL.format(names=names)))
+        factors = TermCounts(terms).of_shares(trials[0].batch, SHARES)
+        even = all(one is None or torch.allclose(one, torch.ones_like(one)) for one in factors)
+        remedy = BESIDE if even else SEVERAL.replace("NAMES", names)
+        return replace(findings, unsaid=InputError("loss", "several means", remedy))
     kinds = {_kind(trial, sums=reduction != "sum") for trial in trials} - {""}
     if kinds == {SUM}:
         remedy = "The loss is a sum over samples: pass loss_reduction='sum'."
@@ -213,10 +220,17 @@ WEIGHT = (
     'batch["mask"].sum(); or keep the batch whole: a plan without data parallelism or ZeRO (dp=1) of one micro-batch. '
     "check=False trains as if all shares weighed the same."
 )
+_DIVIDE = (
+    "Divide each sum by a number that is in the batch, or keep the batch whole: a plan without data parallelism and "
+    "ZeRO (dp=1), of one micro-batch."
+)
 SEVERAL = (
-    "The loss is a sum of means over different targets ({names}), which count unlike in shares of a batch: no weight "
-    "makes it of its shares' losses. Divide each sum by a number that the batch says, or keep the batch whole: a plan "
-    "without data parallelism and ZeRO (dp=1), of one micro-batch."
+    "The loss adds means over different targets (NAMES), of which shares of a batch have unlike numbers: no one "
+    f"weight fits. {_DIVIDE}"
+)
+BESIDE = f"A term beside the cross-entropies is a mean over a mask, or compares samples with one another. {_DIVIDE}"
+NEEDLESS = (
+    "It does not fit batches whose shares have unlike numbers of targets. Leave it out: weights that fit are found."
 )
 
 

@@ -118,7 +118,7 @@ class Findings:
             )  # fmt: skip
         if self.undivided:
             yield Restriction(
-                shares_batch, "loss", "of the batch as a whole",
+                shares_batch, "plan", "one that shares the batch",
                 "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "
                 "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If "
                 "it is a mean over samples on your data, pass check=False.",
@@ -281,8 +281,7 @@ class Findings:
         if pins:
             return InputError("fix", pins, remedy)
         named = next((one for one in every if one.field == "buffers"), None)
-        field, value = ("loss", "of the batch as a whole") if named is None else (named.field, named.value)
-        return InputError(field, value, remedy)
+        return InputError("devices", devices, remedy) if named is None else InputError(named.field, named.value, remedy)
 
     @property
     def synced(self) -> dict[str, str]:
