@@ -138,7 +138,7 @@ def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
         ("reversible", ("data", "zero1")),
         ("written", ("data",)),
         ("slope", ("data", "zero1")),
-        ("counting", ("data", "zero1", "tensor")),
+        ("counting", ("data", "zero1")),
     ],
 )
 def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:

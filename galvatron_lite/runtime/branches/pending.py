@@ -159,7 +159,7 @@ class DeferredFunction:
 def _without_modes() -> Iterator[None]:
     """Outside of all modes of torch functions."""
     with ExitStack() as stack:
-        for _ in _get_current_function_mode_stack():
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
         yield
 

@@ -31,6 +31,7 @@ from galvatron_lite.runtime.loss.weights import (
     share_scales,
     weighted,
 )
+from galvatron_lite.verify.trial.attributes import same_values
 from galvatron_lite.verify.trial.double import (
     SAMPLES,
     CallObserver,
@@ -42,7 +43,6 @@ from galvatron_lite.verify.trial.double import (
     masks_of,
     run_pass,
     runs_on,
-    same_values,
     terms_of,
 )
 from galvatron_lite.verify.trial.findings import Findings

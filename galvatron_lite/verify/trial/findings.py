@@ -168,12 +168,12 @@ class Findings:
             )  # fmt: skip
         if self.kept:
             names, inside = _few(self.kept), self.kept_inside
+            once = "without recomputation" if inside else "and stage"
             yield Restriction(
                 lambda plan: _repeats(plan, inside), "attributes", names,
-                f"Every forward pass changes {names}, which the loss reads. One process runs one pass a step; this plan "
-                "runs several (micro-batches, recomputation) or parts of it (stages). Use a buffer that the training "
-                f"loop updates; or give a plan of one micro-batch {'without recomputation' if inside else 'and stage'}, "
-                "or none, to have one found.",
+                f"Every forward pass changes {names}, which the loss reads. One process runs one pass a step, this "
+                "plan several (micro-batches, recomputation) or parts of it (stages). Use a buffer that the training "
+                f"loop updates; or give a plan of one micro-batch {once}, or none, to have one found.",
                 forbid=("recompute",) if inside else ("pipeline",), fix=("microbatches=1",),
                 note=f"every forward pass changes {names}, which the loss reads: only plans of one micro-batch train "
                 "like one process",
