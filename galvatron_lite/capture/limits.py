@@ -203,11 +203,17 @@ def one_stage_reason(
     for call in run.calls:
         owner = owners.get(call.path, current)
         if owner < current and next(model.get_submodule(call.path).parameters(), None) is not None:
-            return f"{prefix} {call.path} runs again behind {layers[current].name}"
+            return (
+                f"{prefix} {call.path} runs before {layers[current].name} and again after it (call it once, and hand "
+                "its output on; or give each of them a module of its own)"
+            )
         current = max(current, owner)
     later = [tensor for call in run.calls if owners.get(call.path, 0) > 1 for tensor in call.inputs]
     if name := _outside_parameter(model, owners, run, [*later, *ends]):
-        return f"{prefix} code behind the first block reads {name}, which no layer holds"
+        return (
+            f"{prefix} code after the first block reads the parameter {name}, which no layer holds (move it into the "
+            "module that reads it)"
+        )
     for path, bits in flow.asked:
         if not any(at(path, module) for module in owners):
             read = (m for m in owners if any(bits & bit for name, bit in flow.modules.items() if at(name, m)))

@@ -29,7 +29,7 @@ from galvatron_lite.model.batch import (
     tensors_of,
 )
 from galvatron_lite.model.blocks import BlockNames, signature
-from galvatron_lite.model.discover import Watched, watch
+from galvatron_lite.model.discover import Watched, kept_error, watch
 from galvatron_lite.model.graph import Layer, ModelGraph, Role, dead_note
 from galvatron_lite.model.trace.figures import SAMPLES
 from galvatron_lite.model.trace.meta import check_model, dtype_of, meta_copy, precision_of
@@ -83,7 +83,8 @@ def trace(
         watched = watched or watch(twin, batches[1], blocks)
         small_run = observe(twin, batches[0], watched.units())
     except TraceError as error:
-        if (other := _error_of_fewer_samples(twin, batch, precision, blocks, error)) is None:
+        other = kept_error(model, batch) or _error_of_fewer_samples(twin, batch, precision, blocks, error)
+        if other is None:
             raise
         raise other from error
     check_replaced(model, twin)
@@ -150,9 +151,9 @@ def _error_of_fewer_samples(
         return None
     names = [place.lstrip(".") for place, tensor in places(batch) if tensor.dim() and tensor.shape[0] == rows]
     remedy = (
-        f"Tensors whose first dimension is {rows} are taken to have a row for each of {rows} samples, all else to be "
-        f"of all samples; with fewer rows the model does not run. {error.remedy} Give a tensor without samples a first "
-        "dimension of 1, or the example batch another number of samples; make lists of samples tensors."
+        f"The batch has {rows} samples, so tensors whose first dimension is {rows} are taken to have a row for each. "
+        f"With fewer rows the model does not run. {error.remedy.removesuffix('.')}. Give a tensor without samples a "
+        "first dimension of 1, or the example batch another number of samples; make lists of samples tensors."
     )
     return TraceError("batch", ", ".join(names), remedy)
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import resize_batch
+from galvatron_lite.model.batch import batch_size, call_model, resize_batch
 from galvatron_lite.model.blocks import BlockNames, find_blocks, has_parameters, signature, unit_paths
 from galvatron_lite.model.forks import forked_blocks
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.figures import SAMPLES
 from galvatron_lite.model.trace.flow import DataFlow
 from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.record import ValuesReadError
 from galvatron_lite.model.trace.run import Observation, garbage_waits, observe
 
 _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
@@ -125,7 +127,42 @@ class Watched:
 @garbage_waits()
 def watch_model(model: nn.Module, batch: Any, blocks: BlockNames | None = None) -> Watched:
     """Run a copy of a model without storages on an example batch; arguments and errors as of ``discover_layers``."""
-    return watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
+    try:
+        return watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
+    except ValuesReadError:
+        raise
+    except TraceError as error:
+        raise (kept_error(model, batch) or error) from error
+
+
+def kept_error(model: nn.Module, batch: Any) -> TraceError | None:
+    """Of a model that does not run on fewer samples: that it keeps a row for each sample from pass to pass; None where
+    it does not."""
+    twin, rows = meta_copy(model), batch_size(batch)
+    held = list(_held(twin))  # so that no other tensor takes an id
+    before = {(path, name): (id(one), one._version) for path, name, one in held}
+    with suppress(Exception):  # whatever a user's model does
+        call_model(twin, resize_batch(batch, rows))
+    names = [
+        f"{path}.{name}".lstrip(".")
+        for path, name, one in _held(twin)
+        if one.shape[:1] == (rows,) and (id(one), one._version) != before.get((path, name))
+    ]
+    if not names:
+        return None
+    remedy = (
+        "The model keeps it from pass to pass, with a row for each sample, so that it runs on batches of one size. "
+        "Make it an entry of the batch."
+    )
+    return TraceError("model", ", ".join(names), remedy)
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Buffers, and tensors in plain attributes, by module and name."""
+    for path, module in model.named_modules():
+        for name, one in {**vars(module), **module._buffers}.items():
+            if isinstance(one, Tensor):
+                yield path, name, one
 
 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:

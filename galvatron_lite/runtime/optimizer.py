@@ -160,6 +160,9 @@ def _end_all(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _check_parameters(
     optimizer: torch.optim.Optimizer, updated: Sequence[nn.Parameter], computing: Sequence[nn.Parameter]
 ) -> InputError | None:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        remedy = "Gradients of embeddings are dense under every plan. Take SGD, Adagrad or AdamW."
+        return InputError("optimizer", "SparseAdam", remedy)
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     right = {id(p) for p in updated}
     beside = listed & {id(p) for p in computing} - right

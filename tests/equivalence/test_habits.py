@@ -200,6 +200,22 @@ class Hooked(nn.Module):
         return loss
 
 
+class Sparse(nn.Module):
+    """Its embedding asks for sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.EmbeddingBag(WIDTH, WIDTH, sparse=True), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss: Tensor = self.head(hidden).square().mean()
+        return loss
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lists": lambda: (Lists(), (torch.randn(SAMPLES, WIDTH),)),
     "around": lambda: (Around(), (torch.randn(SAMPLES, WIDTH),)),
@@ -209,6 +225,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "written": lambda: (Written(), (torch.randn(SAMPLES, WIDTH),)),
     "hooked": lambda: (Hooked(), (torch.randn(SAMPLES, WIDTH),)),
     "frozen": lambda: (Frozen(), (torch.randn(SAMPLES, WIDTH),)),
+    "sparse": lambda: (Sparse(), (torch.randint(WIDTH, (SAMPLES, 3)),)),
 }
 CASES: list[tuple[str, list[int], Strategy]] = [
     ("lists", [1], Strategy()),
@@ -220,6 +237,8 @@ CASES: list[tuple[str, list[int], Strategy]] = [
     ("frozen", [3], Strategy()),
     ("hooked", [3], Strategy()),
     ("written", [], Strategy(tensor=2)),
+    ("sparse", [], Strategy(data=2)),
+    ("sparse", [], Strategy(zero=2, zero_stage=3)),
 ]
 """A model, at which layer each stage but the first begins, and the strategy of every layer."""
 

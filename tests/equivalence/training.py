@@ -26,6 +26,7 @@ from galvatron_lite.runtime import preparation
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
+from galvatron_lite.runtime.parameters.guard import set_guard
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from galvatron_lite.runtime.preparation import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
@@ -220,7 +221,9 @@ def whole(
         if tensor is None:
             continue
         local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[first_names.get(one.names[0], one.names[0])] = _gathered(one, local).clone()
+        gathered = _gathered(one, local).clone()
+        set_guard(gathered, guarded=False)
+        found[first_names.get(one.names[0], one.names[0])] = gathered
     return found
 
 

@@ -251,8 +251,8 @@ class Scaled(Glued):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("again", "blocks.0 runs again behind blocks.2"),
-        ("scaled", "reads scale"),
+        ("again", "blocks.0 runs before blocks.2 and again after it"),
+        ("scaled", "reads the parameter scale"),
         ("written to", "code behind blocks.0 changes in place what it gives"),
     ],
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError, TraceError
+from galvatron_lite.model.discover import watch_model
 from tests.model.models import FAMILIES, Mixer, Plain, plain
 
 
@@ -82,7 +83,7 @@ def test_a_model_that_replaces_modules_runs_once_before() -> None:
 
 def test_a_tensor_whose_first_dimension_is_that_of_the_samples_by_chance() -> None:
     batch = {"x": torch.ones(4, 4), "weights": torch.ones(4), "names": ["a"]}
-    with pytest.raises(TraceError, match=r"batch: 'x, weights'.*a row for each of 4 samples.*a first dimension of 1"):
+    with pytest.raises(TraceError, match=r"batch: 'x, weights'.*The batch has 4 samples.*a first dimension of 1"):
         trace(Weighted(), batch)
     trace(Weighted(), batch | {"weights": torch.ones(1, 4)})
 
@@ -152,3 +153,33 @@ def test_what_cannot_be_traced_is_named_with_the_cause(name: str) -> None:
     change(model)
     with pytest.raises(TraceError, match=said):
         trace(model, batch, blocks=["body", "spare"] if change is spare else None)
+
+
+class Carrying(nn.Module):
+    """Keeps a state for each sample, in a buffer or an attribute."""
+
+    def __init__(self, in_buffer: bool) -> None:
+        super().__init__()
+        self.body, self.cell = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.GRUCell(4, 4)
+        if in_buffer:
+            self.register_buffer("state", torch.zeros(8, 4))
+        else:
+            self.state = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = block(x)
+        x = self.cell(x, None if self.state is None else self.state.clone())
+        if self.state is None:
+            self.state = x.detach()
+        else:
+            self.state.copy_(x.detach())
+        return x
+
+
+@pytest.mark.parametrize("in_buffer", [True, False])
+def test_a_state_that_is_kept_for_each_sample_is_named(in_buffer: bool) -> None:
+    model = Carrying(in_buffer)
+    for run in (trace, watch_model) if in_buffer else (trace,):
+        with pytest.raises(TraceError, match=r"model: 'state'.*keeps it from pass to pass"):
+            run(model, (torch.randn(8, 4),))

@@ -100,6 +100,18 @@ class Averaging(Block):
         return super().forward(hidden)
 
 
+class Counting(Block):
+    """Fades in by a count of its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.passes += 1
+        return hidden + 0.2 * self.passes * (super().forward(hidden) - hidden)
+
+
 class Network(nn.Module):
     """Tokens, four blocks, a head; ``kind`` says what the loss is."""
 
@@ -107,7 +119,7 @@ class Network(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        block = {"buffers": Averaging, "reversible": Again}.get(kind, Block)
+        block = {"buffers": Averaging, "reversible": Again, "counting": Counting}.get(kind, Block)
         self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if kind in ("loose buffer", "read buffer"):

@@ -70,6 +70,7 @@ def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any],
         ("reversible", ("zero3", "pipeline"), "outside of their layers"),
         ("slope", ("zero3", "pipeline", "tensor", "recompute"), "Forward passes take gradients"),
         ("written", ("micro-batches", "zero1", "pipeline", "recompute"), "Forward passes change these parameters"),
+        ("counting", ("micro-batches", "recompute"), "Every forward pass changes"),
     ],
 )
 def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple[str, ...], said: str) -> None:
@@ -137,6 +138,7 @@ def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
         ("reversible", ("data", "zero1")),
         ("written", ("data",)),
         ("slope", ("data", "zero1")),
+        ("counting", ("data", "zero1")),
     ],
 )
 def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.runtime.optimizer import _built_again, _copied, _reach
+from galvatron_lite.runtime.optimizer import _built_again, _check_parameters, _copied, _reach
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
 from tests.runtime.plans import losses_alone, split_model
@@ -318,3 +318,9 @@ def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
     models[0].train_step(batch, optimizer)
     handle.remove()
     assert (len(models), models[0].step) == (1, 1)
+
+
+def test_an_optimizer_that_needs_sparse_gradients_is_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    refused = _check_parameters(torch.optim.SparseAdam(parameters), parameters, parameters)
+    assert "are dense under every plan" in str(refused)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.loss.weights import LossWeight
 from galvatron_lite.verify.trial.check import try_model
 from galvatron_lite.verify.trial.findings import Findings
+from tests.runtime.plans import make_plan
+
+ONE = make_plan([["blocks"]], [[Strategy()]], 8)
 
 
 class Remembering(nn.Module):
@@ -101,6 +111,107 @@ def test_means_over_what_is_no_padding_are_seen_where_the_example_has_none(way: 
     findings = found(Padded(way), torch.arange(1, 9).expand(8, 8).clone(), torch.full((8,), 8))
     assert (findings.unsaid is not None) == refused
     assert not findings.undivided
+
+
+class Bags(nn.Module):
+    """Bags of words in an embedding with sparse gradients: a module, or the function."""
+
+    def __init__(self, by_function: bool) -> None:
+        super().__init__()
+        self.by_function, self.embed, self.out = (
+            by_function,
+            nn.EmbeddingBag(12, 4, sparse=not by_function),
+            nn.Linear(4, 1),
+        )
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.embed.weight
+        hidden = functional.embedding(ids, weight, sparse=True).mean(1) if self.by_function else self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        return self.out(hidden).square().mean()
+
+
+def test_sparse_gradients_are_made_dense_or_refused() -> None:
+    ids = torch.arange(32).reshape(8, 4) % 12
+    findings = found(Bags(by_function=False), ids)
+    assert not findings.skipped
+    findings.check(ONE)
+    with pytest.raises(InputError, match=r"embed\.weight.*sparse=False"):
+        found(Bags(by_function=True), ids).check(ONE)
+
+
+class Counting(nn.Module):
+    """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.last = kind, None
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.counters = [self.blocks[0] if kind == "block" else self]
+        self.counters[0].step = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        rows = rows if self.last is None else rows + self.last
+        if self.kind == "rows":
+            self.last = rows.detach()
+        elif self.kind == "mean":
+            self.last = rows.detach().mean(0)
+        else:
+            self.counters[0].step += 1
+        return rows.square().mean() * (1 + self.counters[0].step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("block", "blocks.0.step"), ("model", "step"), ("rows", "last"), ("mean", "last")]
+)
+def test_what_a_module_keeps_from_pass_to_pass_is_refused_where_it_runs_more_often(kind: str, name: str) -> None:
+    findings = found(Counting(kind), torch.randn(8, 4))
+    assert findings.kept == (name,)
+    assert findings.skipped == ""
+    assert findings.keeps_batch == (kind == "mean")
+    assert "microbatches=1" in findings.pins()["fix"]
+    again = replace(ONE, stages=make_plan([["blocks"]], [[Strategy(recompute=Recompute.FULL)]], 8).stages)
+    for plan, right in ((ONE, True), (replace(ONE, microbatches=2), False), (again, kind != "block")):
+        with nullcontext() if right else pytest.raises(InputError, match=name):
+            findings.check(plan)
+
+
+class Several(nn.Module):
+    """Two cross-entropies over targets of their own, and a mean of rows or over a mask."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked, self.blocks = masked, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        mask = (rows[:, :1] > 0).float()
+        for block in self.blocks:
+            rows = block(rows)
+        far = (rows.square() * mask).sum() / mask.sum() if self.masked else rows.square().mean()
+        return functional.cross_entropy(rows, first) + 2 * functional.cross_entropy(rows, second) + far
+
+
+def several(masked: bool, **options: LossWeight) -> Findings:
+    torch.manual_seed(0)
+    model, rows = Several(masked), torch.randn(8, 4)
+    rows[:, 0] = torch.tensor([1.0, 1, -1, 1, 1, 1, 1, 1])
+    batch = (rows, torch.arange(8) % 4, torch.arange(8) // 2)
+    return try_model(model, batch, discover_layers(model), **options)
+
+
+def test_a_loss_weight_that_is_not_needed_is_refused_for_that() -> None:
+    assert several(masked=False).unsaid is None
+    refused = several(masked=False, weight=lambda batch: len(batch[0]))
+    assert "Leave it out" in str(refused.unsaid)
+    assert not refused.undivided
+
+
+def test_targets_that_shares_have_alike_are_not_blamed() -> None:
+    assert "a mean over a mask" in str(several(masked=True).unsaid)
 
 
 class Ghost(nn.Module):

@@ -149,6 +149,7 @@ def prepare_for_training(model: nn.Module) -> None:
       whatever its config, its caller or the batch says: a cache of keys and values has no use in training, and a layer
       that is recomputed would append to it twice. In evaluation mode and without gradients nothing changes.
     - The gradient checkpointing of transformers is switched off: the plan chooses what is recomputed.
+    - Embeddings with ``sparse=True`` get dense gradients, which can be summed over ranks and sharded.
     """
     for module in model.modules():
         if _cache_place(type(module).forward) is not None and _without_cache not in module._forward_pre_hooks.values():
@@ -156,6 +157,11 @@ def prepare_for_training(model: nn.Module) -> None:
         if vars(module).get("gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
             note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            module.sparse = False
+            note(
+                "embeddings with sparse=True get dense gradients; SGD, Adagrad and Adam take them, SparseAdam does not"
+            )
 
 
 @cache

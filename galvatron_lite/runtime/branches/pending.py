@@ -8,12 +8,13 @@ needed: by code that reads them, by a layer of the trunk, and at the end of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
@@ -150,8 +151,17 @@ class DeferredFunction:
         if any(_version(tensor) != version for tensor, version in self._versions):
             remedy = "Give the function a copy: it runs when the branch's output is there."
             raise InputError(name_of(self.func), "a tensor that was changed in place after the call", remedy)
-        with self._around():
+        with self._around(), _without_modes():  # which have seen its call already
             return self.func(*map_tensors(self.args, change), **map_tensors(self.kwargs, change))
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Outside of all modes of torch functions."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _version(tensor: Tensor) -> int:

@@ -31,6 +31,7 @@ from galvatron_lite.runtime.loss.weights import (
     share_scales,
     weighted,
 )
+from galvatron_lite.verify.trial.attributes import same_values
 from galvatron_lite.verify.trial.double import (
     SAMPLES,
     CallObserver,
@@ -86,14 +87,14 @@ def try_model(
     if again.loss != full_pass.loss and full_pass.is_finite:
         return Findings(
             outside=outside,
-            skipped="the same batch gives another loss again, dropout apart: it is random, or the model keeps "
-            "something from pass to pass, which further micro-batches and recomputation change more often",
+            skipped="the loss of the same batch is another one in every pass, also without dropout",
         )
     if not full_pass.is_finite:
         return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({full_pass.loss})")
     terms = terms_of(observer.seen, double.batch)
     counts = _unlike(terms)
     try:
+        kept = _kept(double, full_pass)
         trials = list(_trials(double, counts, full_pass))
         buffers = _buffers(model, double, trials[0])
         remembered = _remembered(double, trials[0], [name for name, rule in buffers if not rule])
@@ -103,12 +104,15 @@ def try_model(
     taken = model_inputs(double.model, double.batch)
     findings = Findings(
         outside=outside,
+        kept=kept,
+        kept_inside=any(at(name, path) for name in kept for path in held),
         buffers=buffers,
-        remembered=remembered,
+        remembered=(*remembered, *(name for name in kept if not _kept_alike(name, trials[0]))),
         loose=tuple(name for name, _ in buffers if not any(at(name, path) for path in held)),
         unread=() if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys())),
         leaking=tuple(dict.fromkeys(observer.seen.leaking)),
         unheld=tuple(observer.seen.unheld.values()),
+        sparse=full_pass.sparse,
         written=tuple(sorted(double.written.union(full_pass.written))),
         differentiates=observer.seen.differentiates,
     )
@@ -188,13 +192,20 @@ def _with_weight(
             if weight is not None or target_counts is None or not _fills(trials[0], target_counts):
                 return replace(findings, unsaid=error)
             return replace(findings, weight=replace(target_counts, filled=True))
+    if weight is not None:
+        without = _with_weight(findings, double, trials, None, reduction, counts, terms)
+        if without.unsaid is None and not without.undivided:
+            return replace(findings, unsaid=InputError("loss_weight", "that was given", NEEDLESS))
     alike = [trial for trial in trials if trial.counts_alike]
     if target_counts is not None and weight is None and all(_equal(double, trial, None, reduction) for trial in alike):
         # right for the example; its counts are compared in every step
         return replace(findings, weight=replace(target_counts, even=True))
     if len(counts) > 1:
         names = " and ".join(count.place.lstrip(".") or "the batch" for count in counts)
-        return replace(findings, unsaid=InputError("loss", "several means", SEVERAL.format(names=names)))
+        factors = TermCounts(terms).of_shares(trials[0].batch, SHARES)
+        even = all(one is None or torch.allclose(one, torch.ones_like(one)) for one in factors)
+        remedy = BESIDE if even else SEVERAL.replace("NAMES", names)
+        return replace(findings, unsaid=InputError("loss", "several means", remedy))
     kinds = {_kind(trial, sums=reduction != "sum") for trial in trials} - {""}
     if kinds == {SUM}:
         remedy = "The loss is a sum over samples: pass loss_reduction='sum'."
@@ -211,10 +222,17 @@ WEIGHT = (
     'batch["mask"].sum(); or keep the batch whole: a plan without data parallelism or ZeRO (dp=1) of one micro-batch. '
     "check=False trains as if all shares weighed the same."
 )
+_DIVIDE = (
+    "Divide each sum by a number that is in the batch, or keep the batch whole: a plan without data parallelism and "
+    "ZeRO (dp=1), of one micro-batch."
+)
 SEVERAL = (
-    "The loss is a sum of means over different targets ({names}), which count unlike in shares of a batch: no weight "
-    "makes it of its shares' losses. Divide each sum by a number that the batch says, or keep the batch whole: a plan "
-    "without data parallelism and ZeRO (dp=1), of one micro-batch."
+    "The loss adds means over different targets (NAMES), of which shares of a batch have unlike numbers: no one "
+    f"weight fits. {_DIVIDE}"
+)
+BESIDE = f"A term beside the cross-entropies is a mean over a mask, or compares samples with one another. {_DIVIDE}"
+NEEDLESS = (
+    "It does not fit batches whose shares have unlike numbers of targets. Leave it out: weights that fit are found."
 )
 
 
@@ -433,6 +451,25 @@ def _remembered(double: Double, trial: Trial, names: Sequence[str]) -> tuple[str
         losses.add(run_pass(double, trial.batch).loss)
     set_to(before)
     return tuple(names) if len(losses) > 1 else ()
+
+
+def _kept(double: Double, result: PassResult) -> tuple[str, ...]:
+    """Attributes that a forward pass changes and the loss of the next one reads."""
+
+    def matters(names: Collection[str]) -> bool:
+        kept = {name: result.kept[name] for name in names}
+        return bool(names) and run_pass(double, double.batch, kept=kept).loss != result.loss
+
+    return tuple(name for name in result.kept if matters([name])) if matters(result.kept) else ()
+
+
+def _kept_alike(name: str, trial: Trial) -> bool:
+    """Whether shares of a batch leave an attribute as the batch does: the same, or a row for each sample."""
+    full, shares = trial.full.kept[name], [share.kept.get(name) for share in trial.shares]
+    if isinstance(full, Tensor) and full.shape[:1] == (SAMPLES,) and all(isinstance(one, Tensor) for one in shares):
+        rows = torch.cat([one for one in shares if isinstance(one, Tensor)])
+        return rows.shape == full.shape and _close(full, rows)
+    return all(same_values(full, one) for one in shares)
 
 
 def _close(one: Tensor, other: Tensor | float) -> bool:

@@ -35,12 +35,13 @@ from galvatron_lite.model.batch import (
 from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace.flow import at
-from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy
+from galvatron_lite.model.trace.meta import BATCH_NORMS, left_to_the_plan, meta_copy, prepare_for_training
 from galvatron_lite.model.trace.record import MetaRunError
 from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
+from galvatron_lite.verify.trial.attributes import PlainAttributes
 from galvatron_lite.verify.trial.reads import ChangedReads, ListedValues, Site, SiteReads, ValueReads
 
 SAMPLES = 4
@@ -94,6 +95,7 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
         double = _copy(model, gone)
     small = map_tensors(with_samples(map_tensors(small, _on_cpu), SAMPLES), _as_float)
     double = calmed(dropped(double, gone)).train()
+    prepare_for_training(double)
     for module in double.modules():
         if isinstance(module, BATCH_NORMS):
             module.eval()
@@ -196,6 +198,8 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
+    kept: Mapping[str, Any]  # plain attributes of modules that the forward pass changed, by name
+    sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse, by name; they are dense here
     constants: Collection[int] = ()  # that it compared whole numbers of the samples with
 
     @property
@@ -212,9 +216,15 @@ def run_pass(
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
     answers: ChangedReads | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> PassResult:
-    """Run the copy on some samples; parameters, buffers, samples and random state stay as they were."""
+    """Run the copy on some samples; parameters, buffers, attributes, samples and random state stay as they were.
+
+    ``kept`` are attributes that a pass before it has left.
+    """
     model = double.model
+    attributes = PlainAttributes(model)
+    attributes.put(kept or {})
     before = {name: one.detach().clone() for name, one in (*model.named_buffers(), *model.named_parameters())}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
@@ -230,8 +240,12 @@ def run_pass(
         with nullcontext() if observer is None else observer.in_backward():
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
+        attributes.restore()
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
+    left = attributes.restore()
     gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
+    sparse = tuple(name for name, one in gradients.items() if one.is_sparse)
+    gradients |= {name: gradients[name].to_dense() for name in sparse}
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}
     written = dict[str, Tensor]()
     with torch.no_grad():
@@ -240,7 +254,7 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
-    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, values.constants)
+    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, left, sparse, values.constants)
 
 
 def runs_on(double: Double, batch: Any) -> bool:

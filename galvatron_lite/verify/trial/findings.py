@@ -37,6 +37,12 @@ def _shares_or_repeats(plan: Plan) -> bool:
     return again or _shares_parameters(plan)
 
 
+def _repeats(plan: Plan, inside: bool) -> bool:
+    """Whether modules run more often than once a step: those inside of layers, or those around them."""
+    recomputes = any(one.recompute is not Recompute.NONE for one in _strategies(plan))
+    return plan.microbatches > 1 or plan.cyclic is not None or (recomputes if inside else len(plan.stages) > 1)
+
+
 def _changes_what_is_written(plan: Plan) -> bool:
     """Whether forward passes run other than once, or elsewhere than on whole parameters and their states."""
     kept = all(one.devices == one.replicas and one.offload is Offload.NONE for one in _strategies(plan))
@@ -78,12 +84,16 @@ class Findings:
     # attribute
     leaking: tuple[str, ...] = ()
     written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
+    sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse
     differentiates: bool = False  # whether a forward pass takes gradients, which are differentiated again
     # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
     # where it is neither
     buffers: tuple[tuple[str, str], ...] = ()
     # those of the buffers that are neither, and that the loss of the next batch reads, as a queue of earlier keys
     remembered: tuple[str, ...] = ()
+    # plain attributes that a forward pass changes and the next one reads, and whether layers hold any
+    kept: tuple[str, ...] = ()
+    kept_inside: bool = False
     # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
     loose: tuple[str, ...] = ()
     # shapes of parameters that get gradients and that the model does not hold, as those of a loss function
@@ -100,9 +110,15 @@ class Findings:
 
     def restrictions(self) -> Iterator[Restriction]:
         """What rules plans out, in the order in which they are checked."""
+        if self.sparse:
+            yield Restriction(
+                lambda _: True, "parameters", _few(self.sparse),
+                "Their gradients are sparse, which no plan sums or shards. Pass sparse=False where the model calls "
+                "torch.nn.functional.embedding; of nn.Embedding and nn.EmbeddingBag it is switched off by itself.",
+            )  # fmt: skip
         if self.undivided:
             yield Restriction(
-                shares_batch, "loss", "of the batch as a whole",
+                shares_batch, "plan", "one that shares the batch",
                 "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "
                 "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If "
                 "it is a mean over samples on your data, pass check=False.",
@@ -149,6 +165,20 @@ class Findings:
                 note=f"the loss reads {names}, which a forward pass updates from the batch as a whole: only plans that "
                 "keep the batch whole (dp 1, one micro-batch) train like one process",
                 reason=f"the loss reads {names}, which forward passes update from the batch as a whole",
+            )  # fmt: skip
+        if self.kept:
+            names, inside = _few(self.kept), self.kept_inside
+            once = "without recomputation" if inside else "and stage"
+            yield Restriction(
+                lambda plan: _repeats(plan, inside), "attributes", names,
+                f"Every forward pass changes {names}, which the loss reads. One process runs one pass a step, this "
+                "plan several (micro-batches, recomputation) or parts of it (stages). Use a buffer that the training "
+                f"loop updates; or give a plan of one micro-batch {once}, or none, to have one found.",
+                forbid=("recompute",) if inside else ("pipeline",), fix=("microbatches=1",),
+                note=f"every forward pass changes {names}, which the loss reads: only plans of one micro-batch train "
+                "like one process",
+                reason=f"every forward pass changes {names}, which the loss reads",
+                change=f"use a buffer for {names} that the training loop updates",
             )  # fmt: skip
         if self.loose:
             yield Restriction(
@@ -250,8 +280,7 @@ class Findings:
         if pins:
             return InputError("fix", pins, remedy)
         named = next((one for one in every if one.field == "buffers"), None)
-        field, value = ("loss", "of the batch as a whole") if named is None else (named.field, named.value)
-        return InputError(field, value, remedy)
+        return InputError("devices", devices, remedy) if named is None else InputError(named.field, named.value, remedy)
 
     @property
     def synced(self) -> dict[str, str]:
