@@ -99,6 +99,20 @@ def _in_order(units: list[str], order: list[str] | None) -> list[str]:
     return ran
 
 
+def _holders(model: nn.Module, flow: DataFlow) -> frozenset[str]:
+    """Paths of modules that never ran, and whose parameters other code reads, of no module that ran among them."""
+    paths: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return frozenset(
+        path
+        for name, parameter in model.named_parameters()
+        if flow.readers[name] and not flow.ran.intersection(paths[id(parameter)])
+        for path in paths[id(parameter)]
+        if path
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Watched:
     """A run of a model on the meta device, from which ``capture.trace.trace`` continues."""
@@ -117,11 +131,11 @@ class Watched:
 
     def arranged(self, signatures: Mapping[str, Hashable] | None = None) -> tuple[Layer, ...]:
         """The same with keys of equal layers; see ``arrange_layers``."""
-        return arrange_layers(self.twin, self.blocks, self.seen.order, signatures, self.flow.holders())
+        return arrange_layers(self.twin, self.blocks, self.seen.order, signatures, _holders(self.twin, self.flow))
 
     def units(self) -> list[str]:
         """See ``unit_paths``."""
-        return unit_paths(self.twin, self.blocks, self.seen.order, self.flow.holders())
+        return unit_paths(self.twin, self.blocks, self.seen.order, _holders(self.twin, self.flow))
 
 
 @garbage_waits()
@@ -186,7 +200,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
         paths = [path for path in paths if path in flow.ran]  # without dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, run.order, paths)
     chosen = paths if forked is None else [path for path in forked if calls[path] == 1]
-    running = unit_paths(twin, chosen, run.order, flow.holders())
+    running = unit_paths(twin, chosen, run.order, _holders(twin, flow))
     # another run if the first one had other units, or tensors that were copied to follow them
     seen = run if running == units and not flow.copied else observe(twin, batch, running)
     return Watched(twin, chosen, seen, run.output, flow, forked is not None)

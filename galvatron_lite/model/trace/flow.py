@@ -86,11 +86,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, buffer in model.named_buffers():
             self._mark(buffer.untyped_storage(), self.buffers[name])
 
-    def holders(self) -> frozenset[str]:
-        """Paths of modules that never ran and hold parameters that other code reads."""
-        holders = (name.rpartition(".")[0] for name, readers in self.readers.items() if readers)
-        return frozenset(path for path in holders if path and path not in self.ran)
-
     def enter(self, path: str) -> None:
         """A module begins to run."""
         self._running.append(path)
