@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -173,28 +173,23 @@ def _is_setting(name: str, value: Any) -> bool:
     return all(isinstance(item, _SETTING_TYPES) for item in items)
 
 
-def unit_paths(
-    model: nn.Module, blocks: list[str], order: Sequence[str] = (), holders: Collection[str] = ()
-) -> list[str]:
+def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -> list[str]:
     """Return the blocks, and the outermost modules outside of blocks that can run, in registration order.
 
     A module without a forward, or one that never ran in ``order`` although modules inside it did, is no unit itself.
     Shared modules appear once: a module that never ran and whose modules with parameters all lie in other units is
-    another name for these. A module of ``holders``, whose parameters other code reads, is no unit either: they are
-    parameters of the model itself.
+    another name for these.
     """
     chosen, ran = set(blocks), set(order)
 
     def only_holds(module: nn.Module, path: str) -> bool:
         if type(module).forward is nn.Module.forward and any(True for _ in module.children()):
             return True
-        return path not in ran and any(inside(other, path) for other in (*ran, *holders))
+        return path not in ran and any(inside(other, path) for other in ran)
 
     def units(module: nn.Module, path: str) -> list[str]:
         if path in chosen:
             return [path]
-        if path in holders:
-            return []
         if path and not only_holds(module, path) and not any(inside(block, path) for block in blocks):
             return [path]
         return [unit for name, child in module.named_children() for unit in units(child, _join(path, name))]

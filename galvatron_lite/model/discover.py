@@ -61,9 +61,10 @@ def arrange_layers(
         blocks: paths of the blocks.
         order: paths of modules in the order they ran; registration order if None.
         signatures: by path, keys that equal layers share; their structure if None.
-        holders: see ``unit_paths``.
+        holders: paths of modules that never ran, whose parameters other code reads. Before the blocks these are
+            parameters of the model itself.
     """
-    units, chosen = _in_order(unit_paths(model, blocks, order or (), holders), order), set(blocks)
+    units, chosen = _in_order(unit_paths(model, blocks, order or ()), order), set(blocks)
     indices = [index for index, path in enumerate(units) if path in chosen]
     first, last = (indices[0], indices[-1]) if indices else (len(units), len(units))
     calls = Counter(order or units)
@@ -77,7 +78,8 @@ def arrange_layers(
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}  # by first use
     kinds = [f"block{numbers[key]}" if len(numbers) > 1 else "block" for key in keys]
-    before = Layer("before", "before", Role.BEFORE, (*units[:first], *again))
+    head = (path for path in units[:first] if path not in holders)
+    before = Layer("before", "before", Role.BEFORE, (*head, *again))
     after = Layer("after", "after", Role.AFTER, tuple(units[last + 1 :]))
     layers = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
     return (before, *layers, after)
@@ -135,7 +137,7 @@ class Watched:
 
     def units(self) -> list[str]:
         """See ``unit_paths``."""
-        return unit_paths(self.twin, self.blocks, self.seen.order, _holders(self.twin, self.flow))
+        return unit_paths(self.twin, self.blocks, self.seen.order)
 
 
 @garbage_waits()
@@ -200,7 +202,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
         paths = [path for path in paths if path in flow.ran]  # without dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, run.order, paths)
     chosen = paths if forked is None else [path for path in forked if calls[path] == 1]
-    running = unit_paths(twin, chosen, run.order, _holders(twin, flow))
+    running = unit_paths(twin, chosen, run.order)
     # another run if the first one had other units, or tensors that were copied to follow them
     seen = run if running == units and not flow.copied else observe(twin, batch, running)
     return Watched(twin, chosen, seen, run.output, flow, forked is not None)

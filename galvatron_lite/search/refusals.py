@@ -176,8 +176,8 @@ _EFFORT, _FIRST = 150_000_000, 300_000
 fit."""
 
 
-def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
-    """The error for a budget that is too small: the smallest that fits, and what would have to give."""
+def infeasible(request: Request, pricer: LayerPricer, means: str = "") -> InfeasibleError:
+    """The error for a budget that is too small: the smallest that fits, by which means, and what would have to give."""
     slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
     least = least_budget(request, pricer, slack)
     if least is None:
@@ -199,10 +199,10 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     context = max(group.device.context for group in pricer.profile.cluster.groups)
     remedy = f"Use more devices (--fewest says how many){' or a shorter sequence' * (request.graph.sequence > 1)}."
     if 2 * context > smallest:
-        remedy = f"{format_budget(context)} of it are the driver's and libraries' own on each device, under any plan."
+        remedy = f"{format_budget(context)} of it are the driver's on each device, under any plan."
     return InfeasibleError(
         f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
-        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. {remedy}",
+        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}{means}. {remedy}",
         smallest,
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
+from math import inf
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
@@ -13,6 +14,8 @@ from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.strategy import changed
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.families.family import PlanTask
+from galvatron_lite.search.pins import typed_name
+from galvatron_lite.search.refusals import infeasible
 from galvatron_lite.units import format_bytes
 
 
@@ -35,7 +38,22 @@ def with_reserve(planned: Callable[..., Plan], task: PlanTask) -> Plan:
         except InfeasibleError:
             continue
         return plan if attempt is task else _noted(plan, task)
-    return planned(task)
+    try:
+        return planned(task)
+    except InfeasibleError as error:
+        raise _least_demanding(error, attempts) from None
+
+
+def _least_demanding(error: InfeasibleError, attempts: Sequence[PlanTask]) -> InfeasibleError:
+    """The error of a task, or of the attempt with the backend's reserve that needs a smaller budget."""
+    least = error
+    for attempt in attempts:
+        name, value = attempt.request.fixed.strategy[-1]
+        means = f" with host memory ({typed_name(name)}={getattr(value, 'value', value)})"
+        other = infeasible(attempt.request, attempt.session.pricer, means)
+        least = min(least, other, key=lambda one: one.smallest_budget or inf)
+    _, _, remedies = str(error).partition("\n")
+    return error if least is error else InfeasibleError(f"{least}\n{remedies}".strip(), least.smallest_budget)
 
 
 def _with_pins(task: PlanTask) -> Iterator[PlanTask]:

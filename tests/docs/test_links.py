@@ -106,7 +106,7 @@ def test_provoked_ones_begin_as_the_page_says() -> None:
     with pytest.raises(errors.UnitError) as unit:
         plan(**asked, mem="lots")
     with pytest.raises(errors.InfeasibleError) as none:
-        plan(**asked, mem="10GB")
+        plan(**asked, mem="10GB", forbid="offload")
     raised = [unit.value, none.value, errors.VerificationError([]), errors.SwitchError("carry", 1, "")]
     for error in raised:
         assert str(error).startswith(begin(type(error).__name__)), str(error)

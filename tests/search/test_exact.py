@@ -86,7 +86,7 @@ def test_the_planner_names_the_least_that_any_plan_of_the_whole_space_needs(seed
     asked = random_instance(seed)
     whole = Space(asked.profile.graph, asked.profile.cluster.levels[0].size)
     least = Brute(asked.profile, 2, 4, SIMPLE, asked.fixed, whole).peaks()[0]
-    question = {"devices": 2, "global_batch": 4, "fixed": asked.fixed, "schedules": SIMPLE}
+    question = {"devices": 2, "global_batch": 4, "fixed": asked.fixed, "schedules": SIMPLE, "runners_up": 0}
     with pytest.raises(InfeasibleError) as error:
         find_plan(asked.profile, budget=least - 1, **question)
     assert error.value.smallest_budget == least
