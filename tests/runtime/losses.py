@@ -119,6 +119,8 @@ class Network(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(VOCAB, HIDDEN)
+        if kind == "positions":
+            self.table = nn.Embedding(64, HIDDEN)
         block = {"buffers": Averaging, "reversible": Again, "counting": Counting}.get(kind, Block)
         self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -132,6 +134,8 @@ class Network(nn.Module):
         self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None, first: Tensor | None = None
     ) -> Tensor:
         hidden = start = self.embed(tokens)
+        if self.kind == "positions":
+            hidden = hidden + self.table.weight[: tokens.shape[1]]
         if self.kind in ("loose buffer", "read buffer"):
             self.average.lerp_(hidden.detach().mean((0, 1)), 0.1)
         if self.kind == "read buffer":

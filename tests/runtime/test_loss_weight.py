@@ -46,6 +46,7 @@ FOUR = ("pipeline and data",)
         ("buffers", {}, ("recompute", "selective")),
         ("two terms", {}, ("context", "tensor")),
         ("ctc", {}, ("tensor",)),
+        ("positions", {}, ("tensor",)),
     ],
 )
 def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]) -> None:
