@@ -122,7 +122,7 @@ def summary_table(data: Mapping[str, Any]) -> str:
     rows = (
         (f"step time, {len(best)} families of language models, constants fitted to all of them", macro[SAMPLE]),
         ("… fitted without the model that is predicted", macro[MODEL]),
-        ("… fitted without its whole family, its software taken as unknown", macro[FAMILY]),
+        ("… fitted without its family, and with no constants of its software", macro[FAMILY]),
         ("regret: the plan we would pick beside the best one published", average(ways, MODEL, best, "regret", 1)),
         (f"peak memory, {len(weighed)} families that measured it", average(ways, SHIPPED, weighed, "memory_mape", 1)),
         (f"step time of {images['timed']} image networks on one GPU, median", f"{images['time_median']:.1f}"),

@@ -201,7 +201,7 @@ def suspects(before: Notes, after: Notes, asking_rank: int) -> list[Suspect]:
     asking, notes = after[asking_rank], {rank: note for rank in others if (note := after[rank]) is not None}
     elsewhere = {rank: note for rank, note in notes.items() if _calls_another(note, asking)}
     if elsewhere:
-        remedy = "all ranks save, load and switch after the same step, so give them equally many batches."
+        remedy = "all ranks must save, load and switch after the same step, so give each the same number of batches."
         return [_suspect(rank, note, f"is in {operation_of(note)}: {remedy}") for rank, note in elsewhere.items()]
     notes = {rank: note for rank, note in notes.items() if not note.victim}
     least = min((_progress(note) for note in (*notes.values(), asking) if note is not None), default=None)
