@@ -49,7 +49,9 @@ from tests.schedules import ZERO_BUBBLE
 GRAPH = load_model("mixtral-8x7b")
 BLOCK = GRAPH.kind_of(GRAPH.layers[1])
 LEGAL = {
-    devices: [one for one in strategies_for(BLOCK, devices, narrowed=Narrowed(GALVATRON.values)) if GALVATRON.combines(one)]
+    devices: [
+        one for one in strategies_for(BLOCK, devices, narrowed=Narrowed(GALVATRON.values)) if GALVATRON.combines(one)
+    ]
     for devices in (1, 2, 4, 8, 16)
 }
 
