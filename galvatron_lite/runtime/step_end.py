@@ -87,12 +87,13 @@ def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         where = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
         ranks = sources or holders
-        source = f"{_ranks(ranks)} made it so" if sources else f"found on {_ranks(ranks)} once ranks had summed it"
+        found = f"found on {_ranks(holders)} once" if holders else "finite on every rank until"
+        source = f"{_ranks(sources)} made it so" if sources else f"{found} ranks had summed it"
         what = f"The gradient norm is not finite (loss {float(loss)}){where}: {source}."
+    samples = "the samples of that rank" if 0 < len(ranks) < len(every) else "the batch"
     raise NonFiniteLossError(
-        f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "
-        f"{'the batch' if len(ranks) == len(every) else 'the samples of that rank'}, lower the learning rate, or clip "
-        "the gradient (max_grad_norm).",
+        f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at {samples}, lower "
+        "the learning rate, or clip the gradient (max_grad_norm).",
         ranks,
     )
 

@@ -75,6 +75,9 @@ class Padded(nn.Module):
             return (losses.sum(1) / (targets != 0).sum(1)).mean()
         if self.way == "ignored":
             return functional.cross_entropy(logits, targets, ignore_index=0)
+        if self.way == "limits":  # numbers that no token can be
+            seen = (targets < float("inf")) & (targets != 2**40)
+            return (functional.cross_entropy(logits, targets.long(), reduction="none") * seen).mean()
         if self.way == "filled":
             return functional.cross_entropy(logits, targets.masked_fill(targets == 0, -100))
         counts = targets > 0 if self.way == "above" else torch.arange(1, ids.shape[1]) < lengths[:, None]
@@ -105,10 +108,13 @@ def test_a_weighted_mean_that_is_0_by_0_where_nothing_counts_is_trained_where_so
 
 
 @pytest.mark.parametrize(
-    ("way", "refused"), [("samples", False), ("ignored", False), ("filled", True), ("above", True), ("lengths", True)]
+    ("way", "refused"),
+    [("limits", False), ("samples", False), ("ignored", False), ("filled", True), ("above", True), ("lengths", True)],
 )
 def test_means_over_what_is_no_padding_are_seen_where_the_example_has_none(way: str, refused: bool) -> None:
-    findings = found(Padded(way), torch.arange(1, 9).expand(8, 8).clone(), torch.full((8,), 8))
+    ids = torch.arange(1, 9, dtype=torch.int32 if way == "limits" else torch.int64).expand(8, 8).clone()
+    findings = found(Padded(way), ids, torch.full((8,), 8))
+    assert findings.skipped == ""
     assert (findings.unsaid is not None) == refused
     assert not findings.undivided
 

@@ -306,7 +306,7 @@ def _padded(batch: Any, counts: Sequence[TargetCount], constants: Collection[int
     """
     ignored = {count.place: count.ignored for count in counts}
     masks = masks_of(batch, [*ignored])
-    whole = {
+    numbers = {
         place: tensor
         for place, tensor in places(batch)
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.shape[:1] == (SAMPLES,)
@@ -324,17 +324,18 @@ def _padded(batch: Any, counts: Sequence[TargetCount], constants: Collection[int
         return changed
 
     def shorter(place: str, tensor: Tensor) -> Tensor:
-        if place not in whole or place in ignored or tensor.dim() > 1:
+        if place not in numbers or place in ignored or tensor.dim() > 1:
             return tensor
         changed = tensor.clone()
         changed[-1] = max(int(tensor[-1]) // 2, min(int(tensor[-1]), 1))
         return changed
 
-    for place, tensor in whole.items():
+    for place, tensor in numbers.items():
+        limits = torch.iinfo(tensor.dtype)
         for constant in sorted(constants) if tensor.dim() > 1 and tensor.shape[-1] > 1 else ():
-            if constant != ignored.get(place):
+            if limits.min <= constant <= limits.max and constant != ignored.get(place):
                 yield map_places(batch, partial(padded, place, constant))
-    if any(not torch.equal(shorter(place, tensor), tensor) for place, tensor in whole.items()):
+    if any(not torch.equal(shorter(place, tensor), tensor) for place, tensor in numbers.items()):
         yield map_places(batch, shorter)
 
 

@@ -110,6 +110,12 @@ class Findings:
 
     def restrictions(self) -> Iterator[Restriction]:
         """What rules plans out, in the order in which they are checked."""
+        yield from self._of_batch()
+        yield from self._of_state()
+        yield from self._of_parameters()
+
+    def _of_batch(self) -> Iterator[Restriction]:
+        """Of gradients and losses that are no sums over shares of the batch."""
         if self.sparse:
             yield Restriction(
                 lambda _: True, "parameters", _few(self.sparse),
@@ -143,6 +149,9 @@ class Findings:
                 reason=f"at {names} a number made of all samples decides what runs",
                 change="decide sample by sample (torch.where)",
             )  # fmt: skip
+
+    def _of_state(self) -> Iterator[Restriction]:
+        """Of buffers and attributes that forward passes change."""
         if self.buffers:
             names = _few([name for name, _ in self.buffers])
             yield Restriction(
@@ -187,6 +196,9 @@ class Findings:
                 "none, to have one found; or move buffers and update into a module that is called.",
                 forbid=("pipeline",),
             )  # fmt: skip
+
+    def _of_parameters(self) -> Iterator[Restriction]:
+        """Of parameters and outputs that are used outside of their layers, and of gradients in forward."""
         if self.leaking and not self.differentiates:  # whose loss is made of slopes
             names = _few(self.leaking)
             yield Restriction(

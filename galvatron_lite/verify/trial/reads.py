@@ -84,7 +84,7 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
     def _note_constant(self, tensor: Tensor, other: Any, beside: int) -> None:
         if isinstance(other, Tensor) and other.dim() == 0 and not self.sources_of_tensors([other]) & self.batch:
             other = other.item()
-        if not tensor.is_floating_point() and isinstance(other, (int, float)) and int(other) == other:
+        if not tensor.is_floating_point() and isinstance(other, (int, float)) and float(other).is_integer():
             self.constants.add(int(other) + beside)
 
     def _read(self, tensor: Tensor, value: Any) -> Any:
