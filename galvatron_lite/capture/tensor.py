@@ -245,7 +245,8 @@ def split_block(
     if plan.max_degree == 1:
         return _unsplit(figures, plan.reason)
     degree = next(factor for factor in range(2, plan.max_degree + 1) if plan.max_degree % factor == 0)
-    divisible = all(calls[1].inputs[index].shape[1] % degree == 0 for index in chains[1])
+    chained = [calls[1].inputs[index] for index in chains[1]]
+    divisible = all(tensor.dim() > 1 and tensor.shape[1] % degree == 0 for tensor in chained)
     choices = [False, True] if plan.sequence_parallel and divisible else [False]
     try:
         shares = [_run_share(block, calls, chains, plan, degree, choice) for choice in choices]
