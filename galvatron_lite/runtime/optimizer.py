@@ -21,7 +21,7 @@ from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.world import messages_carry_data
 
 if TYPE_CHECKING:
-    from galvatron_lite.runtime.engine import ParallelModel
+    from galvatron_lite.runtime.split_model import SplitModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SIZE = 258
@@ -78,7 +78,7 @@ class OptimizerSteps:
     its first step under a plan, sees plain gradients, and what it updated is published.
     """
 
-    def __init__(self, parallel: ParallelModel) -> None:
+    def __init__(self, parallel: SplitModel) -> None:
         self._parallel = weakref.ref(parallel)
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Plan] = weakref.WeakKeyDictionary()
         if not _HOOKS:
@@ -115,7 +115,7 @@ class OptimizerSteps:
             raise refused
         self._checked[optimizer] = parallel.plan
 
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> ParallelModel | None:
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> SplitModel | None:
         """The model, where the optimizer is over parameters of it."""
         parallel = self._parallel()
         if parallel is None:

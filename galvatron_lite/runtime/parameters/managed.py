@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import RowShare, share_of
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
-from galvatron_lite.runtime.parameters.guard import guard_gradients, guard_values, was_taken
+from galvatron_lite.runtime.parameters.guard import guard_gradients, guard_values, was_data_read
 from galvatron_lite.world import messages_carry_data
 
 Shards = Mapping[str, ParameterShard]
@@ -48,6 +48,11 @@ class ManagedParameter:
     def is_zero(self) -> bool:
         """Whether ZeRO shares it (FSDP reduces its gradient)."""
         return isinstance(self.parameter, DTensor)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether ranks have other parts of it without ZeRO: slices by tensor parallelism, or some of the experts."""
+        return (self.shard is not None and self.shard.degree > 1) or self.spread is not None
 
     @property
     def is_final(self) -> bool:
@@ -253,7 +258,7 @@ class Updates:
             InputError: a parameter that is a cast of masters was changed in place, which would be lost.
         """
         self.follow()
-        taken = was_taken(one.updated for one in self.owned)
+        taken = was_data_read(one.updated for one in self.owned)
         if not (self.due or taken) and self.versions == self._versions():
             return
         for host in self.hosts:

@@ -21,6 +21,7 @@ from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
+    from galvatron_lite.runtime.split_model import SplitModel
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -58,7 +59,7 @@ def refuse_copies(model: nn.Module, remedy: str = _COPY) -> None:
     object.__setattr__(model, "__deepcopy__", copied)
 
 
-def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
+def guard_model(model: nn.Module, parallel: SplitModel) -> None:
     """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own, and
     warn where its state is not that of the full model.
     """
@@ -248,7 +249,7 @@ class ParameterCopies(nn.Module):
     Its ``state_dict()`` is the whole model's, which all ranks ask for and load together.
     """
 
-    def __init__(self, parallel: ParallelModel) -> None:
+    def __init__(self, parallel: SplitModel) -> None:
         super().__init__()
         self._parallel = [parallel]  # in a list: it is no part of this module
         self._copy()
