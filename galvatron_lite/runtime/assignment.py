@@ -1,4 +1,4 @@
-"""What the plan does with every layer: its stage, its strategy and its layout."""
+"""The assignment of layers: the stage, strategy and layout that a plan gives each layer of a model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.runtime.activations.layout import ActivationLayout
 
+_SHOWN, _FIRST, _LAST = 12, 6, 5
+"""Names that a message lists at most; of more than these, how many of the first and last."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
-    """A layer and what the plan does with it."""
+    """A layer and its strategy."""
 
     layer: Layer
     strategy: Strategy
 
     @property
     def layout(self) -> ActivationLayout:
-        """How the activations lie that the layer takes and returns. Edges hold all tokens of their samples."""
+        """The layout of the layer's inputs and outputs. Layers before and after the blocks have all tokens of their
+        samples."""
         layout = ActivationLayout.of(self.strategy)
         return layout if self.layer.role is Role.BLOCK else layout.replicated("sequence")
 
@@ -31,19 +35,19 @@ Stages = tuple[tuple[LayerAssignment, ...], ...]
 
 
 def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
-    """Every layer of the model with its strategy, by stage.
+    """Assign the layers of a model to the stages and strategies of a plan.
 
     Raises:
-        InputError: the plan names a layer the model does not have, leaves one out, or takes them in another order.
+        InputError: the plan names a layer the model does not have, leaves one out, or has them in another order.
     """
     names = [layer.name for layer in layers]
     stages, start = list[tuple[LayerAssignment, ...]](), 0
     for number, stage in enumerate(plan.stages):
         placed: list[LayerAssignment] = []
         for run in stage.runs:
-            chosen = _layers_of(run, layers, names, start, f"plan.stages[{number}]")
-            placed += [LayerAssignment(layer, run.strategy) for layer in chosen]
-            start += len(chosen)
+            layers_of_run = _layers_of(run, layers, names, start, f"plan.stages[{number}]")
+            placed += [LayerAssignment(layer, run.strategy) for layer in layers_of_run]
+            start += len(layers_of_run)
         stages.append(tuple(placed))
     if start < len(names):
         raise InputError("plan", plan.model, f"It says nothing about the layers {', '.join(names[start:])}.")
@@ -65,32 +69,32 @@ def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: 
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Names with commas between; of many the first and the last ones."""
-    shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
+    """Join names by commas; of many only the first and the last."""
+    shown = list(names) if len(names) <= _SHOWN else [*names[:_FIRST], "...", *names[-_LAST:]]
     return ", ".join(shown)
 
 
 def glue_of(stage: Sequence[LayerAssignment]) -> LayerAssignment:
-    """The layer in whose layout (with whole tokens) a stage's inputs lie, and what runs between its layers.
+    """The layer whose layout, with all tokens, is that of a stage's inputs and of the code between its layers.
 
-    It is the first of the edges, else the first block.
+    It is the first layer that is no block, or else the first block.
     """
     return next((placed for placed in stage if placed.layer.role is not Role.BLOCK), stage[0])
 
 
 def glue_layout(stage: Sequence[LayerAssignment]) -> ActivationLayout:
-    """The layout of a stage's inputs, and of what runs between its layers."""
+    """The layout of a stage's inputs, and of the code between its layers."""
     return glue_of(stage).layout.full_tokens
 
 
 def check_samples(samples: int, plan: Plan, microbatches: int) -> None:
-    """Raise InputError, naming the nearest sizes that can be used, where a batch cannot be shared evenly."""
-    check_divisible(samples, [run.strategy.batch_degree for stage in plan.stages for run in stage.runs], microbatches)
+    """Check that a batch can be shared evenly by micro-batches and ranks.
 
-
-def check_divisible(samples: int, degrees: Sequence[int], microbatches: int) -> None:
-    """``check_samples`` by the ways in which layers share samples."""
-    unit = microbatches * math.lcm(*degrees)
+    Raises:
+        InputError: it cannot; the error names the nearest sizes that can.
+    """
+    runs = [stage.runs for stage in plan.stages] + [branch.runs for branch in plan.branches]
+    unit = microbatches * math.lcm(*(run.strategy.batch_degree for part in runs for run in part))
     if samples % unit or samples == 0:
         below, above = samples // unit * unit, (samples // unit + 1) * unit
         near = f"{below} or {above}" if below else f"{above}"

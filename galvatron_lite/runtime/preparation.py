@@ -1,12 +1,12 @@
-"""What is found out about the full model before it is split: how layers are split inside, and which layers read what.
+"""What is determined of the full model before it is split: how layers are split inside, and which layers read what.
 
-Layers run on the example batch, without storages; the model is not changed.
+Layers run on the example batch, without storages; the model does not change.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,18 +43,18 @@ from galvatron_lite.runtime.loss.routers import check_router_losses
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What is seen of the full model by running it on an example."""
+    """What runs of the full model on an example show."""
 
-    tensor: Mapping[str, TensorPlan] = field(default_factory=dict)  # by layer name, where a strategy splits matmuls
-    channel: Mapping[str, ChannelPlan] = field(default_factory=dict)  # by module path, where it shares channels
-    # how arguments of layers hold the samples; see ``ActivationRedistributor``
+    tensor: Mapping[str, TensorPlan] = field(default_factory=dict)  # by name of a layer with tensor parallelism
+    channel: Mapping[str, ChannelPlan] = field(default_factory=dict)  # by path of a module whose channels are split
+    # how arguments of layers contain the samples; see ``ActivationRedistributor``
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    flow: LayerFlow | None = None  # which layers read what, where there are several stages
+    flow: LayerFlow | None = None  # which layers read what; None for a single stage, or if no example shows it
 
 
 @dataclass(frozen=True, slots=True)
 class SetupOptions:
-    """How a model is set up; see ``ParallelModel``."""
+    """Options for setting up a model; see ``ParallelModel``."""
 
     device: torch.device
     compute: torch.dtype | None
@@ -71,7 +71,7 @@ class SetupOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan for a model, and all that must be found of the full model before it is split."""
+    """A plan for a model, with all that has to be known of the full model before it is split."""
 
     plan: Plan
     layers: Sequence[Layer]  # of the model
@@ -88,9 +88,12 @@ class Prepared:
 def prepare(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, group: int, options: SetupOptions
 ) -> Prepared:
-    """Assign layers to stages, check the plan, and examine the full model, which is not changed; no communication.
+    """Assign layers to stages, check the plan, and examine the full model, without communication.
 
-    ``group`` is the number of this rank's group of devices: its stage, where each group has one.
+    ``group`` is the index of this rank's group of devices: its stage, if each group has one stage.
+
+    Raises:
+        InputError: the plan does not fit the model.
     """
     stages = place_layers(plan, layers)
     ties = find_shared(model, layers)
@@ -114,10 +117,19 @@ def examine(
     loss_fn: LossFn | None,
     tensor: Mapping[str, TensorPlan] | None = None,
 ) -> Examined:
-    """Run the full model on an example to see how layers of the numbered stages can be split, and which read what.
+    """Run the full model on an example to determine how the layers of some stages are split, and which read what.
+
+    Args:
+        model: the full model.
+        layers: of the model.
+        stages: all stages of the plan.
+        numbers: indices of the stages whose layers are split here.
+        batch: an example.
+        loss_fn: of ``auto_parallelize``.
+        tensor: how layers are split by tensor parallelism, by name; default: inferred.
 
     Raises:
-        InputError: a layer that cannot be split as its strategy says.
+        InputError: a layer cannot be split as its strategy says.
     """
     if tensor is None:
         tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
@@ -127,69 +139,76 @@ def examine(
 
 
 def flow_or_none(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
-    """Which layers read what; None where no example says so, and each must read the layer before it alone."""
+    """Determine which layers read what; None, with a warning, if the example does not show it."""
     if batch is None:
         return None
     try:
         return flow_of(model, layers, batch, loss_fn)
-    except TraceError as unseen:
+    except TraceError as error:
         remedy = "Each layer is taken to read the output of the layer before it alone; one that reads more is refused."
-        warnings.warn(f"{unseen} {remedy}", stacklevel=2)
+        warnings.warn(f"{error} {remedy}", stacklevel=2)
         return None
 
 
 def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
-    """Make the process groups between stages beforehand; every rank of the world calls it."""
+    """Create the process groups between stages in advance; every rank of the world calls it."""
     if len(prepared.stages) == 1:
         return
     pipeline = pipeline_of(prepared.plan)
     for shared in prepared.ties:
-        if len(places := holding_groups(holding_stages(shared, prepared.names), pipeline)) > 1:
+        places = holding_groups(holding_stages(shared, prepared.names), pipeline)
+        if len(places) > 1:
             groups.create(place_groups(places, pipeline.groups), COPIES)
     pipeline_groups(pipeline.groups, groups, turns=pipeline.virtual > 1)
 
 
 def layer_plans(
-    model: nn.Module, stages: Iterable[Sequence[LayerAssignment]], tensor: Mapping[str, TensorPlan], batch: Any
+    model: nn.Module, stages: Sequence[Sequence[LayerAssignment]], tensor: Mapping[str, TensorPlan], batch: Any
 ) -> Examined:
-    """How the layers of some stages are split inside.
+    """Determine how the layers of some stages are split inside.
 
     Raises:
-        InputError: a layer that cannot be split as its strategy says.
+        InputError: a layer cannot be split as its strategy says.
         TraceError: the model does not run on the batch.
     """
-    parts = list(stages)
-    channel = channel_plans(model, [placed for stage in parts for placed in stage], batch)
-    unlike = [name for stage in parts for name in _unlike_code_between(stage)]
+    channel = channel_plans(model, [placed for stage in stages for placed in stage], batch)
+    unlike = [
+        placed.layer.name
+        for stage in stages
+        for placed in stage
+        if placed.layer.role is Role.BLOCK
+        and placed.layout.replicated("sequence") != glue_layout(stage).replicated("sequence")
+    ]
     sampled = sample_arguments(model, unlike, batch) if unlike and batch is not None else {}
     return Examined(tensor, channel, sampled)
 
 
 def check_samples_move(model: nn.Module, stages: Sequence[Sequence[LayerAssignment]], batch: Any) -> None:
-    """See that samples can be moved, where layers do not share them alike.
+    """Check that samples can be moved between layers that share them differently.
 
     Raises:
-        InputError: a layer takes or returns them in a way that does not say where they are.
+        InputError: a layer takes or returns them in a form that does not show where they are.
     """
-    glues = [glue_layout(stage).batch for stage in stages]
+    glue_degrees = [glue_layout(stage).batch for stage in stages]
     unlike = [
         path
-        for glue, stage in zip(glues, stages, strict=True)
+        for glue_degree, stage in zip(glue_degrees, stages, strict=True)
         for placed in stage
-        if placed.layout.batch != glue or (placed.layer.role is Role.BLOCK and len({*glues}) > 1)
+        if placed.layout.batch != glue_degree or (placed.layer.role is Role.BLOCK and len({*glue_degrees}) > 1)
         for path in placed.layer.modules
     ]
     if batch is not None and unlike:
         check_folded(sample_arguments(model, unlike, batch))
 
 
-def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
-    """Tensor plans by layer name, of the layers whose strategy splits them; equal blocks are examined once.
+def tensor_plans(model: nn.Module, placed: Collection[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
+    """Infer how layers are split by tensor parallelism, by name; equal blocks are examined once.
 
-    Arguments and errors as of ``layer_plans``; there must be a batch.
+    Raises:
+        InputError: a layer cannot be split as its strategy says, or there is no batch.
+        TraceError: the model does not run on the batch.
     """
-    placed = list(placed)
-    split = [one for one in placed if lines_of(one.strategy).matmuls.size > 1]
+    split = [assigned for assigned in placed if lines_of(assigned.strategy).matmuls.size > 1]
     blocks = {one.layer.kind: one.layer.name for one in reversed(split) if one.layer.role is Role.BLOCK}
     calls: Mapping[str, BlockCall] = {}
     if blocks:
@@ -198,60 +217,55 @@ def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any
             raise InputError("batch", None, remedy)
         calls = block_calls(model, list(blocks.values()), batch)
     by_kind = {}
-    shared = held_twice(model, [one.layer for one in placed])
+    shared = held_twice(model, [assigned.layer for assigned in placed])
     for kind, name in blocks.items():
         if name not in calls:
             raise InputError("layer", name, "It does not run on the example batch, so it cannot be split.")
         by_kind[kind] = infer_block(model.get_submodule(name), calls[name].args, calls[name].kwargs, shared[kind])
     plans = dict[str, TensorPlan]()
-    for layer in (one.layer for one in split):
+    for layer in (assigned.layer for assigned in split):
         modules = {path: model.get_submodule(path) for path in layer.modules}
         plans[layer.name] = by_kind[layer.kind] if layer.role is Role.BLOCK else infer_edge(modules, model)
     return plans
 
 
 def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, ChannelPlan]:
-    """Channel plans by module path, of the layers whose strategy shares channels; equal blocks are examined once.
+    """Infer how modules are split by channels, by path; equal blocks are examined once.
 
-    Of the layers before and after the blocks, each module is examined by itself; those that have nothing to be split
-    are left out, and stay whole. Arguments and errors as of ``layer_plans``.
+    Of the layers before and after the blocks, each module is examined separately; those with nothing to split are left
+    out, and stay complete.
+
+    Raises:
+        InputError: a layer cannot be split as its strategy says, or there is no batch.
+        TraceError: the model does not run on the batch.
     """
-    split = [one for one in placed if lines_of(one.strategy).channels.size > 1]
+    split = [assigned for assigned in placed if lines_of(assigned.strategy).channels.size > 1]
     if split and batch is None:
         raise InputError("batch", None, "The plan shares channels of layers; give an example batch to examine them on.")
     calls = block_calls(model, {path for one in split for path in one.layer.modules}, batch) if split else {}
     examined: dict[object, ChannelPlan] = {}
     plans: dict[str, ChannelPlan] = {}
-    for one in split:
-        layer = {}
-        for path in one.layer.modules:
+    for assigned in split:
+        layer, strategy = assigned.layer, assigned.strategy
+        of_layer = {}
+        for path in layer.modules:
             call = calls.get(path)
             if call is None or next(model.get_submodule(path).parameters(), None) is None:
                 continue
             shapes = tuple(tuple(tensor.shape) for tensor in call.inputs)
-            key = (one.layer.kind if one.layer.role is Role.BLOCK else path, shared_by(one.strategy), shapes)
+            key = (layer.kind if layer.role is Role.BLOCK else path, shared_by(strategy), shapes)
             if key not in examined:
-                examined[key] = _examined(model, one, call)
-            layer[path] = examined[key]
-        if not any(plan.parts for plan in layer.values()):
-            raise InputError(f"strategy of {one.layer.name}", str(one.strategy), "Nothing in it has channels to share.")
-        plans |= layer
+                examined[key] = _infer_channels(model, assigned, call)
+            of_layer[path] = examined[key]
+        if not any(plan.parts for plan in of_layer.values()):
+            raise InputError(f"strategy of {layer.name}", str(strategy), "Nothing in it has channels to share.")
+        plans |= of_layer
     return plans
 
 
-def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> ChannelPlan:
-    by, degree = shared_by(one.strategy)
+def _infer_channels(model: nn.Module, assigned: LayerAssignment, call: BlockCall) -> ChannelPlan:
+    by, degree = shared_by(assigned.strategy)
     try:
         return infer_channels(model.get_submodule(call.path), call.args, call.kwargs, by, degree)
     except InputError as error:
-        raise InputError(f"{by} of layer {one.layer.name}", degree, f"{error.field}: {error.remedy}") from error
-
-
-def _unlike_code_between(stage: Sequence[LayerAssignment]) -> list[str]:
-    """Blocks whose layout is another than that of the code between layers."""
-    glue = glue_layout(stage)
-    return [
-        placed.layer.name
-        for placed in stage
-        if placed.layer.role is Role.BLOCK and placed.layout.replicated("sequence") != glue.replicated("sequence")
-    ]
+        raise InputError(f"{by} of layer {assigned.layer.name}", degree, f"{error.field}: {error.remedy}") from error

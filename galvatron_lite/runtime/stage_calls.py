@@ -33,7 +33,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import WHOLE, AxisSplit
 from galvatron_lite.runtime.assignment import glue_of
 from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, share_scales, weighted
-from galvatron_lite.runtime.sharding import lot_of
+from galvatron_lite.runtime.sharding import sample_slice
 from galvatron_lite.runtime.stages import StageRuntime
 
 OWN, SAME = "own", "same"
@@ -195,7 +195,7 @@ class Calls:
                     yield
                 else:
                     self.draws.begin(part, self.rows)
-                    with self.draws.inside(lot_of(glue_of(runtime.stage), runtime.meshes)):
+                    with self.draws.inside(sample_slice(glue_of(runtime.stage), runtime.meshes)):
                         yield
         finally:
             runtime.traffic.end()

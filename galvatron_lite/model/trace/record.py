@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import linecache
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.frames import PACKAGE, TORCH, callers
 from galvatron_lite.model.graph import OperatorClass
 from galvatron_lite.model.trace.op_cache import OpCache
 from galvatron_lite.model.trace.operators import (
@@ -40,15 +39,10 @@ _FAULTS, _JOINED = {"isnan", "isinf"}, {"any", "logical_or", "bitwise_or"}
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
-_HIDDEN = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-
-
 def leads_to_error() -> bool:
-    """Whether the code that reads a truth raises an error if it holds."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_HIDDEN) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_lineno in _lines_before_errors(frame.f_code.co_filename)
+    """Whether the user's code that reads a boolean raises an error if it is true."""
+    file, line = next(callers((TORCH, PACKAGE)), ("", 0))
+    return line in _lines_before_errors(file)
 
 
 @cache

@@ -20,7 +20,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, LayerRun, Plan, Stage
 from galvatron_lite.profiler.measure_hardware import prepare
 from galvatron_lite.profiler.timing import Across, Term, TimingRule, as_single_lap, time_difference
-from galvatron_lite.runtime.assignment import check_divisible
 from galvatron_lite.runtime.branches.parts import (
     PlacedPart,
     StandIn,
@@ -36,10 +35,9 @@ from galvatron_lite.runtime.branches.session import BranchSession, Origins, Pass
 from galvatron_lite.runtime.branches.transfer import BranchChannel
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.mesh import build_part_meshes, join_world
-from galvatron_lite.runtime.parallelize import split_stage
 from galvatron_lite.runtime.peers import broadcast_values, of_rank_zero, share_random_state
 from galvatron_lite.runtime.preparation import SetupOptions, check_samples_move, layer_plans, tensor_plans
-from galvatron_lite.runtime.stages import StageRuntime
+from galvatron_lite.runtime.stages import StageRuntime, split_stage
 
 
 def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
@@ -73,7 +71,7 @@ class BranchedModel(ParallelModel):
         self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions
     ) -> Sequence[StageRuntime]:
         self._origins: dict[int, Origins] = {}
-        parts = self._placed = place_parts(self.plan, layers)
+        parts = place_parts(self.plan, layers)
         join_world(self.plan, options.device.type)
         _check_ties(model, parts, layers)
         everything = [placed for part in parts for placed in part.stage]
@@ -114,10 +112,6 @@ class BranchedModel(ParallelModel):
         resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
         self.streams = list(dict.fromkeys(branch.stream for branch in setting.branches.values()))
         return runtimes
-
-    def _check_samples(self, samples: int, count: int) -> None:
-        degrees = [placed.strategy.batch_degree for part in self._placed for placed in part.stage]
-        check_divisible(samples, degrees, count)
 
     def _parts(self, batch: Any, count: int) -> list[list[Any]]:
         parts, rows = super()._parts(batch, count), self.calls.rows

@@ -1,16 +1,15 @@
-"""What a training loop sees of shared gradients and parameters: the full values, or an error where it has a part.
+"""What a training loop sees of shared gradients and parameters: their full values, or an error if a rank has a part.
 
-A part is guarded: code other than this package's, and optimizers', may compute with its elements one by one, but not
-with several of them, nor read them. DTensors of ZeRO compute with the full tensor; their single values are read whole.
+A guarded tensor is a part. The training loop may compute with its elements one by one, but may neither combine several
+of them nor read them; this package and optimizers may. DTensors of ZeRO compute with the full tensor, so that functions
+of them return full values.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache, partialmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.frames import PACKAGE, TORCH, callers
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.parameters.managed import ManagedParameter
 
-_MIXING = frozenset((
+_COMBINING = frozenset((
     "_foreach_norm", "vector_norm", "matrix_norm", "norm", "sum", "nansum", "mean", "nanmean", "max", "min", "amax",
     "amin", "aminmax", "dot", "vdot", "inner", "var", "std", "var_mean", "std_mean", "logsumexp", "prod", "median",
     "quantile", "any", "all", "count_nonzero", "histc", "histogram", "argmax", "argmin", "sort", "argsort", "topk",
@@ -31,14 +31,13 @@ _MIXING = frozenset((
     "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot", "dist", "cdist", "trace",
     "equal", "allclose", "cov", "corrcoef", "unique", "nonzero",
 ))  # fmt: skip
-"""Functions whose results are made of several elements, by name."""
-_COMPOSED = ("torch.nn.functional", "torch.linalg", "torch._C._linalg", "torch.fft")
-_READS = frozenset((
+"""Functions that combine several elements, by name. Others are recognised by results with fewer elements."""
+_COMBINING_MODULES = ("torch.nn.functional", "torch.linalg", "torch._C._linalg", "torch.fft")
+_READING = frozenset((
     "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "__complex__",
 ))  # fmt: skip
 _SELECTING = frozenset(("__getitem__", "index_select", "gather", "take", "masked_select", "__get__"))
-_TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-_PLAIN_CALLS = frozenset(("_save_to_state_dict", "__deepcopy__", "__reduce_ex__"))  # torch's, whose results are kept
+"""Functions whose results have fewer elements, but do not combine them."""
 _REMEDY = (
     "A rank holds a part of the gradient under this plan, and the norm of a part is not the whole one's. Call "
     "parallel.clip_grad_norm(max_norm) in its place, which returns the whole model's norm before clipping, or give "
@@ -52,137 +51,157 @@ _SCALER = (
     "A rank sees overflow in its part of the gradient alone, and would skip a step that others take. Compute with "
     'precision="fp16" and call train_step, which scales the loss.'
 )
+_DATA_READ = "_data_was_read"
 
 
-def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    name, options, outside = getattr(func, "__name__", ""), kwargs or {}, _is_called_outside()
-    with torch._C.DisableTorchFunctionSubclass():
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
-            raise InputError("gradient", "a GradScaler", _SCALER)
-        if not outside:
-            return func(*args, **options)
-        taken = list(tensors_of((args, options)))
-        guarded = [one for one in taken if _is_guarded(one)]
-        home = getattr(func, "__module__", None) or ""
-        if name in _MIXING or name in _READS or home.startswith(_COMPOSED):
-            raise _error(guarded, name)
-        result = func(*args, **options)
-        items = max((one.numel() for one in guarded), default=0)
-        for one in tensors_of(result):
-            if not any(one is other for other in taken):
-                if one.numel() < items and one._base is None and name not in _SELECTING:
-                    raise _error(guarded, name)
-                set_guard(one, guarded=True)
-    return result
+def _is_called_by_user() -> bool:
+    """Whether the code that calls torch is outside of this package. ``state_dict()`` returns plain tensors."""
+    file, _ = next(callers((TORCH, __file__), until="_save_to_state_dict"), (PACKAGE, 0))
+    return not file.startswith(PACKAGE)
+
+
+class _Shown:
+    """A tensor between uses of the model. Copies and files of it are plain tensors."""
+
+    __slots__ = ()
+
+    def _call_plain(self: Any, name: str, argument: Any) -> Any:
+        shown = type(self)
+        self.__class__ = _PLAIN[shown]
+        try:
+            return getattr(self, name)(argument)
+        finally:
+            self.__class__ = shown
+
+    __reduce_ex__ = partialmethod(_call_plain, "__reduce_ex__")
+    __deepcopy__ = partialmethod(_call_plain, "__deepcopy__")
+
+
+class _Guarded(_Shown):
+    """A part of a tensor."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        is_called_by_user = _is_called_by_user()
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                raise InputError("gradient", "a GradScaler", _SCALER)
+            if not is_called_by_user:
+                return func(*args, **kwargs)
+            inputs = list(tensors_of((args, kwargs)))
+            guarded = [tensor for tensor in inputs if isinstance(tensor, _Guarded)]
+            module = getattr(func, "__module__", None) or ""
+            if name in _COMBINING or name in _READING or module.startswith(_COMBINING_MODULES):
+                raise _error(guarded, name)
+            result = func(*args, **kwargs)
+            most = max((tensor.shape.numel() for tensor in guarded), default=0)
+            for output in tensors_of(result):
+                if not any(output is tensor for tensor in inputs):
+                    if output.shape.numel() < most and output._base is None and name not in _SELECTING:
+                        raise _error(guarded, name)
+                    set_guard(output, guarded=True)
+        return result
+
+
+class _Watched(_Shown):
+    """A tensor that notes whether its ``data`` was read."""
+
+    __slots__ = ()
+
+    def _data(self: Any) -> Tensor:
+        vars(self)[_DATA_READ] = True
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    data = property(_data, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+class _Counted(_Shown):
+    """A tensor that warns if its elements are counted."""
+
+    __slots__ = ()
+
+    def numel(self: Any) -> int:
+        if _is_called_by_user():
+            warnings.warn(_COUNTED, stacklevel=2)
+        return Tensor.numel(self)
+
+    nelement = numel
+
+
+_PLAIN: dict[type, type] = {}
+"""Types of tensors, by the types that stand in for them."""
+
+
+@cache
+def _shown_type(plain: type, mixins: tuple[type, ...]) -> type:
+    """A subclass of a type of tensors."""
+    shown: type = type(plain)(f"Shown{plain.__name__}", (*mixins, plain), {})
+    _PLAIN[shown] = plain
+    return shown
 
 
 def _error(guarded: Sequence[Tensor], name: str) -> InputError:
-    if any(isinstance(one, nn.Parameter) for one in guarded):
+    if any(isinstance(tensor, nn.Parameter) for tensor in guarded):
         return InputError("parameter", f"{name} of this rank's part", _VALUES)
     return InputError("gradient", f"{name} of this rank's part", _REMEDY)
 
 
-def _is_called_outside() -> bool:
-    """Whether code that is neither torch's nor this package's computes with a part."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_back is not None:
-        if frame.f_code.co_name in _PLAIN_CALLS:
-            return False
-        frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(_PACKAGE)
-
-
-def _data(tensor: Tensor) -> Tensor:
-    vars(tensor)[_TAKEN] = True
-    return Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
-
-
-def _plainly(tensor: Tensor, name: str, argument: Any) -> Any:
-    """What a method of the plain tensor gives, for copies and files, which know no other types."""
-    shown = type(tensor)
-    set_guard(tensor, guarded=False)
-    try:
-        return getattr(tensor, name)(argument)
-    finally:
-        tensor.__class__ = shown
-
-
-_TAKEN = "_data_was_taken"
-
-
-def _counted(tensor: Tensor) -> int:
-    if _is_called_outside():
-        warnings.warn(_COUNTED, stacklevel=2)
-    return Tensor.numel(tensor)
-
-
-@cache
-def _shown_as(kind: type, guarded: bool, watched: bool, counted: bool) -> type:
-    """A subclass of a type of tensors: guarded; known by whether its ``data`` was taken; warning of its ``numel()``."""
-    if not (guarded or watched or counted):
-        return kind
-    body: dict[str, Any] = {name: partialmethod(_plainly, name) for name in ("__reduce_ex__", "__deepcopy__")}
-    if guarded:
-        body["__torch_function__"] = classmethod(_guarded)
-    if counted:
-        body |= {"numel": _counted, "nelement": _counted}
-    if watched:
-        body["data"] = property(_data, Tensor.data.__set__)  # type: ignore[attr-defined]
-    shown: type = type(kind)(f"Shown{kind.__name__}", (kind,), body)
-    _PLAIN[shown] = kind
-    return shown
-
-
-_PLAIN: dict[type, type] = {}
-"""Types of tensors by those that they are shown as."""
-
-
-def _is_guarded(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and "__torch_function__" in vars(type(tensor))
-
-
 def set_guard(tensor: Tensor, guarded: bool, watched: bool = False, counted: bool = False) -> None:
-    """The very tensor changes its type: who else holds it (a bucket of gradients) goes on with it."""
-    kind = _PLAIN.get(type(tensor), type(tensor))
-    if kind in (Tensor, nn.Parameter, DTensor):
-        tensor.__class__ = _shown_as(kind, guarded, watched, counted)
+    """Guard a tensor, watch reads of its ``data``, and warn of its ``numel()``, or stop doing so.
 
-
-def was_taken(tensors: Iterable[Tensor]) -> bool:
-    """Whether a loop took the ``data`` of any since this was last asked: it may have changed it, unseen by versions."""
-    taken = [vars(one).pop(_TAKEN, False) for one in tensors]
-    return any(taken)
-
-
-def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> None:
-    """Have what a user sees of reduced gradients refuse norms and other reductions; or no more, for an optimizer.
-
-    ``torch.nn.utils.clip_grad_norm_`` and clipping written by hand would clip each rank by another norm.
+    The type of the tensor itself changes, so that this holds for all references to it (in a bucket of gradients).
     """
-    for gradient in (tensor.grad for one in owned for tensor in {one.updated, one.reduced}):
-        if gradient is not None:
-            set_guard(gradient, guarded)
+    plain = _PLAIN.get(type(tensor), type(tensor))
+    if plain in (Tensor, nn.Parameter, DTensor):
+        flags = ((_Guarded, guarded), (_Watched, watched), (_Counted, counted))
+        mixins = tuple(mixin for mixin, is_set in flags if is_set)
+        tensor.__class__ = _shown_type(plain, mixins) if mixins else plain
 
 
-def guard_values(owned: Iterable[ManagedParameter], guarded: bool = True, counted: bool = False) -> None:
-    """The same for parameters of which this rank has a part; also, what is updated in their stead is watched. Not while
-    a model or an optimizer runs. ``counted``: whether the parameters are a part of the model's.
+def was_data_read(tensors: Iterable[Tensor]) -> bool:
+    """Whether the ``data`` of a tensor was read since the last call: it may have changed, unseen by versions."""
+    read = [vars(tensor).pop(_DATA_READ, False) for tensor in tensors]
+    return any(read)
+
+
+def guard_gradients(parameters: Iterable[ManagedParameter], guarded: bool = True) -> None:
+    """Guard reduced gradients, or stop guarding them while an optimizer steps.
+
+    ``torch.nn.utils.clip_grad_norm_`` and clipping by hand would clip each rank by another norm.
     """
-    for one in owned:
-        sliced = (one.shard is not None and one.shard.degree > 1) or one.spread is not None
-        for tensor in {one.parameter, one.updated}:
-            rows = one.host is not None and tensor is one.host.copy and isinstance(one.reduced, DTensor)
-            set_guard(tensor, guarded and (sliced or rows), guarded and tensor is not one.parameter, counted)
+    for managed in parameters:
+        for gradient in (tensor.grad for tensor in {managed.updated, managed.reduced}):
+            if gradient is not None:
+                set_guard(gradient, guarded)
 
 
-def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:
-    """Whether the norm of these gradients is not that of all of them: torch reduces norms over ranks only where every
-    one is a DTensor of the same mesh, cut by nothing else.
+def guard_values(parameters: Iterable[ManagedParameter], guarded: bool = True, counted: bool = False) -> None:
+    """Guard parameters of which this rank has a part, and watch what the optimizer updates in their place.
+
+    Args:
+        parameters: of a stage.
+        guarded: False stops both, while the model or an optimizer runs.
+        counted: whether to warn of ``numel()``, as other ranks have other parameters.
     """
-    cut = [one for one in owned if one.copies < stage_devices]
-    meshes = {one.updated.device_mesh if isinstance(one.updated, DTensor) else None for one in owned}
-    sliced = any((one.shard is not None and one.shard.degree > 1) or one.spread is not None for one in cut)
-    return bool(cut) and (sliced or None in meshes or len(meshes) > 1)
+    for managed in parameters:
+        for tensor in {managed.parameter, managed.updated}:
+            is_copy = managed.host is not None and tensor is managed.host.copy
+            is_part = managed.is_sliced or (is_copy and isinstance(managed.reduced, DTensor))
+            set_guard(tensor, guarded and is_part, guarded and tensor is not managed.parameter, counted)
+
+
+def hides_norm(parameters: Sequence[ManagedParameter], stage_devices: int) -> bool:
+    """Whether the norm of gradients on a rank is not that of all gradients.
+
+    torch reduces norms over ranks only if all gradients are DTensors of the same mesh, and not split otherwise.
+    """
+    split = [managed for managed in parameters if managed.copies < stage_devices]
+    updated = [managed.updated for managed in parameters]
+    meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in updated}
+    return bool(split) and (any(one.is_sliced for one in split) or None in meshes or len(meshes) > 1)
 
 
 def _read_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,8 +214,10 @@ def _reduce_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def read_full_values() -> None:
-    """Have ``item()``, ``float()`` and ``bool()`` of a DTensor read its full value, on all ranks together: torch reads
-    the local part of a sum, or of a shard. Its largest element is that of all, where torch fails on empty shards.
+    """Let ``item()``, ``float()`` and ``bool()`` of a DTensor read its full value; all ranks call them together.
+
+    torch reads the local part of a sum, or of a shard. The largest element is that of all shards, where torch fails on
+    empty shards.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     aten = torch.ops.aten

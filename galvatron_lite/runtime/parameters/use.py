@@ -1,4 +1,4 @@
-"""What a training loop does with a split model between steps: followed where the plan can, refused where it cannot."""
+"""What a training loop does with a split model between steps: followed if the plan allows it, else refused."""
 
 from __future__ import annotations
 
@@ -21,71 +21,81 @@ from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raise InputError for a model whose parameters have hooks, which would see gradients of shares of the batch."""
-    for name, parameter in model.named_parameters():
-        if any(_has_hook(parameter, kind) for kind in _KINDS):
-            raise _hook_error(name)
-
-
-def is_alone(plan: Plan) -> bool:
-    """Whether gradients are those that autograd makes of a batch at once, on one device."""
-    return plan.devices == 1 and plan.microbatches == 1
-
+    from galvatron_lite.runtime.split_model import SplitModel
 
 _COPY = (
     "A rank has a part of it. Copy what auto_parallelize returned (torch.optim.swa_utils.AveragedModel takes it, too), "
     "or load its full_state_dict()."
 )
+_HOOK_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes with the hooks of a tensor, as PyTorch has no public function that returns them."""
+_PACKAGE = __name__.partition(".")[0]
 _SPLIT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that a plan has split."""
+
+
+def is_alone(plan: Plan) -> bool:
+    """Whether gradients are those that autograd computes of a full batch at once, on one device."""
+    return plan.devices == 1 and plan.microbatches == 1
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Check that parameters have no hooks, which would see gradients of shares of the batch.
+
+    Raises:
+        InputError: a parameter has one.
+    """
+    for name, parameter in model.named_parameters():
+        if any(_has_hook(parameter, kind) for kind in _HOOK_KINDS):
+            raise _hook_error(name)
 
 
 def check_unsplit(model: nn.Module) -> None:
-    """Raise InputError for a model that a plan has split, or one around it."""
+    """Check that no plan has split a model, or a module of it.
+
+    Raises:
+        InputError: a plan has.
+    """
     if any(module in _SPLIT for module in model.modules()):
         remedy = "An earlier auto_parallelize has split it: go on with what that returned, or make the model anew."
         raise InputError("model", type(model).__name__, remedy)
 
 
 def refuse_copies(model: nn.Module, remedy: str = _COPY) -> None:
-    """Have ``copy.deepcopy`` of a model of which this rank has a part raise InputError."""
+    """Let ``copy.deepcopy`` of a model of which this rank has a part raise InputError."""
 
-    def copied(_memo: object) -> None:
+    def refuse(_memo: object) -> None:
         raise InputError("copy.deepcopy", type(model).__name__, remedy)
 
-    object.__setattr__(model, "__deepcopy__", copied)
+    object.__setattr__(model, "__deepcopy__", refuse)
 
 
-def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
-    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own, and
-    warn where its state is not that of the full model.
+def guard_model(model: nn.Module, parallel: SplitModel) -> None:
+    """Guard the user's model, which was split, against uses other than through ``parallel``.
+
+    A call of the model itself raises InputError if its outputs or gradients would be those of a part. Its
+    ``state_dict()`` warns if it is that of a part.
     """
     if not is_alone(parallel.plan):
         _SPLIT.add(model)
-    owner = weakref.ref(parallel)
+    reference = weakref.ref(parallel)
 
     def check(module: nn.Module, _args: object) -> None:
-        parallel = owner()
-        if (
-            parallel is None
-            or is_alone(parallel.plan)
-            or any(runtime.traffic.is_running for runtime in parallel.runtimes)
-        ):
+        parallel = reference()
+        if parallel is None or is_alone(parallel.plan) or any(one.traffic.is_running for one in parallel.runtimes):
             return
-        narrow = any(runtime.updates.has_casts for runtime in parallel.runtimes)
-        uncast = narrow and not torch.is_autocast_enabled(parallel.device.type)
-        if torch.is_grad_enabled() or len(parallel.plan.stages) > 1 or uncast:
+        has_casts = any(runtime.updates.has_casts for runtime in parallel.runtimes)
+        needs_autocast = has_casts and not torch.is_autocast_enabled(parallel.device.type)
+        if torch.is_grad_enabled() or len(parallel.plan.stages) > 1 or needs_autocast:
             remedy = (
                 "The plan has split it over ranks. Call what auto_parallelize returned: parallel(batch), "
                 "parallel.outputs(batch) or parallel.train_step(batch, optimizer)."
             )
-            name = type(module).__name__.removeprefix("FSDP")  # how torch calls the classes it makes
+            name = type(module).__name__.removeprefix("FSDP")  # which torch adds to the names of classes
             raise InputError("call of the model itself", name, remedy)
 
     def warn(*_: object) -> None:
-        parallel = owner()
+        parallel = reference()
         if parallel is not None and any(runtime.holds_shares for runtime in parallel.runtimes):
             warnings.warn(
                 "state_dict() holds this rank's shares alone; under ZeRO-1 weights are in the precision of compute. "
@@ -102,7 +112,7 @@ def guard_model(model: nn.Module, parallel: ParallelModel) -> None:
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before the plan, which has another one in its place: who uses it is told."""
+    """A parameter of the unsplit model that its shards have replaced: every use of it raises InputError."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -113,27 +123,30 @@ class ReplacedParameter(nn.Parameter):
         raise InputError("parameter", "one from before auto_parallelize", remedy)
 
 
-def retire(before: Iterable[tuple[str, weakref.ref[nn.Parameter]]], runtimes: Iterable[StageRuntime]) -> None:
-    """Have parameters that were replaced, and that the user still holds, say so."""
-    now = {name: one.parameter for runtime in runtimes for one in runtime.owned for name in one.names}
-    for name, reference in before:
-        old = reference()
-        if old is not None and now.get(name, old) is not old:
-            old.__class__ = ReplacedParameter
+def retire(unsplit: Iterable[tuple[str, weakref.ref[nn.Parameter]]], runtimes: Iterable[StageRuntime]) -> None:
+    """Turn parameters of the unsplit model that were replaced, and that the user still holds, into
+    ``ReplacedParameter``."""
+    current = {name: managed.parameter for runtime in runtimes for managed in runtime.owned for name in managed.names}
+    for name, reference in unsplit:
+        parameter = reference()
+        if parameter is not None and current.get(name, parameter) is not parameter:
+            parameter.__class__ = ReplacedParameter
 
 
 class ParameterUse:
-    """Looks at this rank's parameters before each step."""
+    """Checks this rank's parameters and modules before each step, and follows what the training loop froze."""
 
     def __init__(self, runtimes: Iterable[StageRuntime], plan: Plan) -> None:
-        owned = [one for runtime in runtimes for one in runtime.owned]
-        self._owned, self._alone, self._at_once = owned, is_alone(plan), plan.microbatches == 1
-        self._frozen = [one for one in owned if not one.parameter.requires_grad]
-        self._trained = [one.parameter.requires_grad for one in owned]
-        self._kinds = [(one.parameter.dtype, one.parameter.device) for one in owned]
-        shared = (one for one in owned if one.is_zero or one.share is not None)
+        self._managed = managed = [parameter for runtime in runtimes for parameter in runtime.owned]
+        self._is_alone, self._has_one_microbatch = is_alone(plan), plan.microbatches == 1
+        self._frozen = [one for one in managed if not one.parameter.requires_grad]
+        self._required_grad = [one.parameter.requires_grad for one in managed]
+        self._kinds = [(one.parameter.dtype, one.parameter.device) for one in managed]
+        shared = (one for one in managed if one.is_zero or one.share is not None)
         self._storages = [
-            (one, tensor, tensor.untyped_storage()._cdata) for one in shared for tensor in {one.parameter, one.reduced}
+            (one.names[0], tensor, tensor.untyped_storage()._cdata)
+            for one in shared
+            for tensor in {one.parameter, one.reduced}
         ]
         modules = {module for runtime in runtimes for module in runtime.model.modules()}
         self._structure = [
@@ -143,69 +156,89 @@ class ParameterUse:
         self._versions = self._current_versions()
 
     def has_changed(self) -> bool:
-        """Whether parameters were changed in place since this was last asked: what was gathered of them is stale."""
+        """Whether parameters were changed in place since the last call, so that gathered copies are stale."""
         before, self._versions = self._versions, self._current_versions()
         return before != self._versions
 
     def _current_versions(self) -> tuple[int, ...]:
-        return tuple(one.parameter._version for one in self._owned)
-
-    @staticmethod
-    def _trains(module: nn.Module | None, before: nn.Module | None, split: Collection[int]) -> bool:
-        """Whether a module that was put somewhere has parameters that no plan knows, or took the place of some."""
-        new = [] if module is None or id(module) in split else list(module.parameters())
-        return bool(new) or (before is not None and any(True for _ in before.parameters()))
+        return tuple(managed.parameter._version for managed in self._managed)
 
     def check(self) -> None:
-        """What the loop froze stays frozen; what cannot be followed is refused."""
-        for one, kind in zip(self._owned, self._kinds, strict=True):
-            if (now := (one.parameter.dtype, one.parameter.device)) != kind:
+        """Freeze what the training loop froze, and refuse what cannot be followed.
+
+        Raises:
+            InputError: parameters were moved, cast or replaced, modules were replaced or added, a parameter that was
+                frozen when the plan was applied requires a gradient, or a parameter has a hook.
+        """
+        for managed, kind in zip(self._managed, self._kinds, strict=True):
+            now = managed.parameter.dtype, managed.parameter.device
+            if now != kind:
                 raise moved_error(*now)
-        for one, tensor, storage in self._storages:
+        for name, tensor, storage in self._storages:
             if tensor.untyped_storage()._cdata != storage:
                 remedy = "Ranks share it under this plan: change it in place (parameter.data.copy_(values))."
-                raise InputError("parameter.data", f"another tensor for {one.names[0]}", remedy)
+                raise InputError("parameter.data", f"another tensor for {name}", remedy)
+        self._check_structure()
+        self._follow_frozen()
+        self._check_hooks()
+
+    def _check_structure(self) -> None:
         for module, is_zero, parameters, children in self._structure:
-            other = [name for name, one in module._modules.items() if one is not children.get(name)]
-            if other:
-                split = {id(one) for one, *_ in self._structure}
-                other = [name for name in other if self._trains(module._modules[name], children.get(name), split)]
-            held = module._parameters
-            other += [name for name, one in parameters.items() if name not in held or _is_replaced(one, held[name])]
-            other += held.keys() - parameters.keys()
-            if other or isinstance(module, FSDPModule) != is_zero:
-                what = f"{other[0]} in" if other else "class of"
+            replaced = [name for name, child in module._modules.items() if child is not children.get(name)]
+            if replaced:
+                split = {id(module) for module, *_ in self._structure}
+                replaced = [name for name in replaced if _trains(module._modules[name], children.get(name), split)]
+            current = module._parameters
+            replaced += [
+                name
+                for name, parameter in parameters.items()
+                if name not in current or _is_replaced(parameter, current[name])
+            ]
+            replaced += current.keys() - parameters.keys()
+            if replaced or isinstance(module, FSDPModule) != is_zero:
+                what = f"{replaced[0]} in" if replaced else "class of"
                 remedy = "The plan has split what it was: change the model before auto_parallelize."
                 raise InputError("model", f"another {what} {type(module).__name__.removeprefix('FSDP')}", remedy)
-        for one, trained in zip(self._owned, self._trained, strict=True):
-            source = one.updated if one.parameter.requires_grad == trained else one.parameter  # which the loop changed
-            for tensor in (one.parameter, one.reduced, one.updated):
+
+    def _follow_frozen(self) -> None:
+        for managed, before in zip(self._managed, self._required_grad, strict=True):
+            is_unchanged = managed.parameter.requires_grad == before
+            source = managed.updated if is_unchanged else managed.parameter  # which the training loop changed
+            for tensor in (managed.parameter, managed.reduced, managed.updated):
                 tensor.requires_grad_(source.requires_grad)
-        self._trained = [one.parameter.requires_grad for one in self._owned]
-        for one in self._frozen:
-            if one.parameter.requires_grad:
+        self._required_grad = [managed.parameter.requires_grad for managed in self._managed]
+        for managed in self._frozen:
+            if managed.parameter.requires_grad:
                 remedy = (
                     "It was frozen when the plan was applied, so its gradient is not summed over ranks. Let it require "
                     "a gradient before auto_parallelize, and freeze it afterwards."
                 )
-                raise InputError("requires_grad", one.names[0], remedy)
-        for one in self._owned:
-            if self._alone and one.updated is one.parameter:
+                raise InputError("requires_grad", managed.names[0], remedy)
+
+    def _check_hooks(self) -> None:
+        for managed in self._managed:
+            if self._is_alone and managed.updated is managed.parameter:
                 continue
             # FSDP calls hooks of the second kind with reduced gradients
-            kinds = _KINDS[:1] if one.is_zero and self._at_once else _KINDS
-            if any(_has_hook(tensor, kind) for tensor in (one.parameter, one.updated) for kind in kinds):
-                raise _hook_error(one.names[0])
+            kinds = _HOOK_KINDS[:1] if managed.is_zero and self._has_one_microbatch else _HOOK_KINDS
+            if any(_has_hook(tensor, kind) for tensor in (managed.parameter, managed.updated) for kind in kinds):
+                raise _hook_error(managed.names[0])
 
 
-def _is_replaced(parameter: nn.Parameter | None, other: nn.Parameter | None) -> bool:
-    """Whether another parameter was put in the place of one; FSDP does so while it has gathered a layer."""
-    gathered = isinstance(parameter, DTensor) and other is not None and not isinstance(other, DTensor)
-    return other is not parameter and not gathered
+def _trains(module: nn.Module | None, before: nn.Module | None, split: Collection[int]) -> bool:
+    """Whether a new module has parameters that no plan has split, or replaces a module with parameters."""
+    new = [] if module is None or id(module) in split else list(module.parameters())
+    return bool(new) or (before is not None and any(True for _ in before.parameters()))
+
+
+def _is_replaced(before: nn.Parameter | None, now: nn.Parameter | None) -> bool:
+    """Whether another parameter replaces one; while FSDP has gathered a layer, plain tensors replace its shards."""
+    is_gathered = isinstance(before, DTensor) and now is not None and not isinstance(now, DTensor)
+    return now is not before and not is_gathered
 
 
 def moved_error(dtype: torch.dtype, device: torch.device) -> InputError:
-    """Of a split model whose parameters were cast or moved."""
+    """The error if parameters of a split model are cast or moved."""
     remedy = (
         "The plan has taken the model's parameters apart. Move and cast the model before auto_parallelize, or compute "
         "in another type with precision=."
@@ -221,20 +254,15 @@ def _hook_error(name: str) -> InputError:
     return InputError("hook of a parameter", name, remedy)
 
 
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Attributes with the hooks of a tensor; PyTorch has no public way to ask for them."""
-_PACKAGE = __name__.partition(".")[0]
-
-
 def _has_hook(tensor: Tensor, kind: str) -> bool:
-    """Whether a tensor has a hook of other code than this package's."""
+    """Whether code outside of this package has registered a hook of a tensor."""
     hooks = (getattr(tensor, kind, None) or {}).values()
-    homes = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
-    return any(home.partition(".")[0] != _PACKAGE for home in homes)
+    modules = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
+    return any(module.partition(".")[0] != _PACKAGE for module in modules)
 
 
 class LocalCopy(Tensor):
-    """What this rank holds of a parameter, copied. Functions take it beside DTensors, whose local part they see."""
+    """A copy of this rank's part of a parameter. Functions of it and DTensors work on the local parts of these."""
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,12 +273,12 @@ class LocalCopy(Tensor):
 class ParameterCopies(nn.Module):
     """A ``copy.deepcopy`` of a split model: copies of its ``parameters()`` and ``buffers()``, in their order.
 
-    Its ``state_dict()`` is the whole model's, which all ranks ask for and load together.
+    Its ``state_dict()`` is the full model's. All ranks call it, or load one, together.
     """
 
-    def __init__(self, parallel: ParallelModel) -> None:
+    def __init__(self, parallel: SplitModel) -> None:
         super().__init__()
-        self._parallel = [parallel]  # in a list: it is no part of this module
+        self._parallel = [parallel]  # in a list, so that it is no submodule
         self._copy()
         parallel.averages.append(weakref.ref(self))
 
@@ -258,13 +286,12 @@ class ParameterCopies(nn.Module):
         (parallel,) = self._parallel
         for number, parameter in enumerate(parallel.parameters()):
             local = local_of_rank(parameter.detach()).clone().as_subclass(LocalCopy)
-            copied = nn.Parameter(local, parameter.requires_grad)
-            self.register_parameter(f"parameter{number}", copied)
+            self.register_parameter(f"parameter{number}", nn.Parameter(local, parameter.requires_grad))
         for number, buffer in enumerate(parallel.buffers()):
             self.register_buffer(f"buffer{number}", buffer.detach().clone())
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        """There is no split model of these values.
+        """Refuse the call: no split model has these values.
 
         Raises:
             InputError: always.
@@ -273,7 +300,7 @@ class ParameterCopies(nn.Module):
         raise InputError("call of the model", "copies of parameters", remedy)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's ``state_dict()`` with these values, on the CPU of every rank; all ranks call it."""
+        """The full model's ``state_dict()`` with these values, on the CPU of every rank; all ranks call it."""
         with self._swapped():
             return self._parallel[0].full_state_dict()
 
@@ -283,13 +310,13 @@ class ParameterCopies(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         (parallel,) = self._parallel
         with self._swapped():
-            parallel.load_full_state_dict({name.removeprefix(prefix): one for name, one in state_dict.items()})
-            held = [*parallel.parameters(), *parallel.buffers()]
-            for one, value in zip([*self.parameters(), *self.buffers()], held, strict=True):
-                one.data.copy_(value)
+            parallel.load_full_state_dict({name.removeprefix(prefix): value for name, value in state_dict.items()})
+            values = [*parallel.parameters(), *parallel.buffers()]
+            for copy, value in zip([*self.parameters(), *self.buffers()], values, strict=True):
+                copy.data.copy_(value)
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """The plan has changed: copy the other parameters, with the values that ``full_state_dict()`` gave before."""
+        """Follow a change of plan: copy the new shards, and set them from the ``full_state_dict()`` before it."""
         self._parameters.clear()
         self._buffers.clear()
         self._copy()
@@ -297,28 +324,29 @@ class ParameterCopies(nn.Module):
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
+        """Inside, the split model has the values of the copies."""
         (parallel,) = self._parallel
         parallel.publish()
-        held = [*parallel.parameters(), *parallel.buffers()]
-        before = [one.detach().clone() for one in held]
+        tensors = [*parallel.parameters(), *parallel.buffers()]
+        before = [tensor.detach().clone() for tensor in tensors]
         try:
-            self._set(held, [*self.parameters(), *self.buffers()])
+            self._set(tensors, [*self.parameters(), *self.buffers()])
             yield
         finally:
-            self._set(held, before)
+            self._set(tensors, before)
 
     @torch.no_grad()
-    def _set(self, held: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    def _set(self, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         (parallel,) = self._parallel
-        for one, value in zip(held, values, strict=True):
-            local_of_rank(one).copy_(local_of_rank(value))
+        for tensor, value in zip(tensors, values, strict=True):
+            local_of_rank(tensor).copy_(local_of_rank(value))
         for runtime in parallel.runtimes:
             runtime.updates.due = runtime.updates.is_needed
         parallel.publish()
 
 
 class InferenceModel(nn.Module):
-    """Called like the model, or with a batch, alike on every rank; gives the model's own outputs, without gradients."""
+    """Called like the model, or with a batch, alike on every rank; returns the model's outputs, without gradients."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()

@@ -9,7 +9,6 @@ mostly asks for nothing but a shorter course to the same result.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.frames import TORCH, callers
 from galvatron_lite.model.trace.flow import READ, DataFlow
 
 Site = tuple[tuple[str, int], ...]
@@ -33,7 +33,7 @@ _COMPARISONS: dict[Any, int] = {
     for op in (getattr(_ATEN, kind).Scalar, getattr(_ATEN, kind).Tensor)
 }
 """How far from the number compared with is one that turns the answer for most others round."""
-_HIDDEN = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_HIDDEN = TORCH, str(Path(__file__).parent)
 _START = "run_pass"  # of this folder: what calls the model
 _FAR = 1e4
 _LISTED = 1024  # items of a list whose values are seen, at most: nobody decides by more, and all are slow to read
@@ -88,7 +88,7 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
             self.constants.add(int(other) + beside)
 
     def _read(self, tensor: Tensor, value: Any) -> Any:
-        site = _site()
+        site = tuple(callers(_HIDDEN, until=_START))
         read = self.reads.setdefault(site, SiteReads([], False))
         read.compared |= tensor.is_floating_point() or self.compares(tensor)
         read.values.append(value)
@@ -111,15 +111,6 @@ class ListedValues(TorchFunctionMode):
 
 def _listed(tensor: Tensor) -> Any:
     return [_listed(one) for one in tensor.unbind()] if tensor.dim() else tensor.item()
-
-
-def _site() -> Site:
-    frame, lines = sys._getframe(1), list[tuple[str, int]]()
-    while frame.f_back is not None and frame.f_code.co_name != _START:
-        if not frame.f_code.co_filename.startswith(_HIDDEN):
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(lines)
 
 
 def name_of_site(site: Site) -> str:
