@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from galvatron_lite.analysis.explanation import StageMemory, TimeAccount, TimeClass, TimePart
 from galvatron_lite.calibration.store import constants_for_device, load_calibration
 from galvatron_lite.cluster.budget import Budget
-from galvatron_lite.cost.communication import GATHER, hidden_share, moment_of, together
+from galvatron_lite.cost.communication import GATHER, hidden_share, moment_of, overlapped_seconds
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.stage import Shape, StageCost, sharing_of
 from galvatron_lite.cost.step import groups_of, price_staged, price_stages, shape_of, straggling, strategies_of
@@ -203,12 +203,13 @@ def _by_cause(
         hiding[moment][message.cause] += share * seconds
     overlap, forward, backward = pricer.profile.overlap, cost.forward, cost.backward + cost.recompute
     sums = {moment: sum(by_cause.values()) for moment, by_cause in hiding.items()}
-    ahead, back = together(forward, sums[FORWARD], overlap), together(backward, sums[BACKWARD], overlap)
+    ahead = overlapped_seconds(forward, sums[FORWARD], overlap)
+    back = overlapped_seconds(backward, sums[BACKWARD], overlap)
     added = {
         FORWARD: times * (ahead - forward),
         BACKWARD: times * (back - backward),
-        STEP: together(backward, sums[BACKWARD] + sums[STEP], overlap) - back,
-        GATHER: together(forward, sums[FORWARD] + sums[GATHER], overlap) - ahead,
+        STEP: overlapped_seconds(backward, sums[BACKWARD] + sums[STEP], overlap) - back,
+        GATHER: overlapped_seconds(forward, sums[FORWARD] + sums[GATHER], overlap) - ahead,
     }
     for moment, by_cause in hiding.items():
         for cause, seconds in by_cause.items():

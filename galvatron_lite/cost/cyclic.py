@@ -403,7 +403,7 @@ def _figures(
         kept=before,
         ahead=ahead,
         back=int(backward),
-        updating=sum(cost.updating for cost in costs),
+        updating=sum(cost.optimizer_working for cost in costs),
         entering=graph.crossing(inside.start) * microbatch if inside.start else 0,
         leaving=graph.crossing(inside.stop) * microbatch if inside.stop < len(graph.layers) else 0,
         copied=graph.borrowed(inside) * microbatch,

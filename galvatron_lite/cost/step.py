@@ -10,7 +10,7 @@ from math import log2
 
 from galvatron_lite.cost.forward_only import step_flops
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.memory import GroupMemory
+from galvatron_lite.cost.pass_memory import GroupMemory
 from galvatron_lite.cost.schedule import OrderedStep, closed_form, group_ends, run_ordered
 from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
 from galvatron_lite.errors import InputError
@@ -295,7 +295,7 @@ def ordered_step(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> 
 
 def order_of(profile: Profile, costs: Sequence[StageCost]) -> PassOrder:
     """What the order of passes is made from where it depends on their seconds."""
-    kept = sum(layer.kept + layer.returning for cost in costs for layer in cost.layers)
+    kept = sum(layer.kept + layer.offloaded for cost in costs for layer in cost.layers)
     share = round(sum(sum(cost.pending) for cost in costs) / kept, 3) if kept else 1.0
     return PassOrder(tuple(cost.times for cost in costs), hidden_share(profile), min(share, 1.0))
 

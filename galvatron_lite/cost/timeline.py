@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.memory import GroupMemory, MemoryCourse
+from galvatron_lite.cost.pass_memory import GroupMemory, MemoryCourse
 from galvatron_lite.cost.schedule import program_of
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import (
@@ -291,5 +291,5 @@ def _peak(
         return Peak(updating, -1, "")
     action, stage, _ = worked[place]
     first = sum(len(cost.layers) for cost in costs[:stage])
-    layer = memory.worst_layer(action, course.counts[place])
+    layer = memory.worst_layer(action, course.held[place])
     return Peak(course.during[place], place, profile.graph.layers[first + layer].name)

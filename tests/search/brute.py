@@ -338,7 +338,7 @@ class Brute:
             cost = self.pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
             if cost is not None and self.fixed.allows_in(layer.name, strategy):
                 if shape.schedule.splits_backward:
-                    cost = replace(cost, host=cost.host + cost.splitting)
+                    cost = replace(cost, host=cost.host + cost.split_host)
                 found.append((strategy, cost))
         return found
 
