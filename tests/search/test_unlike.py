@@ -96,7 +96,8 @@ def _costs(
     for strategies in product(*options):
         if _allowed(profile, cuts, strategies):
             try:
-                yield price_stages(pricer, shape, [stop - start for start, stop in pairwise(cuts)], strategies)
+                sizes = [stop - start for start, stop in pairwise(cuts)]
+                yield price_stages(pricer, shape, sizes, strategies, ordered=False)
             except InputError:
                 continue
 
