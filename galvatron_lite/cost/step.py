@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, fills, st
 from galvatron_lite.parallelism.pipeline.schedule import Moments, ScheduleConfig, group_of, most_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
+from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
 
 
@@ -67,20 +67,41 @@ def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
     Raises:
         InputError: the plan's layers are not the model's, or a replica gets fewer samples than the model runs on.
     """
-    names = [layer.name for layer in profile.graph.layers]
-    strategies: list[Strategy] = []
-    for run in (run for stage in plan.stages for run in stage.runs):
-        covered = names[len(strategies) : len(strategies) + run.count]
-        if not covered or (covered[0], covered[-1], len(covered)) != (run.first, run.last, run.count):
-            follows = f"goes on with {covered[0]} .. {covered[-1]}" if covered else f"has only {len(names)} layers"
-            raise InputError("stages.runs", f"{run.first} .. {run.last}", f"The model {profile.graph.name} {follows}.")
-        strategies.extend([run.strategy] * run.count)
-        least, samples = profile.graph.least_samples, plan.microbatch // run.strategy.batch_degree
+    graph = profile.graph
+    runs = [run for stage in plan.stages for run in stage.runs]
+    strategies = strategies_of_runs(
+        runs, [layer.name for layer in graph.layers], "stages.runs", f"The model {graph.name}"
+    )
+    least = graph.least_samples
+    for strategy in dict.fromkeys(strategies):
+        samples = plan.microbatch // strategy.batch_degree
         if 0 < samples < least:
             remedy = f"A replica gets {samples} a micro-batch, and the model trains on {least} or more (batch norm)."
             raise InputError("microbatches", plan.microbatches, remedy)
-    if len(strategies) != len(names):
-        raise InputError("stages.runs", len(strategies), f"The model has {len(names)} layers; plan them all.")
+    return strategies
+
+
+def strategies_of_runs(runs: Sequence[LayerRun], layers: Sequence[str], field: str, subject: str) -> list[Strategy]:
+    """Return the strategy of every layer of runs, in order.
+
+    Args:
+        runs: of consecutive layers.
+        layers: names that the runs must have.
+        field: of the plan, for errors.
+        subject: what has these layers, for errors.
+
+    Raises:
+        InputError: the runs are not of these layers.
+    """
+    strategies: list[Strategy] = []
+    for run in runs:
+        covered = layers[len(strategies) : len(strategies) + run.count]
+        if not covered or (covered[0], covered[-1], len(covered)) != (run.first, run.last, run.count):
+            follows = f"goes on with {covered[0]} .. {covered[-1]}" if covered else f"has only {len(layers)} layers"
+            raise InputError(field, f"{run.first} .. {run.last}", f"{subject} {follows}.")
+        strategies.extend([run.strategy] * run.count)
+    if len(strategies) != len(layers):
+        raise InputError(field, len(strategies), f"{subject} has {len(layers)} layers; plan them all.")
     return strategies
 
 
