@@ -17,11 +17,18 @@ from functools import cache, cached_property
 from galvatron_lite.analysis.explanation import StageMemory, TimeAccount, TimeClass, TimePart
 from galvatron_lite.calibration.store import constants_for_device, load_calibration
 from galvatron_lite.cluster.budget import Budget
-from galvatron_lite.cost.communication import GATHER, hidden_share, moment_of, together
+from galvatron_lite.cost.communication import GATHER, hidden_share, moment_of, overlapped_seconds
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.stage import Shape, StageCost, sharing_of
-from galvatron_lite.cost.step import groups_of, price_staged, price_stages, shape_of, straggling, strategies_of
-from galvatron_lite.cost.step import hidden_share as hidden_sends
+from galvatron_lite.cost.step import (
+    groups_of,
+    hidden_send_share,
+    price_staged,
+    price_stages,
+    shape_of,
+    straggling,
+    strategies_of,
+)
 from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import OperatorClass
@@ -164,7 +171,7 @@ def _stage_items(priced: PricedStages, stage: int, shares: OperationShares) -> I
         yield (TimeClass.HOST, "layers"), times * layer.host + layer.step_host, 0.0
     yield (TimeClass.COMMUNICATION, REDISTRIBUTION), times * cost.moving, 0.0
     sends = times * (cost.times.send_forward + cost.times.send_backward)
-    hidden = hidden_sends(priced.pricer.profile)
+    hidden = hidden_send_share(priced.pricer.profile)
     yield (TimeClass.COMMUNICATION, PIPELINE), (1.0 - hidden) * sends, hidden * sends
     neighbours = (priced.ranges[stage].start > 0) + (priced.ranges[stage].stop < len(priced.strategies))
     handing = 2 * neighbours * priced.pricer_of(stage).profile.overhead.pipeline
@@ -203,12 +210,13 @@ def _by_cause(
         hiding[moment][message.cause] += share * seconds
     overlap, forward, backward = pricer.profile.overlap, cost.forward, cost.backward + cost.recompute
     sums = {moment: sum(by_cause.values()) for moment, by_cause in hiding.items()}
-    ahead, back = together(forward, sums[FORWARD], overlap), together(backward, sums[BACKWARD], overlap)
+    ahead = overlapped_seconds(forward, sums[FORWARD], overlap)
+    back = overlapped_seconds(backward, sums[BACKWARD], overlap)
     added = {
         FORWARD: times * (ahead - forward),
         BACKWARD: times * (back - backward),
-        STEP: together(backward, sums[BACKWARD] + sums[STEP], overlap) - back,
-        GATHER: together(forward, sums[FORWARD] + sums[GATHER], overlap) - ahead,
+        STEP: overlapped_seconds(backward, sums[BACKWARD] + sums[STEP], overlap) - back,
+        GATHER: overlapped_seconds(forward, sums[FORWARD] + sums[GATHER], overlap) - ahead,
     }
     for moment, by_cause in hiding.items():
         for cause, seconds in by_cause.items():

@@ -1,13 +1,12 @@
-"""Forward passes alone (inference): the profile of a model that is run and not trained. No torch here.
+"""The profile of a model that only runs forward passes (inference). No torch here.
 
-What training has and this has not: backward, recomputation, gradients and their communication, optimizer states,
-activations that wait for backward. While a layer runs, a device holds its parameters, the tensors between layers that
-it and later ones read, the outputs that nobody reads (they are results), and what the layer itself makes. The last is
-taken as what it holds in a forward under autograd, an upper bound: intermediate results go earlier where no gradient
-needs them.
+There is no backward, recomputation, gradient, optimizer state or activation that waits for backward. While a layer
+runs, a device holds its parameters, the tensors between layers that it and later layers read, the results of the model
+so far, and what the layer itself makes. The last is taken from a forward under autograd, an upper bound: without
+gradients intermediate results are freed earlier.
 
-Everything that a training step does once in either pass (moving tensors between layers and stages, host work) goes one
-way here. Schedules count two passes: each of them has half of it, so that a step has all.
+Schedules count two passes. What a training step does in either pass (moving tensors between layers and stages, host
+work) is done once here, so that each of the two passes counts half of it.
 """
 
 from __future__ import annotations
@@ -20,26 +19,35 @@ from galvatron_lite.parallelism.base import LayerWork, Moment
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import DeviceFigures, HostOverhead, LayerPoint, OptimizerCost, Profile
 
-_HALF = 0.5
+_HALVED = (
+    "zero", "pipeline", "tensor", "tensor_per_byte", "gathered_per_byte", "microbatch", "spatial", "spatial_per_byte",
+    "spatial_exchange", "branch",
+)  # fmt: skip
+"""Host seconds that a training step takes in either pass."""
 
 
 def for_mode(profile: Profile, mode: Mode) -> Profile:
-    """The profile of what a plan is for; a profile of forward passes is never one of training steps again."""
+    """Return the profile for the mode of a plan."""
     return for_inference(profile) if mode is Mode.INFERENCE and not profile.forward_only else profile
 
 
 def for_inference(profile: Profile) -> Profile:
-    """The profile of forward passes alone, of one of training steps."""
+    """Return the profile of forward passes alone, from one of training steps."""
     live = live_bytes(profile.graph)
     types = tuple(
-        DeviceFigures(type_.device, _forward(type_.layers, live), _idle(type_.optimizer), _once(type_.overhead))
-        for type_ in profile.types
+        DeviceFigures(
+            figures.device,
+            _forward_points(figures.layers, live),
+            OptimizerCost(figures.optimizer.name, 0, 0.0),
+            _forward_overhead(figures.overhead),
+        )
+        for figures in profile.types
     )
     return replace(
         profile,
-        layers=_forward(profile.layers, live),
-        optimizer=_idle(profile.optimizer),
-        overhead=_once(profile.overhead),
+        layers=_forward_points(profile.layers, live),
+        optimizer=OptimizerCost(profile.optimizer.name, 0, 0.0),
+        overhead=_forward_overhead(profile.overhead),
         types=types,
         bucket_bytes=0,
         passing_bytes=0,
@@ -49,10 +57,11 @@ def for_inference(profile: Profile) -> Profile:
 
 
 def live_bytes(graph: ModelGraph) -> dict[str, int]:
-    """By kind the most bytes a sample of tensors between layers, and of outputs, that are there when such a layer runs:
-    what it and later layers read, and what earlier ones gave to nobody."""
-    read = set(graph.edges)
-    producers = {producer for producer, _ in read}
+    """Return the most bytes a sample, by kind, of tensors that are live while such a layer runs.
+
+    These are the tensors that it and later layers read, and the outputs of earlier layers that no layer reads.
+    """
+    producers = {producer for producer, _ in graph.edges}
     most: dict[str, int] = {}
     results = 0
     for layer, crossing in zip(graph.layers, graph.crossings(), strict=False):
@@ -64,7 +73,7 @@ def live_bytes(graph: ModelGraph) -> dict[str, int]:
 
 
 def without_gradients(work: LayerWork) -> LayerWork:
-    """What a layer does where no gradient is made: nothing is sent but in forward, and no states are kept."""
+    """Remove from a layer's work what needs gradients: optimizer states, and all messages but those of forward."""
     forward = tuple(communication for communication in work.communications if communication.moment is Moment.FORWARD)
     return replace(
         work, communications=forward, gradient_items=0.0, reduce_items=0.0, state_items=0.0, master_items=0.0
@@ -72,40 +81,23 @@ def without_gradients(work: LayerWork) -> LayerWork:
 
 
 def passes_with_moves(profile: Profile) -> float:
-    """What a move between layers counts in either of two passes: all of it, or half where it is made in forward."""
-    return _HALF if profile.forward_only else 1.0
+    """Return how much of a move between layers each of the two passes counts."""
+    return 0.5 if profile.forward_only else 1.0
 
 
 def step_flops(profile: Profile) -> int:
-    """FLOPs of one sample in a step."""
+    """Return the FLOPs of one sample in a step."""
     graph = profile.graph
     return sum(graph.kind_of(layer).flops for layer in graph.layers) if profile.forward_only else graph.flops
 
 
-def _forward(points: tuple[LayerPoint, ...], live: Mapping[str, int]) -> tuple[LayerPoint, ...]:
-    return tuple(_point(point, live.get(point.kind, 0)) for point in points)
+def _forward_points(points: tuple[LayerPoint, ...], live: Mapping[str, int]) -> tuple[LayerPoint, ...]:
+    def forward_point(point: LayerPoint) -> LayerPoint:
+        working = point.forward_working + round(live.get(point.kind, 0) * point.samples)
+        return replace(point, backward=0.0, kept=0, working=working, forward_working=working)
+
+    return tuple(map(forward_point, points))
 
 
-def _point(point: LayerPoint, live: int) -> LayerPoint:
-    held = point.forward_working + round(live * point.samples)
-    return replace(point, backward=0.0, kept=0, working=held, forward_working=held)
-
-
-def _idle(optimizer: OptimizerCost) -> OptimizerCost:
-    return OptimizerCost(optimizer.name, 0, 0.0)
-
-
-def _once(overhead: HostOverhead) -> HostOverhead:
-    return HostOverhead(
-        zero=overhead.zero * _HALF,
-        step=overhead.step,
-        pipeline=overhead.pipeline * _HALF,
-        tensor=overhead.tensor * _HALF,
-        tensor_per_byte=overhead.tensor_per_byte * _HALF,
-        gathered_per_byte=overhead.gathered_per_byte * _HALF,
-        microbatch=overhead.microbatch * _HALF,
-        spatial=overhead.spatial * _HALF,
-        spatial_per_byte=overhead.spatial_per_byte * _HALF,
-        spatial_exchange=overhead.spatial_exchange * _HALF,
-        branch=overhead.branch * _HALF,
-    )
+def _forward_overhead(overhead: HostOverhead) -> HostOverhead:
+    return HostOverhead(step=overhead.step, **{name: getattr(overhead, name) * 0.5 for name in _HALVED})

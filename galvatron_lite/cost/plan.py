@@ -1,4 +1,4 @@
-"""What a whole plan costs, whichever kind it is: in stages, with branches on devices of their own, or cyclic."""
+"""What a plan of any kind costs: in stages, with branches on separate devices, or cyclic."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from galvatron_lite.profiler.schema import Profile
 
 
 def evaluate(profile: Profile, plan: Plan) -> Plan:
-    """The plan with its prediction filled in: step time, memory of every stage, and where both go.
-
-    The step time is that of the event simulation of the plan's schedule: every group of devices ends its own last
-    backward, then does its work once a step; the last one to be done ends the step. Fixed host time comes on top.
+    """Return the plan with its prediction: step time, memory of every stage, and where both go.
 
     Raises:
         InputError: the plan does not fit the profile's model, or its numbers do not divide.
@@ -24,7 +21,7 @@ def evaluate(profile: Profile, plan: Plan) -> Plan:
 
 
 def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
-    """``evaluate`` with a pricer that remembers what it has priced."""
+    """``evaluate`` with a pricer, which remembers what it has priced."""
     if plan.branches:
         return price_branched(pricer, plan)
     return price_staged(pricer, plan) if plan.cyclic is None else price_cyclic(pricer, plan)

@@ -1,7 +1,7 @@
-"""Time of one step of a pipeline: the closed form that search optimises.
+"""Seconds of one step of a pipeline: the closed form that the search optimises, and the simulation that prices plans.
 
 Symbols: stages s = 0..p-1; m micro-batches; f_s, b_s seconds of forward and backward of one micro-batch; x_s seconds
-of sending one boundary tensor from stage s to s+1, and as long for its gradient on the way back.
+of sending one boundary tensor from stage s to s+1, and as long for its gradient back.
 
 Every stage pays for what it sends: F_s = f_s + x_s, B_s = b_s + x_{s-1}, C_s = F_s + B_s. Then
 
@@ -9,15 +9,14 @@ Every stage pays for what it sends: F_s = f_s + x_s, B_s = b_s + x_{s-1}, C_s = 
     GPipe   T = sum_s C_s + (m - 1) (max_s F_s + max_s B_s)
 
 is the makespan of the event graph where sends occupy their sender: exactly for GPipe (a flow shop of equal jobs), and
-for 1F1B where p = 1, where m = 1, and where all stages are alike and x = 0. It is never less than the makespan of 1F1B
-where all stages have one ratio of backward to forward and all boundaries one x. (A cycle of the event graph that
-advances by j micro-batches visits stage s at most once forward and once back for each, and each transfer it uses is
-paid by both of its ends, so that its mean is at most max_s C_s.) Where one stage is slow forward and another one
-backward, few micro-batches can take longer, but never longer than GPipe's form says (``tests/cost`` checks all this on
-random pipelines).
+for 1F1B if p = 1, if m = 1, and if all stages are equal and x = 0. It is never less than the makespan of 1F1B if all
+stages have one ratio of backward to forward and all boundaries one x. (A cycle of the event graph that advances by j
+micro-batches visits stage s at most once forward and once back for each, and both ends of a transfer pay for it, so
+that its mean is at most max_s C_s.) If one stage is slow forward and another one backward, few micro-batches can take
+longer, but never longer than GPipe's form (``tests/cost`` checks all this on random pipelines).
 
-The other schedules, with W_g the seconds that group g of p makes gradients of weights in, and C_g, W_g summed over the
-v stages that a group runs:
+The other schedules, with W_g the seconds in which group g of p makes gradients of weights, and C_g, W_g summed over
+the v stages of a group:
 
     T = sum_g R_g + max_g (m C_g - R_g)
 
@@ -26,18 +25,19 @@ v stages that a group runs:
     zero-bubble 1p, V    R = C - (1 + min(1, (m - 1) / (p - 1))) W            (Qi et al. 2023, table 2: ZB-H1)
     zero-bubble 2p       R = C - (1 + min(2, (m - 1) / (p - 1))) W            (the same: ZB-H2)
 
-R is what one more group delays the step by. Where zero-bubble steps follow one another without waiting for all groups,
-T is the span of the busiest group, as in the simulation. Where they wait, 2p gains nothing over 1p: what it saves
-on the way back it pays for by starting later, so it has the form of 1p. On equal stages without sends T equals the
-simulation for interleaved, and for zero-bubble where the gradients of input and weights take a forward each; elsewhere
-the two differ by what the greedy order of the simulation makes of it (``tests/cost``). ZB-V is given the bubble of
-ZB-H1, at half its memory: its bubble has no closed form where passes are unlike.
+R is the delay that one more group adds to the step. If zero-bubble steps follow one another without waiting for all
+groups, T is the span of the busiest group, as in the simulation. If they wait, 2p gains nothing over 1p, as it starts
+later by what it saves at the end, so it has the form of 1p. On equal stages without sends T equals the simulation for
+interleaved, and for zero-bubble if the gradients of input and weights take a forward each; elsewhere the greedy order
+of the simulation differs from it (``tests/cost``). ZB-V has the bubble of ZB-H1 here: its own has no closed form if
+passes are unequal.
 
-The event simulation. The order of passes on every group of devices is fixed by the schedule, so the event graph of a
-step is the same for all plans of one course: it is sorted once (``program_of``) and then only walked through with each
-plan's seconds. Ends are linear in the seconds in (max, +) algebra, so they grow by a constant for every further round
-of micro-batches once the pipeline runs in its steady state (Baccelli et al. 1992, "Synchronization and Linearity",
-theorem 3.109); long steps are simulated up to there and continued in a straight line.
+The simulation. The schedule fixes the order of passes on every group of devices, so that the event graph of a step is
+the same for all plans of one ``ScheduleConfig``: it is sorted once (``program_of``) and then walked through with each
+plan's seconds. Ends are linear in the seconds in (max, +) algebra. In the steady state of a pipeline they grow by a
+constant for every further round of micro-batches (Baccelli et al. 1992, "Synchronization and Linearity", theorem
+3.109): long steps are simulated up to there and then extrapolated. Zero-bubble schedules order their passes by the
+seconds they take (``parallelism.pipeline.table``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,15 @@ __all__ = ["Figure", "Form", "closed_form", "form_of"]
 def form_of(
     schedule: Schedule, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False
 ) -> Form:
-    """The closed form of a schedule on so many groups of devices with so many stages each; see the module."""
+    """Return the closed form of a schedule; see the module.
+
+    Args:
+        schedule: order of passes.
+        groups: of devices.
+        microbatches: a step.
+        virtual: stages of each group.
+        steps_overlap: see ``Profile``.
+    """
     return schedule.form(groups, microbatches, virtual, steps_overlap=steps_overlap)
 
 
@@ -78,7 +86,7 @@ def closed_form(
     *,
     steps_overlap: bool = False,
 ) -> float:
-    """Seconds from the first forward to the last backward, or of the busiest group's span; see the module.
+    """Return the seconds from the first forward to the last backward, or of the busiest group's span; see the module.
 
     Args:
         stages: in the order of the model, ``virtual`` for each group of devices.
@@ -99,40 +107,43 @@ def closed_form(
 
 
 MOST_EVENTS = 8192
-"""Longer steps are continued from their steady state; an event takes less than 0.1 microseconds."""
+"""Longer steps are extrapolated from their steady state; an event takes less than 0.1 microseconds."""
+
+Step = tuple[int, int, int, int]
+"""A pass: its group, its index into the seconds (forwards of all stages, then backwards), the slot that it fills, and
+the slot that it waits for; slot 0 is the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The passes of a step in an order in which each comes after all it waits for."""
+    """The passes of a step, each after what it waits for."""
 
-    # (group, index into the seconds, own slot, slot it waits for); slot 0 is the beginning
-    steps: tuple[tuple[int, int, int, int], ...]
+    steps: tuple[Step, ...]
     slots: int
 
 
-def group_ends(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float = 0.0) -> tuple[float, ...]:
-    """Seconds from the step's beginning to the end of each group's last backward.
+def group_ends(stages: Sequence[StageTimes], config: ScheduleConfig, hidden: float = 0.0) -> tuple[float, ...]:
+    """Return the seconds from the step's beginning to the end of each group's last backward.
 
     Args:
         stages: in the order of the model; a group's backward may end with a send.
-        course: of the pipeline.
-        hidden: share of a send that the sender's compute hides: it delays the receiver only. What is not hidden
-            occupies the sender.
+        config: of the schedule.
+        hidden: share of a send that the sender's compute hides: it delays the receiver only. The rest occupies the
+            sender.
     """
-    turn = course.groups
-    rounds = max(MOST_EVENTS // (2 * len(stages) * turn), 2)
-    long = course.microbatches % turn + rounds * turn
-    if course.microbatches <= long:
-        return run(stages, course, hidden)
-    return _continued(stages, course, hidden, long)
+    groups = config.groups
+    rounds = max(MOST_EVENTS // (2 * len(stages) * groups), 2)
+    simulated = config.microbatches % groups + rounds * groups
+    if config.microbatches <= simulated:
+        return run(stages, config, hidden)
+    return extrapolated_ends(stages, config, hidden, simulated)
 
 
-def run(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float = 0.0) -> tuple[float, ...]:
-    """``group_ends`` by simulating every pass."""
-    seconds, delays = _seconds(stages, hidden)
-    program = program_of(course)
-    clock, ready = [0.0] * course.groups, [0.0] * program.slots
+def run(stages: Sequence[StageTimes], config: ScheduleConfig, hidden: float = 0.0) -> tuple[float, ...]:
+    """Simulate every pass; as ``group_ends``."""
+    seconds, delays = pass_seconds(stages, hidden)
+    program = program_of(config)
+    clock, ready = [0.0] * config.groups, [0.0] * program.slots
     for group, index, slot, source in program.steps:
         start, ready_at = clock[group], ready[source]
         end = (ready_at if ready_at > start else start) + seconds[index]
@@ -141,94 +152,84 @@ def run(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float = 0.
     return tuple(clock)
 
 
-def _continued(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float, long: int) -> tuple[float, ...]:
-    """``group_ends`` from a step of ``long`` micro-batches and one that is a round shorter.
+def extrapolated_ends(
+    stages: Sequence[StageTimes], config: ScheduleConfig, hidden: float, simulated: int
+) -> tuple[float, ...]:
+    """``group_ends`` from a step of ``simulated`` micro-batches and a step that is a round shorter.
 
-    A round takes as long as the two differ, and at least what the busiest group computes in it: with stages that are
-    very unequal the slowest has not yet settled the pace.
+    A further round takes the difference of the two, and at least what the busiest group computes in it: among very
+    unequal stages the slowest has not settled the pace yet.
     """
-    turn = course.groups
-    short_ends, long_ends = (run(stages, replace(course, microbatches=count), hidden) for count in (long - turn, long))
-    pace = max(after - before for before, after in zip(short_ends, long_ends, strict=True))
-    left = (course.microbatches - long) // turn
-    return tuple(end + left * max(pace, turn * busiest(stages, course, hidden)) for end in long_ends)
+    groups = config.groups
+    shorter, longer = (
+        run(stages, replace(config, microbatches=count), hidden) for count in (simulated - groups, simulated)
+    )
+    pace = max(after - before for before, after in zip(shorter, longer, strict=True))
+    rounds = (config.microbatches - simulated) // groups
+    return tuple(end + rounds * max(pace, groups * busiest(stages, config, hidden)) for end in longer)
 
 
-def busiest(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float) -> float:
-    """Seconds that the busiest group works on one micro-batch."""
-    busy = [0.0] * course.groups
-    for index, stage in enumerate(stages):
-        sends = (1.0 - hidden) * (stage.send_forward + stage.send_backward)
-        busy[group_of(course.schedule, course.groups, index)] += stage.forward + stage.backward + sends
-    return max(busy)
-
-
-def _seconds(stages: Sequence[StageTimes], hidden: float) -> tuple[list[float], list[float]]:
-    """Seconds each pass occupies its group and delays what waits for it: forwards, backwards, weight gradients."""
-    shown = 1.0 - hidden
-    seconds = [stage.forward + shown * stage.send_forward for stage in stages]
-    seconds += [stage.backward + shown * stage.send_backward for stage in stages]
+def pass_seconds(stages: Sequence[StageTimes], hidden: float) -> tuple[list[float], list[float]]:
+    """Return the seconds that each pass occupies its group, and by which its result comes later, by ``Step`` index."""
+    exposed = 1.0 - hidden
+    seconds = [stage.forward + exposed * stage.send_forward for stage in stages]
+    seconds += [stage.backward + exposed * stage.send_backward for stage in stages]
     delays = [hidden * stage.send_forward for stage in stages]
     delays += [hidden * stage.send_backward for stage in stages]
     return seconds, delays
 
 
+def busiest(stages: Sequence[StageTimes], config: ScheduleConfig, hidden: float) -> float:
+    """Return the seconds that the busiest group works on one micro-batch."""
+    busy = [0.0] * config.groups
+    for index, stage in enumerate(stages):
+        sends = (1.0 - hidden) * (stage.send_forward + stage.send_backward)
+        busy[group_of(config.schedule, config.groups, index)] += stage.forward + stage.backward + sends
+    return max(busy)
+
+
 @lru_cache(maxsize=128)
-def program_of(course: ScheduleConfig) -> Program:
-    """The passes of a step, sorted.
+def program_of(config: ScheduleConfig) -> Program:
+    """Sort the passes of a step.
 
     Raises:
         InputError: the groups wait for one another in a circle.
     """
-    return sorted_passes(course, actions_of(course))
-
-
-def sorted_passes(course: ScheduleConfig, orders: Sequence[Sequence[Action]]) -> Program:
-    """The program of given orders of passes."""
-    done: set[int] = {0}
-    places = [0] * course.groups
-    steps: list[tuple[int, int, int, int]] = []
-    waiting = list(range(course.groups))
+    orders = actions_of(config)
+    stages = config.groups * config.virtual
+    done, steps, positions = {0}, list[Step](), [0] * config.groups
+    waiting = list(range(config.groups))
     while waiting:
         group = waiting.pop()
         order = orders[group]
-        while places[group] < len(order):
-            step = _step(course, group, order[places[group]])
-            if step[3] not in done:
+        while positions[group] < len(order):
+            step = _step(config, group, order[positions[group]])
+            _, index, slot, source = step
+            if source not in done:
                 break
-            done.add(step[2])
+            done.add(slot)
             steps.append(step)
-            places[group] += 1
-            waiting += _wakes(course, step, group)
-    if any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        raise InputError("schedule", course.schedule.value, f"Its passes wait for one another in a circle: {course}.")
-    return Program(tuple(steps), 1 + 2 * course.groups * course.virtual * course.microbatches)
+            positions[group] += 1
+            reader = index + 1 if index < stages else index - stages - 1  # the stage that waits for the result
+            if 0 <= reader < stages:
+                other = group_of(config.schedule, config.groups, reader)
+                waiting += [] if other == group else [other]
+    if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
+        raise InputError("schedule", config.schedule.value, f"Its passes wait for one another in a circle: {config}.")
+    return Program(tuple(steps), 1 + 2 * stages * config.microbatches)
 
 
-def _step(course: ScheduleConfig, group: int, action: Action) -> tuple[int, int, int, int]:
-    stages = course.groups * course.virtual
-    stage = stage_at(course.schedule, course.groups, group, action.chunk)
+def _step(config: ScheduleConfig, group: int, action: Action) -> Step:
+    stages = config.groups * config.virtual
+    stage = stage_at(config.schedule, config.groups, group, action.chunk)
+
+    def slot(index: int) -> int:
+        return 1 + index * config.microbatches + action.microbatch
+
     if action.what is Pass.FORWARD:
-        source = _slot(course, stage - 1, action.microbatch) if stage else 0
-        return group, stage, _slot(course, stage, action.microbatch), source
-    slot = _slot(course, stages + stage, action.microbatch)
-    last = stage == stages - 1
-    source = _slot(course, stage if last else stages + stage + 1, action.microbatch)
-    return group, stages + stage, slot, source
-
-
-def _slot(course: ScheduleConfig, index: int, microbatch: int) -> int:
-    return 1 + index * course.microbatches + microbatch
-
-
-def _wakes(course: ScheduleConfig, step: tuple[int, int, int, int], group: int) -> list[int]:
-    """The groups that a pass's result may set going."""
-    stages, index = course.groups * course.virtual, step[1]
-    after = index + 1 if index < stages else index - stages - 1
-    if not 0 <= after < stages:
-        return []
-    woken = group_of(course.schedule, course.groups, after)
-    return [] if woken == group else [woken]
+        return group, stage, slot(stage), slot(stage - 1) if stage else 0
+    source = stage if stage == stages - 1 else stages + stage + 1
+    return group, stages + stage, slot(stages + stage), slot(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,19 +241,18 @@ class OrderedStep:
     actions: tuple[tuple[Action, ...], ...]  # of each group, in order, as far as they are simulated (``shown_of``)
 
 
-def run_ordered(order: PassOrder, course: ScheduleConfig) -> OrderedStep:
-    """A step in the order that its seconds ask for (``parallelism.pipeline.table``), which the runtime follows.
+def run_ordered(order: PassOrder, config: ScheduleConfig) -> OrderedStep:
+    """Simulate a step in the order that its seconds lead to, which is the order of the runtime.
 
-    Where software does without the optimizer's global synchronisation (Qi et al. 2023, section 4, post-validation),
-    steps follow one another like parallelograms, so a step takes what the busiest group needs from its first pass to
-    its last, not the makespan.
+    If software does without the optimizer's global synchronisation (Qi et al. 2023, section 4, post-validation), steps
+    follow one another like parallelograms: a step takes the longest span of a group, not the makespan.
 
     Args:
         order: seconds of every stage's passes, and what else decides their order.
-        course: of the pipeline.
+        config: of the schedule.
     """
-    groups = shown_rounds(order, course)
-    more = (course.microbatches - shown_of(course).microbatches) * busiest(order.stages, course, order.hidden)
+    groups = shown_rounds(order, config)
+    more = (config.microbatches - shown_of(config).microbatches) * busiest(order.stages, config, order.hidden)
     return OrderedStep(
         tuple(group.span + more for group in groups),
         tuple(group.starts[0] + group.span + more for group in groups),

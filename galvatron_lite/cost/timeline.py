@@ -1,9 +1,7 @@
-"""Every predicted pass of a step: which group of devices does what when, and what it holds meanwhile. No torch here.
+"""Every pass of a predicted step: when a group of devices runs it, and what the group holds meanwhile. No torch here.
 
-The seconds and the order are those that ``cost.step`` prices a plan by: the event simulation (``cost.schedule``), and
-for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.table``). Memory is
-that of ``cost.memory`` with the micro-batches that are in flight at each pass (``cost.memory``). All seconds
-are stretched by the factor for the slowest of many devices, so that the step ends when the prediction says.
+Seconds and order are those by which ``cost.step`` prices the plan, and memory is that of ``cost.pass_memory``. All
+seconds are multiplied by the factor for the slowest of many devices, so that the step ends when the prediction says.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ from dataclasses import dataclass
 
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.memory import GroupMemory, MemoryCourse
-from galvatron_lite.cost.schedule import program_of
+from galvatron_lite.cost.pass_memory import GroupMemory, MemoryCourse
+from galvatron_lite.cost.schedule import pass_seconds, program_of
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import (
-    course_of,
+    config_of,
     groups_of,
-    hidden_share,
+    hidden_send_share,
     order_of,
     price_stages,
     shape_of,
@@ -36,36 +34,36 @@ from galvatron_lite.profiler.schema import Profile
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """One pass of one micro-batch; seconds from the step's beginning."""
+    """A pass of a micro-batch; seconds from the step's beginning."""
 
-    what: Pass  # forward, backward (of a zero-bubble schedule: the gradient of the input only), or gradients of weights
-    stage: int  # in the order of the model
-    microbatch: int  # its number
-    start: float  # start, end: of the compute, and of all that it waits for inside the stage
+    what: Pass  # of a zero-bubble schedule ``BACKWARD`` is only the gradient of the input
+    stage: int  # index in the order of the model
+    microbatch: int  # index
+    start: float  # start, end: of compute, with exposed communication inside the stage
     end: float
-    free: float  # when the group goes on: after what a send occupies of it
-    arrives: float  # when the next stage has what it is sent; ``end`` where nothing is sent
+    free: float  # when the group goes on: after the part of the send that occupies it
+    arrives: float  # when the next stage has the tensor that is sent; ``end`` if nothing is sent
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A boundary tensor, or its gradient, on its way from one group of devices to another."""
+    """A send of a boundary tensor, or of its gradient, from one group of devices to another."""
 
-    what: Pass  # the pass that it is the result of
-    microbatch: int  # its number
+    what: Pass  # the pass whose result it is
+    microbatch: int  # index
     stage: int  # stage, target: stages that send and receive
     target: int
-    source_group: int  # source_group, target_group: their groups of devices
+    source_group: int  # source_group, target_group: groups that send and receive
     target_group: int
-    start: float  # start, end: seconds from the step's beginning to when it is sent and has arrived
+    start: float  # start, end: seconds from the step's beginning
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What a group does once a step, after its last backward."""
+    """Work of a group once a step, after its last backward."""
 
-    name: str  # ``communication`` (of gradients, that compute does not hide), ``optimizer`` or ``host``
+    name: str  # ``communication`` (of gradients, exposed), ``optimizer`` or ``host``
     start: float  # start, end: seconds from the step's beginning
     end: float
     memory: MemoryBreakdown  # bytes on one device meanwhile
@@ -76,23 +74,23 @@ class Peak:
     """The worst moment of a group of devices."""
 
     memory: MemoryBreakdown  # bytes on one device
-    place: int  # of the pass among the group's passes; -1 for the optimizer
-    layer: str  # the layer that is computed then; empty for the optimizer
+    place: int  # index of the pass in the group's passes; -1 for the optimizer
+    layer: str  # the layer that runs then; empty for the optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimeline:
-    """What one group of devices does in a step."""
+    """The step of one group of devices."""
 
-    group: int  # its number, in the order of the ranks
-    ranks: range  # its first to its last
+    group: int  # index in the order of the ranks
+    ranks: range
     stages: tuple[int, ...]  # that it runs, in the order of the model
     passes: tuple[TimedPass, ...]  # in order
     during: tuple[MemoryBreakdown, ...]  # bytes on one device at the worst moment of each pass
     after: tuple[MemoryBreakdown, ...]  # bytes on one device from the end of each pass to the next
     resting: MemoryBreakdown  # bytes on one device before the first pass
-    closing: tuple[Closing, ...]  # what is done once, in order; what takes no time is left out
-    peak: Peak  # the worst moment
+    closing: tuple[Closing, ...]  # in order, without what takes no time
+    peak: Peak
 
     @property
     def begin(self) -> float:
@@ -101,13 +99,13 @@ class GroupTimeline:
 
     @property
     def end(self) -> float:
-        """Seconds from the step's beginning to the group's own end: its last pass and what it does once a step."""
+        """Seconds from the step's beginning to the end of the group's work."""
         return self.closing[-1].end if self.closing else self.passes[-1].free
 
     @property
     def busy(self) -> float:
-        """Seconds of work, sends that occupy the group included."""
-        closing = sum(one.end - one.start for one in self.closing)
+        """Seconds of work, with sends that occupy the group."""
+        closing = sum(work.end - work.start for work in self.closing)
         return sum(pass_.free - pass_.start for pass_ in self.passes) + closing
 
 
@@ -115,11 +113,11 @@ class GroupTimeline:
 class Timeline:
     """A step."""
 
-    course: ScheduleConfig  # of the pipeline
+    course: ScheduleConfig
     groups: tuple[GroupTimeline, ...]  # of devices, first ranks first
     host: float  # seconds of fixed host work that end the step
     # whether a group begins its next step before others have ended this one (``Profile.steps_overlap``): a step then
-    # takes what the busiest group needs, not what passes until all have ended
+    # takes as long as the busiest group needs
     overlapping: bool
 
     @property
@@ -131,54 +129,54 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """Seconds from the first pass of any group to the end of the last one, host work included."""
+        """Seconds from the first pass of any group to the end of the last one, with host work."""
         return max(group.end for group in self.groups) + self.host
 
     def sends(self) -> Iterator[Send]:
-        """What goes between groups of devices, group by group in the order of their passes."""
-        course, last = self.course, self.course.groups * self.course.virtual - 1
+        """Sends between groups of devices, by group in the order of their passes."""
+        config, last = self.course, self.course.groups * self.course.virtual - 1
         for group in self.groups:
             for pass_ in group.passes:
                 target = pass_.stage + (1 if pass_.what is Pass.FORWARD else -1)
                 if pass_.what is Pass.WEIGHT or not 0 <= target <= last:
                     continue
-                place = group_of(course.schedule, course.groups, target)
-                if place != group.group:
+                receiver = group_of(config.schedule, config.groups, target)
+                if receiver != group.group:
+                    groups = group.group, receiver
                     yield Send(
-                        pass_.what, pass_.microbatch, pass_.stage, target, group.group, place, pass_.end, pass_.arrives
+                        pass_.what, pass_.microbatch, pass_.stage, target, *groups, pass_.end, pass_.arrives
                     )  # fmt: skip
 
 
 def timeline(profile: Profile, plan: Plan) -> Timeline:
-    """Every pass of a step of a plan, and what devices hold meanwhile.
+    """Return every pass of a step of a plan, and what devices hold meanwhile.
 
     Args:
-        profile: what the plan is priced by.
+        profile: that prices the plan.
         plan: in stages.
 
     Raises:
-        InputError: the plan does not fit the profile's model, its numbers do not divide, or it is of a kind that has no
-            such table: cyclic data parallelism, branches on devices of their own, inference.
+        InputError: the plan does not fit the profile's model, its numbers do not divide, or it is of a kind without
+            a table of passes: cyclic data parallelism, branches on separate devices, inference.
     """
-    why = untimed(plan)
-    if why:
-        raise InputError("plan", plan.model, why)
+    reason = untimed(plan)
+    if reason:
+        raise InputError("plan", plan.model, reason)
     pricer = LayerPricer(for_mode(profile, plan.mode))
     strategies = strategies_of(plan, pricer.profile)
     shape = shape_of(plan, strategies)
     costs = price_stages(pricer, shape, [sum(run.count for run in stage.runs) for stage in plan.stages], strategies)
     factor = straggling(profile, plan.devices)
-    worked = _worked(profile, shape, costs)
     groups = tuple(
-        _group(pricer, shape, costs, number, passes, factor)
-        for number, passes in enumerate(worked)
-    )  # fmt: skip
+        _group_timeline(pricer, shape, costs, group, starts, factor)
+        for group, starts in enumerate(_pass_starts(profile, shape, costs))
+    )
     overlapping = shape.schedule.splits_backward and profile.steps_overlap
-    return Timeline(course_of(shape), groups, profile.overhead.step * factor, overlapping)
+    return Timeline(config_of(shape), groups, profile.overhead.step * factor, overlapping)
 
 
 def untimed(plan: Plan) -> str:
-    """Why a plan has no timeline; empty where it has one."""
+    """Explain why a plan has no timeline; empty if it has one."""
     if plan.cyclic is not None:
         return "Cyclic data parallelism has no timeline: its passes go round without a beginning or an end."
     if plan.branches:
@@ -188,74 +186,70 @@ def untimed(plan: Plan) -> str:
     return ""
 
 
-Done = tuple[Action, int, float]
-"""A pass, its stage, and when it starts."""
+PassStart = tuple[Action, int, float]
+"""A pass, its stage, and its start in seconds."""
 
 
-def _worked(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> list[list[Done]]:
-    """What every group does, and when, in the seconds that the plan is priced by."""
-    course = course_of(shape)
+def _pass_starts(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> list[list[PassStart]]:
+    """The passes of every group, in order."""
+    config = config_of(shape)
     if shape.schedule.splits_backward:
-        groups = step_work(order_of(profile, costs), course)
+        groups = step_work(order_of(profile, costs), config)
         return [
             [
-                (action, stage_at(course.schedule, course.groups, number, action.chunk), start)
+                (action, stage_at(config.schedule, config.groups, number, action.chunk), start)
                 for action, start in zip(group.actions, group.starts, strict=True)
             ]
             for number, group in enumerate(groups)
         ]
-    return _simulated([cost.times for cost in costs], course, hidden_share(profile))
+    return _simulated_starts([cost.times for cost in costs], config, hidden_send_share(profile))
 
 
-def _simulated(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float) -> list[list[Done]]:
+def _simulated_starts(stages: Sequence[StageTimes], config: ScheduleConfig, hidden: float) -> list[list[PassStart]]:
     """``cost.schedule.run`` with the start of every pass."""
-    program, count, shown = program_of(course), len(stages), 1.0 - hidden
-    clock, ready = [0.0] * course.groups, [0.0] * program.slots
-    passes: list[list[Done]] = [[] for _ in range(course.groups)]
+    program, (seconds, delays) = program_of(config), pass_seconds(stages, hidden)
+    clock, ready = [0.0] * config.groups, [0.0] * program.slots
+    starts: list[list[PassStart]] = [[] for _ in range(config.groups)]
     for group, index, slot, source in program.steps:
         start = max(clock[group], ready[source])
-        forward, stage = index < count, index % count
-        stage_cost = stages[stage]
-        seconds, send = (
-            (stage_cost.forward, stage_cost.send_forward)
-            if forward
-            else (stage_cost.backward, stage_cost.send_backward)
-        )
-        clock[group] = start + (seconds + shown * send)
-        ready[slot] = clock[group] + hidden * send
-        what = Pass.FORWARD if forward else Pass.BACKWARD
-        action = Action(what, (slot - 1) % course.microbatches, stage // course.groups)
-        passes[group].append((action, stage, start))
-    return passes
+        clock[group] = start + seconds[index]
+        ready[slot] = clock[group] + delays[index]
+        what, stage = Pass.FORWARD if index < len(stages) else Pass.BACKWARD, index % len(stages)
+        action = Action(what, (slot - 1) % config.microbatches, stage // config.groups)
+        starts[group].append((action, stage, start))
+    return starts
 
 
-def _group(
-    pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost], number: int, worked: Sequence[Done], factor: float
+def _group_timeline(
+    pricer: LayerPricer,
+    shape: Shape,
+    costs: Sequence[StageCost],
+    group: int,
+    starts: Sequence[PassStart],
+    factor: float,
 ) -> GroupTimeline:
-    """The timeline of one group of devices."""
-    own = groups_of(shape, costs)[number]
-    hidden, split = hidden_share(pricer.profile), shape.schedule.splits_backward
-    passes = tuple(_pass(done, costs[done[1]].times, hidden, split, factor) for done in worked)
-    context = pricer.of_group(shape.stage_devices, number).profile.cluster.device.context
-    memory = GroupMemory(shape, own, context)
-    course = memory.over([action for action, _, _ in worked])
-    stages = tuple(stage_at(shape.schedule, shape.stages, number, chunk) for chunk in range(shape.virtual))
-    size = shape.stage_devices
+    group_costs = groups_of(shape, costs)[group]
+    hidden, split = hidden_send_share(pricer.profile), shape.schedule.splits_backward
+    passes = tuple(_timed_pass(start, costs[start[1]].times, hidden, split, factor) for start in starts)
+    context = pricer.of_group(shape.stage_devices, group).profile.cluster.device.context
+    memory = GroupMemory(shape, group_costs, context)
+    course = memory.over([action for action, _, _ in starts])
     return GroupTimeline(
-        number,
-        range(number * size, (number + 1) * size),
-        stages,
+        group,
+        range(group * shape.stage_devices, (group + 1) * shape.stage_devices),
+        tuple(stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)),
         passes,
         course.during,
         course.after,
         memory.resting(formed=False),
-        _closing(own, memory, passes[-1].free, factor),
-        _peak(pricer.profile, costs, memory, course, worked),
+        _closing(group_costs, memory, passes[-1].free, factor),
+        _peak(pricer.profile, costs, memory, course, starts),
     )
 
 
-def _pass(done: Done, times: StageTimes, hidden: float, split: bool, factor: float) -> TimedPass:
-    action, stage, start = done
+def _timed_pass(pass_start: PassStart, times: StageTimes, hidden: float, split: bool, factor: float) -> TimedPass:
+    """A pass with its end and send; ``split``: whether gradients of weights are separate passes."""
+    action, stage, start = pass_start
     seconds, send = {
         Pass.FORWARD: (times.forward, times.send_forward),
         Pass.BACKWARD: (times.backward - (times.weight if split else 0.0), times.send_backward),
@@ -267,7 +261,7 @@ def _pass(done: Done, times: StageTimes, hidden: float, split: bool, factor: flo
 
 
 def _closing(costs: Sequence[StageCost], memory: GroupMemory, begin: float, factor: float) -> tuple[Closing, ...]:
-    """What a group does once a step."""
+    """The work of a group once a step, from ``begin``."""
     layers = [layer for cost in costs for layer in cost.layers]
     resting, closing = memory.resting(formed=True), []
     for name, seconds, held in (
@@ -282,14 +276,14 @@ def _closing(costs: Sequence[StageCost], memory: GroupMemory, begin: float, fact
 
 
 def _peak(
-    profile: Profile, costs: Sequence[StageCost], memory: GroupMemory, course: MemoryCourse, worked: Sequence[Done]
+    profile: Profile, costs: Sequence[StageCost], memory: GroupMemory, course: MemoryCourse, starts: Sequence[PassStart]
 ) -> Peak:
-    """The worst moment; of equal ones the optimizer's, as in ``cost.memory.worst_moment``, then the first."""
-    place = max(range(len(worked)), key=lambda one: course.during[one].total)
+    """The worst moment; of equal ones the optimizer's (as ``cost.memory.worst_moment``), then the first."""
+    worst = max(range(len(starts)), key=lambda index: course.during[index].total)
     updating = memory.updating()
-    if updating.total >= course.during[place].total:
+    if updating.total >= course.during[worst].total:
         return Peak(updating, -1, "")
-    action, stage, _ = worked[place]
+    action, stage, _ = starts[worst]
     first = sum(len(cost.layers) for cost in costs[:stage])
-    layer = memory.worst_layer(action, course.counts[place])
-    return Peak(course.during[place], place, profile.graph.layers[first + layer].name)
+    layer = memory.worst_layer(action, course.held[worst])
+    return Peak(course.during[worst], worst, profile.graph.layers[first + layer].name)

@@ -48,7 +48,7 @@ def test_larger_shards() -> None:
 
 def test_no_buffers() -> None:
     cost = priced(replace(PROFILE, unbuffered=True), 3)
-    assert cost.gather == cost.gathering == cost.full_gradients == cost.reducing == 0
+    assert cost.transient_parameters == cost.gather_buffer == cost.full_gradients == cost.reduce_buffer == 0
     assert cost.states == priced(PROFILE, 3).states
 
 

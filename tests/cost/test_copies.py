@@ -29,7 +29,7 @@ def known() -> Profile:
 def held(known: Profile, kind: str, strategy: Strategy) -> int:
     cost = LayerPricer(known).price(kind, strategy, 8, 1)
     assert cost is not None
-    return int(cost.copies)
+    return int(cost.weight_copies)
 
 
 def test_a_block_holds_one_of_each_weight(known: Profile) -> None:
@@ -45,7 +45,7 @@ def test_zero_1_holds_weights_as_megatron_does(known: Profile, kind: str, recomp
     items, again = known.graph.kinds[kind].trainable, recompute if kind == "block" else Recompute.NONE
     cost = LayerPricer(known).price(kind, Strategy(zero=8, zero_stage=1, recompute=again), 8, 1)
     assert cost is not None
-    assert (cost.parameters, cost.formed_gradients, cost.copies) == (2 * items, 0, 0)
+    assert (cost.parameters, cost.formed_gradients, cost.weight_copies) == (2 * items, 0, 0)
     assert (cost.gradients, cost.states) == (4 * items, pytest.approx(12 * items / 8, abs=1))
 
 
@@ -57,7 +57,7 @@ def test_masters_in_host_memory_are_beside_whole_parameters(known: Profile) -> N
     strategy = Strategy(zero=8, zero_stage=1, offload=Offload.STATES)
     cost = LayerPricer(replace(known, cluster=cluster)).price("block", strategy, 8, 1)
     assert cost is not None
-    assert (cost.parameters, cost.copies) == (4 * (WEIGHTS + BIASES + 4 * HIDDEN), 2 * (WEIGHTS + BIASES))
+    assert (cost.parameters, cost.weight_copies) == (4 * (WEIGHTS + BIASES + 4 * HIDDEN), 2 * (WEIGHTS + BIASES))
 
 
 def test_tables_are_copied_where_a_matmul_reads_them(known: Profile) -> None:
@@ -89,12 +89,12 @@ def test_experts_that_no_other_rank_has_are_not_gathered() -> None:
     alone, shared = (pricer.price("block", Strategy(zero=d, zero_stage=3, expert=8), d, 1) for d in (8, 16))
     assert alone is not None
     assert shared is not None
-    assert alone.copies == pytest.approx(2 * experts / 8, rel=1e-3)
-    assert shared.copies == 0
+    assert alone.weight_copies == pytest.approx(2 * experts / 8, rel=1e-3)
+    assert shared.weight_copies == 0
     # their gradients are summed in a buffer that is there all the time
     assert (alone.gradients, shared.gradients) == (pytest.approx(4 * experts / 8, rel=1e-3), 0)
     # gathered for use: all of the layer's parameters on a device, or those that are not its own experts'
-    assert shared.gather - alone.gather == pytest.approx(2 * experts / 8, rel=1e-3)
+    assert shared.transient_parameters - alone.transient_parameters == pytest.approx(2 * experts / 8, rel=1e-3)
 
 
 def test_a_recurrence_has_one_copy_of_what_it_reads_again_and_again(known: Profile) -> None:
@@ -116,13 +116,13 @@ def test_what_is_computed_again_works_with_its_own(known: Profile) -> None:
     full = LayerPricer(known).price("block", strategy, 8, 1)
     assert bare is not None
     assert full is not None
-    assert full.copies == 0
+    assert full.weight_copies == 0
     assert full.working - bare.working == 2 * (WEIGHTS + BIASES)
 
 
 def test_many_are_priced_as_one(known: Profile) -> None:
     strategies = [Strategy(data=8), Strategy(zero=8, zero_stage=2), Strategy(data=4, tensor=2)]
-    many = LayerPricer(known).price_many("block", strategies, 8, 1).copies
+    many = LayerPricer(known).price_many("block", strategies, 8, 1).weight_copies
     assert np.array_equal(many, [held(known, "block", one) for one in strategies])
 
 

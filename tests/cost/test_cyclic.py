@@ -150,7 +150,7 @@ def test_a_stage_holds_what_its_first_layers_keep_before_the_last_works() -> Non
     cost = pricer.price("block", Strategy(), 2, 1)
     (stage,) = stage_figures(pricer, (0, 3), 2)
     assert stage.kept == 3 * cost.kept
-    assert stage.ahead == 2 * cost.kept + max(cost.forward_working, cost.kept)
+    assert stage.forward_peak == 2 * cost.kept + max(cost.forward_working, cost.kept)
 
 
 @settings(max_examples=25, deadline=None)

@@ -56,7 +56,7 @@ def test_a_forward_pass_takes_what_training_spends_in_forward(strategy: Strategy
         assert running.backward == running.recompute == running.backward_exposed == running.step_exposed == 0.0
         assert running.update == running.step_host == 0.0
         assert running.states == running.gradients == running.formed_gradients == running.passing_gradients == 0
-        assert running.reducing == running.full_gradients == running.kept == running.updating == 0
+        assert running.reduce_buffer == running.full_gradients == running.kept == running.optimizer_working == 0
         assert running.parameters == training.parameters
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import exchanging
+from galvatron_lite.cost.layout import exchange_sizes
 from galvatron_lite.model.graph import Operator, OperatorClass, Recompute
 from galvatron_lite.parallelism.layout import layout_of, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
@@ -63,8 +63,8 @@ def test_products_whose_gradients_wait_cost_each_and_by_their_time(stage: int, s
     overhead = HostOverhead(split_product=0.01, split_share=0.1)
     cost = LayerPricer(replace(profile, overhead=overhead)).price("block", Strategy(zero=2, zero_stage=stage), 2, 2)
     assert cost is not None
-    assert cost.splitting == pytest.approx(share)
-    assert cost.with_split_backward().host == cost.host + cost.splitting
+    assert cost.split_host == pytest.approx(share)
+    assert cost.with_split_backward().host == cost.host + cost.split_host
 
 
 @pytest.mark.parametrize(("beta", "hidden"), [(BETA, True), (BETA / 100, False)])
@@ -103,7 +103,7 @@ def test_devices_outside_a_run_of_exchanging_ones_need_nothing_of_it(pair: tuple
     """Each run holds the same tokens before and after."""
     left, right = (parts(strategy) for strategy in pair)
     layouts = [np.array(layout_of(strategy)) for strategy in pair]
-    size = int(exchanging(*layouts))
+    size = int(exchange_sizes(*layouts))
     assert pair[0].devices % size == 0
     if layout_of(pair[0]) == layout_of(pair[1]):
         assert size == 1

@@ -37,9 +37,9 @@ def test_figures_are_those_recorded_one_strategy_at_a_time() -> None:
         assert list(costs.valid) == [row is not None for row in recorded]
         for place, row in enumerate(recorded):
             if row is not None:
-                assert costs.copies[place] == 0, "profiles of weights that are not cast"
-                recent = {"accumulated", "copies", "frozen_copies", "new_gradient", "cast_gradient", "bucket"}
-                recent |= {"weight", "splitting", "at_weights"}
+                assert costs.weight_copies[place] == 0, "profiles of weights that are not cast"
+                recent = {"accumulated", "weight_copies", "frozen_copies", "new_gradient", "cast_gradient"}
+                recent |= {"bucket_copy", "weight", "split_host", "weight_working"}
                 names = [name for name in NAMES if name not in recent]
                 own = [getattr(costs, name)[place] for name in names]
                 # experts that ZeRO does not shard were priced as if their gradients formed in backward

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.cost.communication import exposed_by, hidden_share, moment_of, together
+from galvatron_lite.cost.communication import exposed_by, hidden_share, moment_of, overlapped_seconds
 from galvatron_lite.cost.points import LayerFigures
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.profiler.schema import Overlap
@@ -44,7 +44,7 @@ def simulated(compute: float, communication: float, overlap: Overlap) -> float:
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(1.0, 2.0), st.floats(1.0, 2.0))
 def test_two_that_slow_one_another_down(compute: float, communication: float, a: float, b: float) -> None:
     overlap = Overlap(a, b)
-    assert together(compute, communication, overlap) == pytest.approx(
+    assert overlapped_seconds(compute, communication, overlap) == pytest.approx(
         simulated(compute, communication, overlap), abs=1e-3
     )
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.arrays import BoolArray
-from galvatron_lite.cost.layout import exchanging, received
+from galvatron_lite.cost.layout import exchange_sizes, received_shares
 from galvatron_lite.parallelism.layout import layout_of, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
 
@@ -62,13 +62,13 @@ TOKENS = [
 
 
 def share(left: Strategy, right: Strategy) -> float:
-    return float(received(np.array(layout_of(left)), np.array(layout_of(right))))
+    return float(received_shares(np.array(layout_of(left)), np.array(layout_of(right))))
 
 
 @pytest.mark.parametrize("every", [PICTURES, TOKENS])
 def test_shares_are_those_of_items_counted_one_by_one(every: list[Strategy]) -> None:
     layouts = np.array([layout_of(strategy) for strategy in every])
-    matrix = received(layouts[:, None], layouts[None, :])
+    matrix = received_shares(layouts[:, None], layouts[None, :])
     for (row, left), (column, right) in product(enumerate(every), enumerate(every)):
         assert matrix[row, column] == pytest.approx(counted(left, right, QUARTERS), abs=1e-12), f"{left} to {right}"
 
@@ -98,7 +98,7 @@ def test_any_degrees(first: list[int], second: list[int], grid: bool, channels: 
         right = Strategy(data=second[0] * second[1], zero=second[2], filters=second[3])
         right = replace(right, filters=1, channels=second[3]) if channels else right
     assert share(left, right) == pytest.approx(counted(left, right, EXTENTS), abs=1e-12)
-    run = int(exchanging(np.array(layout_of(left)), np.array(layout_of(right))))
+    run = int(exchange_sizes(np.array(layout_of(left)), np.array(layout_of(right))))
     assert (run == 1) is (layout_of(left) == layout_of(right))
     for start in range(0, left.devices, run):
         run_of = range(start, start + run)

@@ -33,39 +33,41 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
     return LayerCost(
         1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
         parameters=shard, gradients=0 if zero else shard, formed_gradients=shard if zero else 0, states=2 * shard,
-        kept=kept, gathered=whole if zero == 2 else 0, gather=whole if zero == 3 else 0,
-        gathering=whole if zero else 0, full_gradients=whole if zero else 0, reducing=whole if zero else 0,
-        working=working, at_weights=draw.choice([kept, working]), forward_working=kept, updating=draw.randint(0, 400),
-        passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
+        kept=kept, gathered=whole if zero == 2 else 0, transient_parameters=whole if zero == 3 else 0,
+        gather_buffer=whole if zero else 0, full_gradients=whole if zero else 0, reduce_buffer=whole if zero else 0,
+        working=working, weight_working=draw.choice([kept, working]), forward_working=kept,
+        optimizer_working=draw.randint(0, 400),
+        passing_gradients=draw.choice([0, whole]), weight_copies=0 if zero else draw.choice([0, whole]),
         new_gradient=0 if zero else draw.choice([0, 3 * whole]),
-        cast_gradient=0 if zero else draw.choice([0, 4 * whole]), bucket=0 if zero else draw.choice([0, whole]),
+        cast_gradient=0 if zero else draw.choice([0, 4 * whole]), bucket_copy=0 if zero else draw.choice([0, whole]),
     )  # fmt: skip
 
 
 def replay(costs: list[LayerCost], microbatches: int) -> int:
     """Peak bytes of a single stage, one micro-batch after the other, by keeping a ledger of what is alive."""
     peak, formed = 0, [0] * len(costs)
-    rest = sum(cost.parameters + cost.gradients + cost.states + cost.copies for cost in costs)
+    rest = sum(cost.parameters + cost.gradients + cost.states + cost.weight_copies for cost in costs)
     for number in range(microbatches):
         held = 0
         for cost in costs:
-            own = cost.gathered + cost.gather + cost.gathering + cost.forward_working
+            own = cost.gathered + cost.transient_parameters + cost.gather_buffer + cost.forward_working
             peak = max(peak, rest + sum(formed) + held + own)
             held += cost.kept + cost.gathered
         pending = passing = 0
         for place in reversed(range(len(costs))):
             cost = costs[place]
             held -= cost.kept + cost.gathered
-            prefetched = costs[place - 1].gather if place else 0
+            prefetched = costs[place - 1].transient_parameters if place else 0
             new = cost.cast_gradient if microbatches == 1 else cost.new_gradient if number else 0
-            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.full_gradients
+            working = max(cost.working, cost.weight_working + new)
+            middle = cost.gathered + cost.transient_parameters + working + cost.full_gradients
             formed[place] = cost.formed_gradients
             # autograd goes from the newest to the oldest: copies of the first micro-batch come last in all others
-            passing += cost.passing_gradients + (cost.copies if number else 0)
+            passing += cost.passing_gradients + (cost.weight_copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
-            peak = max(peak, alive + middle + pending, alive + cost.full_gradients + cost.reducing + cost.bucket)
-            pending = cost.reducing + cost.bucket
-    return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
+            reduced = cost.reduce_buffer + cost.bucket_copy
+            peak, pending = max(peak, alive + middle + pending, alive + cost.full_gradients + reduced), reduced
+    return max(peak, rest + sum(formed) + sum(cost.optimizer_working - cost.weight_copies for cost in costs))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -75,8 +77,8 @@ def test_equals_a_replay_in_the_steady_state(seed: int) -> None:
     costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
     expected, predicted = replay(costs, 3), stage_memory(costs, 1, 3, 0, 0).total
     # A layer's own passing gradients are counted in its forward too, as those that form are below.
-    assert expected <= predicted <= expected + max(cost.passing_gradients + cost.copies for cost in costs)
-    lasting = [replace(cost, passing_gradients=0, copies=0) for cost in costs]
+    assert expected <= predicted <= expected + max(cost.passing_gradients + cost.weight_copies for cost in costs)
+    lasting = [replace(cost, passing_gradients=0, weight_copies=0) for cost in costs]
     assert stage_memory(lasting, 1, 3, 0, 0).total == replay(lasting, 3)
 
 
@@ -93,21 +95,22 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
     """Peak bytes of the backward passes of a stage that has all micro-batches in memory when they begin: parameters
     that were gathered in forward last for the first of them, gradients of shards form in it."""
     peak, formed = 0, [0] * len(costs)
-    rest = sum(cost.parameters + cost.gradients + cost.states + cost.copies for cost in costs)
+    rest = sum(cost.parameters + cost.gradients + cost.states + cost.weight_copies for cost in costs)
     for left in reversed(range(microbatches)):
         held = left * sum(cost.kept for cost in costs) + sum(cost.kept for cost in costs)
         gathered, pending = [cost.gathered for cost in costs] if left == microbatches - 1 else [0] * len(costs), 0
         for place in reversed(range(len(costs))):
             cost = costs[place]
             held, gathered[place] = held - cost.kept, 0
-            prefetched = costs[place - 1].gather if place else 0
+            prefetched = costs[place - 1].transient_parameters if place else 0
             new = cost.new_gradient if left < microbatches - 1 else 0
-            middle = cost.gathered + cost.gather + max(cost.working, cost.at_weights + new) + cost.full_gradients
+            working = max(cost.working, cost.weight_working + new)
+            middle = cost.gathered + cost.transient_parameters + working + cost.full_gradients
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
-            peak = max(peak, alive + middle + pending, alive + cost.full_gradients + cost.reducing + cost.bucket)
-            pending = cost.reducing + cost.bucket
-    return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
+            reduced = cost.reduce_buffer + cost.bucket_copy
+            peak, pending = max(peak, alive + middle + pending, alive + cost.full_gradients + reduced), reduced
+    return max(peak, rest + sum(formed) + sum(cost.optimizer_working - cost.weight_copies for cost in costs))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -116,7 +119,7 @@ def test_is_close_above_a_replay_that_begins_with_all_micro_batches(seed: int) -
     is let go of."""
     draw = random.Random(seed)
     costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
-    costs = [replace(cost, passing_gradients=0, copies=0) for cost in costs]
+    costs = [replace(cost, passing_gradients=0, weight_copies=0) for cost in costs]
     predicted, expected = stage_memory(costs, 3, 3, 0, 0, filled=True).total, replay_filled(costs, 3)
     assert expected <= predicted <= stage_memory(costs, 3, 3, 0, 0).total
     costs = [replace(cost, new_gradient=0) for cost in costs]  # counted beside the first micro-batch's activations
@@ -136,10 +139,10 @@ def test_parts_add_up_and_are_not_negative(seed: int) -> None:
 
 
 def test_passing_gradients_are_gone_when_the_optimizer_runs() -> None:
-    cost = replace(make_cost(random.Random(3), 0), passing_gradients=10_000, updating=50_000)
+    cost = replace(make_cost(random.Random(3), 0), passing_gradients=10_000, optimizer_working=50_000)
     rest = cost.parameters + cost.gradients + cost.states
-    assert stage_memory([cost], 1, 1, 0, 0).total == rest + cost.updating
-    assert stage_memory([replace(cost, updating=0)], 1, 1, 0, 0).gradients == cost.gradients + 10_000
+    assert stage_memory([cost], 1, 1, 0, 0).total == rest + cost.optimizer_working
+    assert stage_memory([replace(cost, optimizer_working=0)], 1, 1, 0, 0).gradients == cost.gradients + 10_000
 
 
 ROUNDING = 1e-12

@@ -193,7 +193,7 @@ def test_a_skip_is_laid_out_anew_with_what_goes_beside_it() -> None:
     skipped = skipping(chain, Passed("l0", ("l2",), SKIP))
     strategies = [Strategy(data=2), Strategy(data=2), Strategy(tensor=2)]
     shape = Shape(2, 1, 1, 4)
-    costs = [price_stage(LayerPricer(one), shape, 0, range(3), strategies) for one in (chain, skipped)]
+    costs = [price_stages(LayerPricer(one), shape, [3], strategies)[0] for one in (chain, skipped)]
     # Each of two devices sends its half of the micro-batch's samples to the other; on the way back each has the
     # gradients of all samples already.
     moved = [4 * size / 2 / BANDWIDTH for size in (BOUNDARY, BOUNDARY + SKIP)]
@@ -217,6 +217,7 @@ def test_inside_a_stage_a_skip_goes_straight_to_its_readers() -> None:
 def test_equal_stages_of_unlike_boundaries_are_not_taken_for_one_another() -> None:
     profile = skipping(simple(3), Passed("l0", ("l2",), SKIP, borrowed=True))
     shape, strategies = Shape(3, 3, 4, 1), [Strategy()] * 3
-    together = price_stages(LayerPricer(profile), shape, [1, 1, 1], strategies)
-    alone = [price_stage(LayerPricer(profile), shape, s, range(s, s + 1), strategies) for s in range(3)]
+    together = price_stages(LayerPricer(profile), shape, [1, 1, 1], strategies, memory=False)
+    ranges = [range(stage, stage + 1) for stage in range(3)]
+    alone = [price_stage(LayerPricer(profile), shape, s, ranges[s], strategies, ranges[s]) for s in range(3)]
     assert together == alone

@@ -13,7 +13,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
-from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
+from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, strategies_of
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.shapes import load_model
@@ -73,12 +73,9 @@ def test_stages_cost_what_they_cost_on_their_own_devices(seed: int, stages: int)
     shape = shape_of(made, strategies)
     sizes = [sum(run.count for run in stage.runs) for stage in made.stages]
     costs = price_stages(LayerPricer(both), shape, sizes, strategies)
-    start = 0
-    for number, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
-        inside = range(start, start + size)
-        own = price_stage(alone[number >= stages // 2], shape, number, inside, strategies)
+    for number, cost in enumerate(costs):
+        own = price_stages(alone[number >= stages // 2], shape, sizes, strategies)[number]
         assert (cost.layers, cost.step, cost.memory) == (own.layers, own.step, own.memory)
-        start += size
     assert costs[0].layers != costs[-1].layers
     evaluated = evaluate(both, made)
     assert [stage.device for stage in evaluated.stages] == ["fast"] * (stages // 2) + ["slow"] * (stages // 2)

@@ -207,7 +207,7 @@ def test_only_what_a_device_owns_goes_down() -> None:
 
 def test_activations_wait_on_the_host() -> None:
     here, away = price(Strategy()), price(Strategy(offload=Offload.ACTIVATIONS))
-    assert (away.kept, away.returning) == (0, KEPT)
+    assert (away.kept, away.offloaded) == (0, KEPT)
     assert away.states == here.states
     # 3 MB take 3 ms each way: 1 ms more than forward, and backward hides them all.
     assert away.forward_exposed == pytest.approx(KEPT / LINK - FORWARD)
@@ -216,7 +216,7 @@ def test_activations_wait_on_the_host() -> None:
 
 def test_all_is_both() -> None:
     both = price(Strategy(offload=Offload.ALL))
-    assert (both.states, both.kept, both.returning) == (0, 0, KEPT)
+    assert (both.states, both.kept, both.offloaded) == (0, 0, KEPT)
     states, kept = price(Strategy(offload=Offload.STATES)), price(Strategy(offload=Offload.ACTIVATIONS))
     assert (both.update, both.forward_exposed) == (states.update, kept.forward_exposed)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer
 from galvatron_lite.cost.memory import group_memory, terms
-from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, sharing_of, transfer_seconds
+from galvatron_lite.cost.stage import Shape, StageCost, price_stage, sharing_of, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
@@ -338,7 +338,7 @@ class Brute:
             cost = self.pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
             if cost is not None and self.fixed.allows_in(layer.name, strategy):
                 if shape.schedule.splits_backward:
-                    cost = replace(cost, host=cost.host + cost.splitting)
+                    cost = replace(cost, host=cost.host + cost.split_host)
                 found.append((strategy, cost))
         return found
 
@@ -565,7 +565,7 @@ def _priced(brute: Brute, shape: Shape, sizes: Sequence[int], strategies: Sequen
     for group, own in enumerate(groups):
         beside = [place for stage in own for place in ranges[stage]]
         for stage in own:
-            costs[stage] = price_chunk(brute.pricer, shape, stage, ranges[stage], strategies, beside)
+            costs[stage] = price_stage(brute.pricer, shape, stage, ranges[stage], strategies, beside)
         held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
         buffers = sum(costs[stage].buffers for stage in own)
         context = brute.profile.cluster.device.context

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.stage import Shape, StageCost, price_stage
-from galvatron_lite.cost.step import bound_seconds
+from galvatron_lite.cost.stage import Shape, StageCost
+from galvatron_lite.cost.step import bound_seconds, price_stages
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
@@ -96,10 +96,8 @@ def _costs(
     for strategies in product(*options):
         if _allowed(profile, cuts, strategies):
             try:
-                yield [
-                    price_stage(pricer, shape, stage, range(*ends), strategies)
-                    for stage, ends in enumerate(pairwise(cuts))
-                ]
+                sizes = [stop - start for start, stop in pairwise(cuts)]
+                yield price_stages(pricer, shape, sizes, strategies, ordered=False)
             except InputError:
                 continue
 

@@ -45,7 +45,7 @@ def test_every_strategy_offered_is_priced(model: str) -> None:
                 assert np.isfinite(seconds).all()
                 assert (seconds > 0).all()
             assert (costs.step_seconds >= 0).all()
-            assert all((getattr(costs, name) >= 0).all() for name in ("kept", "returning", "states", "parameters"))
+            assert all((getattr(costs, name) >= 0).all() for name in ("kept", "offloaded", "states", "parameters"))
 
 
 def test_what_is_offered_depends_on_what_a_layer_is() -> None:

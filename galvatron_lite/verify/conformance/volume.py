@@ -15,7 +15,7 @@ import numpy as np
 
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.layout import received
+from galvatron_lite.cost.layout import received_shares
 from galvatron_lite.cost.stage import sharing_of
 from galvatron_lite.parallelism.axes import Purpose
 from galvatron_lite.parallelism.base import Communication, Moment
@@ -175,7 +175,7 @@ def _moved(planned: PlannedLayers, inside: range) -> float:
     pairs = [(first - 1, first, graph.crossing(first))] * bool(first)
     layouts = [np.array(layout_of(strategy)) for strategy in planned.strategies.values()]
     return sum(
-        2 * size * planned.plan.microbatch * float(received(layouts[left], layouts[right]))
+        2 * size * planned.plan.microbatch * float(received_shares(layouts[left], layouts[right]))
         for left, right, size in (*pairs, *graph.exchanges(inside))
     )
 

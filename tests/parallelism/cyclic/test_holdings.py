@@ -16,7 +16,7 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, ProcessMailbox, due, lane_of, reach
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, backward_time, forward_time
-from galvatron_lite.parallelism.cyclic.simulation import Holding, beside, holdings
+from galvatron_lite.parallelism.cyclic.simulation import Holding, holdings, received_beside
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, CyclicRuntime, set_up
 from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post
 from tests.parallelism.cyclic.models import Case, blocks_case, deep_case, make_batches, make_plan, split
@@ -44,7 +44,7 @@ def test_activations(count: int, rule: CyclicRule) -> None:
 @COUNTS
 def test_activations_by_the_timeline_alone(count: int, rule: CyclicRule) -> None:
     for holding in holdings(rule, CyclicSetting.SINGLE, count):
-        moment = holding.does.moment
+        moment = holding.action.moment
         there = []
         for step in (moment.step - 1, moment.step, moment.step + 1):
             for worker in range(count):
@@ -83,12 +83,12 @@ def test_gradients(count: int, rule: CyclicRule) -> None:
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_messages(count: int, rule: CyclicRule) -> None:
     for holding in holdings(rule, CyclicSetting.DATA, count):
-        assert len(holding.does.receives) <= 1
-        assert len(holding.does.sends) <= 1
-        assert len(holding.waiting) <= 2
-        assert len(holding.coming) <= 1
-        assert all(message.kind is MessageContent.UPDATE for message in beside(holding.does))
-    assert all(not one.waiting for one in holdings(rule, CyclicSetting.SINGLE, count))
+        assert len(holding.action.receives) <= 1
+        assert len(holding.action.sends) <= 1
+        assert len(holding.unreceived) <= 2
+        assert len(holding.next_receives) <= 1
+        assert all(message.kind is MessageContent.UPDATE for message in received_beside(holding.action))
+    assert all(not one.unreceived for one in holdings(rule, CyclicSetting.SINGLE, count))
 
 
 ROWS, WIDTH, BATCHES = 50, 8, 3  # no size of a parameter is ROWS

@@ -33,7 +33,7 @@ Sent = Callable[[CyclicMessage], float]
 
 def looped(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Seconds, sent: Sent) -> float:
     loop = loop_of(rule, setting, count)
-    return round_seconds(loop, [seconds(slot.does) for slot in loop.slots], [sent(one) for one in loop.messages])
+    return round_seconds(loop, [seconds(slot.action) for slot in loop.slots], [sent(one) for one in loop.messages])
 
 
 def walked(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Seconds, sent: Sent, steps: int) -> float:
