@@ -40,7 +40,7 @@ from galvatron_lite.parallelism.pipeline.cost import weight_products, weight_sec
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions, work_on
 from galvatron_lite.parallelism.spatial.cost import samples_of
-from galvatron_lite.parallelism.strategy import Strategies, Strategy
+from galvatron_lite.parallelism.strategy import INSIDE, Strategies, Strategy
 from galvatron_lite.parallelism.zero.cost import sent_bucket
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
@@ -223,8 +223,7 @@ class LayerPricer:
             return None
         samples = samples_of(self.profile.graph.kinds[kind], strategy, microbatch)
         figures = figures_at(points, samples).times(self.compute)
-        without = replace(strategy, recompute=Recompute.NONE)
-        plain = None if without == strategy else self._points_of(kind, without)
+        plain = None if strategy.split == strategy else self._points_of(kind, strategy.split)
         seconds = 0.0 if plain is None else figures_at(plain, samples).backward * self.compute
         figures = figures.no_quicker_than(seconds)
         again = 0.0 if plain is None else figures.again(seconds)
@@ -258,7 +257,7 @@ class LayerPricer:
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
         figures, valid = curves.at(code_of(many), samples)
-        plain, has_plain = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
+        plain, has_plain = curves.backward(code_of(many, **INSIDE), samples)
         valid = valid & self._runs(shape, many)
         seconds = np.where(has_plain, plain * self.compute, 0.0)
         figures = figures.times(self.compute).no_quicker_than(seconds)

@@ -12,7 +12,7 @@ from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Sharding, Tie
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Sharding, Tie
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.layout import layout_of
@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
 )
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
-from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.parallelism.registry import REFUSING, run_fields
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, MemoryBreakdown, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -204,12 +204,11 @@ def _refused(kind: LayerKind, strategy: Strategy) -> str:
 def _profiled(profile: Profile, kind: str, strategy: Strategy) -> str:
     """What a profile has figures of a kind of layer for, to say beside a strategy that it has none for."""
     points = [point for point in profile.layers if point.kind == kind]
-    held = {point.recompute for point in points}
-    if strategy.recompute not in held:
-        again = ", ".join(choice.value for choice in Recompute if choice in held)
-        return f"The profile has figures of {kind} with recompute {again} only."
-    degrees = sorted({point.tensor for point in points if strategy.devices % point.tensor == 0})
-    return f"The profile has no figures for it; of {kind} it has tensor {', '.join(map(str, degrees))}."
+    for name in run_fields():
+        held = dict.fromkeys(getattr(point, name) for point in points)
+        if getattr(strategy, name) not in held:
+            return f"The profile has figures of {kind} with {name} {', '.join(map(str, held))} only."
+    return f"The profile has no figures of {kind} for it."
 
 
 def _moving(pricer: LayerPricer, shape: Shape, inside: range, strategies: Sequence[Strategy]) -> float:

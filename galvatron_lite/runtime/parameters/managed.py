@@ -125,7 +125,7 @@ def _owned(
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
     groups = meshes.groups(strategy)
     mesh = (groups.states if groups.spread is None or spread is None else groups.spread).mesh
-    shares = strategy.zero_stage == 1 and mesh is not None and not partial
+    shares = strategy.parameter_shards == 1 and mesh is not None and not partial
     share = share_of(parameter, mesh, compute if strategy.keeps_masters else None) if shares and mesh else None
     shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
     copies = meshes.stage_devices // (split * shared * (1 if spread is None else spread.degree))
