@@ -185,34 +185,74 @@ def test_no_schedule_is_named_outside_parallelism() -> None:
     assert code.search("run_zero_bubble_1p")
 
 
-STILL = {"search": 3, "cost": 4, "runtime": 6, "verify": 2, "analysis": 14, "plans": 7, "cli": 0, "profiler": 7}
-"""By folder, how often sources name a field of a dimension, where they could ask it."""
-UNMISTAKABLE = {"zero_stage", "sequence_parallel", "ulysses", "expert_tensor", "filters", "slices"}
-UNMISTAKABLE |= {"offloads_states", "offloads_activations"}
-"""Attributes that strategies alone have."""
-SHARED = {"batch_degree", "token_degree", "devices", "replicas", "more", "added"}
-SHARED |= {"weight_slices", "state_shards", "parameter_shards"}
-"""What any dimension may have a part in: devices, shares of samples and of what they are made of, slices, shards."""
-KNOWN = {name for name in dir(Strategy) if not name.startswith("_")} - SHARED
+SHARED = {"batch_degree", "token_degree", "devices", "replicas", "more", "added", "split", "weight_slices"}
+SHARED |= {"state_shards", "parameter_shards", "keeps_masters"}
+"""Attributes of strategies that any dimension may have a part in: devices, shares of samples and of states, slices."""
+FIELDS = {name for name in dir(Strategy) if not name.startswith("_")} - SHARED
+UNMISTAKABLE = FIELDS - {"channels", "context", "data", "depth", "height", "recompute", "spatial", "tensor", "width"}
+"""Fields whose names stand for nothing else; the others count where a strategy has them."""
+OTHERS = {"kind", "work", "setting", "point", "environment", "overhead", "prior", "self", "_library"}
+"""What has fields of such names and is no strategy: layers, work, points of profiles."""
+APART = {"branch", "cyclic", "pipeline", "rng", "sharded"}
+"""Folders of ``parallelism`` that split no layer: other kinds of plans, schedules, and what dimensions share."""
+DIMENSIONS = {path.parent.name for path in (PACKAGE / "parallelism").glob("*/__init__.py")} - APART
+APPLYING = ("runtime/", "profiler/")
+"""Folders that import what splits layers: to train, and to measure what one device then does. Not what costs."""
+NAMED = {
+    "search/space.py": (3, "declares the space of proofs: fewest tokens, host memory only where nothing else fits"),
+    "cost/layer.py": (5, "what layers of a stage share: buckets of gradients, the link to the host, shares of pixels"),
+    "cost/points.py": (1, "copies of weights live for a pass where forward runs again"),
+    "runtime/parameters/managed.py": (1, "makes the copies in host memory"),
+    "runtime/sharding.py": (4, "hands settings to what splits the layer: the stage of ZeRO, what is gathered again"),
+    "verify/conformance/layers.py": (4, "counts forward passes and kept bytes by what is computed again"),
+    "verify/dry/kernels.py": (1, "attention on shares of tokens runs as a kernel that has no values"),
+    "verify/dry/roles.py": (2, "which dim of a parameter shards divide"),
+    "verify/dry/step.py": (1, "host memory of a dry run"),
+    "verify/numbers/shrink.py": (5, "what is left out where a small layer cannot have it"),
+    "verify/trial/findings.py": (2, "whether states live elsewhere than in the model"),
+    "analysis/neighbours.py": (2, "plain data parallelism takes the devices that no other dimension uses"),
+    "analysis/report/plan_figures.py": (6, "patterns of the drawing, one for each value"),
+    "analysis/step_time.py": (8, "shares out a layer's seconds by operator, as the estimate does"),
+    "analysis/uncaptured.py": (11, "its subject: plans of data parallelism and ZeRO-1 alone"),
+    "plans/io.py": (1, "layers without states may differ"),
+    "profiler/estimate.py": (7, "points of profiles, at every value that a dimension runs"),
+    "profiler/measure_layers.py": (1, "as above"),
+    "profiler/measure_overhead.py": (2, "as above: exchanges of pixels"),
+    "profiler/schema.py": (1, "as above"),
+    "profiler/transfer.py": (1, "as above"),
+}
+"""What still names dimensions, how often, and why."""
 
 
-def _names_dimension(node: ast.AST) -> bool:
-    """Whether it reads or sets a field of one dimension: ``strategy.tensor``, ``Strategy(tensor=2)``."""
-    if isinstance(node, ast.Attribute):
-        owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
-        return node.attr in UNMISTAKABLE or (node.attr in KNOWN and owner.endswith("strategy"))
-    called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Strategy"
-    return called and any(word.arg in KNOWN for word in node.keywords)  # type: ignore[attr-defined]
+def _owner(node: ast.AST | None) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
-def naming() -> dict[str, int]:
-    """How often each folder names a field of a dimension."""
-    found = Counter[str]()
-    for name, tree in sources():
-        found[name.partition("/")[0]] += sum(map(_names_dimension, ast.walk(tree)))
-    return dict(found)
+def named_in(file: str, tree: ast.Module) -> int:
+    """How often a file reads, sets or imports what is of one dimension: ``strategy.tensor``, ``Strategy(tensor=2)``,
+    ``Recompute.FULL``, ``from ...zero.cost import``."""
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = _owner(node.value)
+            count += (
+                owner in ("Recompute", "Offload")
+                or (node.attr in FIELDS and owner.endswith("strategy"))
+                or (node.attr in UNMISTAKABLE and owner not in OTHERS)
+            )
+        elif isinstance(node, ast.Call) and _owner(node.func) in ("Strategy", "replace", "changed"):
+            owner = _owner(node.args[0]) if node.args else ""
+            names = FIELDS if _owner(node.func) == "Strategy" or owner.endswith("strategy") else UNMISTAKABLE
+            count += 0 if owner in OTHERS else sum(word.arg in names for word in node.keywords)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("galvatron_lite.parallelism."):
+            folder, _, module = str(node.module).removeprefix("galvatron_lite.parallelism.").partition(".")
+            count += folder in DIMENSIONS and (module == "cost" or not file.startswith(APPLYING))
+    return count
 
 
-def test_dimensions_are_named_no_more_often() -> None:
-    """Where a folder names them less often, write its new number down."""
-    assert {folder: count for folder, count in naming().items() if count > STILL[folder]} == {}
+def test_dimensions_are_named_only_where_there_is_a_reason() -> None:
+    """Ask ``Dimension`` instead (``parallelism/base.py``); where a file names them less often, lower its number."""
+    counts = {name: named_in(name, tree) for name, tree in sources()}
+    assert {name: count for name, count in counts.items() if count > NAMED.get(name, (0, ""))[0]} == {}
+    tree = ast.parse("from galvatron_lite.parallelism.zero.cost import x\nx = other.zero_stage + Strategy(data=2)")
+    assert named_in("search/new.py", tree) == 3

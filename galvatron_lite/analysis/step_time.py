@@ -33,7 +33,7 @@ from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import OperatorClass
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.channel.parts import sliced_kind
+from galvatron_lite.parallelism.channel.parts import kind_under
 from galvatron_lite.parallelism.expert.cost import rank_load
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.schedule import Pass
@@ -256,8 +256,7 @@ class OperationShares:
         forward: dict[str, float] = defaultdict(float)
         backward: dict[str, float] = defaultdict(float)
         samples, load = float(samples_of(kind, strategy, microbatch)), rank_load(kind, strategy.expert)
-        by = next((by for by in ("filters", "channels") if getattr(strategy, by) > 1), None)
-        for operator in (kind if by is None else sliced_kind(kind, by, getattr(strategy, by))).operators:
+        for operator in kind_under(kind, strategy).operators:
             seconds = operator_seconds(
                 machine, operator, samples, strategy.tensor, strategy.sequence_parallel, strategy.expert, load
             )

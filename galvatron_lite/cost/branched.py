@@ -187,7 +187,7 @@ def _is_spread(strategies: Sequence[Strategy], plan: Plan) -> bool:
     """
     spread = strategy_with(Layout(batch=plan.devices))
     for strategy in dict.fromkeys(strategies):
-        if strategy not in (replace(spread, recompute=strategy.recompute), Strategy()):
+        if strategy.split != spread and strategy != Strategy():
             remedy = f"Layers outside branches have data {plan.devices}, or no degree: every device does all of them."
             raise InputError("stages.0, strategy", str(strategy), remedy)
     degrees = {strategy.devices for strategy in strategies}

@@ -34,7 +34,7 @@ from galvatron_lite.parallelism.pipeline.cost import weight_products, weight_sec
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions, work_on
 from galvatron_lite.parallelism.spatial.cost import samples_of
-from galvatron_lite.parallelism.strategy import Strategies, Strategy
+from galvatron_lite.parallelism.strategy import INSIDE, Strategies, Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
@@ -253,7 +253,7 @@ class LayerPricer:
             return None
         samples = samples_of(layer_kind, strategy, microbatch)
         figures = figures_at(points, samples).scaled(self.compute)
-        keeping = replace(strategy, recompute=Recompute.NONE)
+        keeping = strategy.split
         kept_points = points_of(self.points, key_of(kind, keeping))
         without = figures.backward
         if keeping != strategy and kept_points is not None and self._runs(layer_kind, keeping):
@@ -284,7 +284,7 @@ class LayerPricer:
         samples = samples_of(layer_kind, many, microbatch)
         figures, valid = curves.at(code_of(many), samples)
         figures = figures.scaled(self.compute)
-        without, has_points = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
+        without, has_points = curves.backward(code_of(many, **INSIDE), samples)
         without = np.where(has_points, without * self.compute, figures.backward)
         valid = valid & self._runs(layer_kind, many)
         return _layer_costs(self._priced(kind, many, microbatch, stages, sharing, figures, without), valid)

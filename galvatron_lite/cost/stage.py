@@ -11,7 +11,7 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Sharding, Tie
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Sharding, Tie
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.layout import layout_of
@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.cost import NAME, boundary_bytes, buffer_bytes, stride_between, transfer
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
-from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.parallelism.registry import REFUSING, run_fields
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, MemoryBreakdown, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -184,12 +184,11 @@ def _refusal(kind: LayerKind, strategy: Strategy) -> str:
 def _missing_points(profile: Profile, kind: str, strategy: Strategy) -> str:
     """What the profile has of a kind of layer, for an error about a strategy that it has no points for."""
     points = [point for point in profile.layers if point.kind == kind]
-    profiled = {point.recompute for point in points}
-    if strategy.recompute not in profiled:
-        choices = ", ".join(choice.value for choice in Recompute if choice in profiled)
-        return f"The profile has figures of {kind} with recompute {choices} only."
-    degrees = sorted({point.tensor for point in points if strategy.devices % point.tensor == 0})
-    return f"The profile has no figures for it; of {kind} it has tensor {', '.join(map(str, degrees))}."
+    for name in run_fields():
+        profiled = dict.fromkeys(getattr(point, name) for point in points)
+        if getattr(strategy, name) not in profiled:
+            return f"The profile has figures of {kind} with {name} {', '.join(map(str, profiled))} only."
+    return f"The profile has no figures of {kind} for it."
 
 
 def _moving(pricer: LayerPricer, shape: Shape, inside: range, strategies: Sequence[Strategy]) -> float:

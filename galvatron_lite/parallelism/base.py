@@ -248,6 +248,10 @@ class Dimension:
         """Return the ranks of parameters that it places on other ranks than the rest (experts); None for none."""
         return None
 
+    def fault(self, strategy: Strategy) -> tuple[str, str] | None:  # noqa: ARG002
+        """Return a field whose value contradicts its other fields, and the remedy; None if they agree."""
+        return None
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """List legal values of its fields of ``Strategy`` for a kind of layer on at most ``devices`` devices."""
         raise NotImplementedError

@@ -131,6 +131,10 @@ class Degrees(Generic[N, B]):
         return offloads
 
 
+INSIDE: dict[str, Any] = {"recompute": Recompute.NONE}
+"""Fields that change what a device computes and saves, but not what ranks hold, with the values that change nothing."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Strategy(Degrees[int, bool]):
     """What one layer does with the devices of its stage.
@@ -192,6 +196,11 @@ class Strategy(Degrees[int, bool]):
     def added(self) -> int:
         """See ``Degrees.added``."""
         return prod(degree for _, degree in self.more) if self.more else 1
+
+    @property
+    def split(self) -> Strategy:
+        """The same split of the layer, with nothing computed again."""
+        return replace(self, **INSIDE)
 
     def __str__(self) -> str:
         """See ``registry.short_name``."""

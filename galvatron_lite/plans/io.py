@@ -14,6 +14,7 @@ from galvatron_lite.parallelism.backends import BACKENDS, Backend, check_mode
 from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.pipeline.table import Pipeline
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, LayerRun, Plan
 from galvatron_lite.units import ITEM_BYTES
@@ -172,10 +173,8 @@ def _check_run(plan: Plan, run: LayerRun, field: str, devices: int, owner: str) 
     if plan.microbatch % strategy.batch_degree:
         replicas = f"which {strategy.batch_degree} replicas cannot share evenly."
         raise InputError(f"{field}.strategy", str(strategy), f"A micro-batch has {plan.microbatch} samples, {replicas}")
-    if strategy.zero > 1 and strategy.zero_stage not in (1, 2, 3):
-        raise InputError(f"{field}.strategy.zero_stage", strategy.zero_stage, "It is 1, 2 or 3 where zero is above 1.")
-    if strategy.sequence_parallel and strategy.tensor == 1:
-        raise InputError(f"{field}.strategy.sequence_parallel", True, "It needs a tensor degree above 1.")
+    for name, remedy in (fault for dimension in dimensions() if (fault := dimension.fault(strategy)) is not None):
+        raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), remedy)
 
 
 def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
@@ -224,7 +223,7 @@ def _check_kind(plan: Plan, backend: Backend) -> None:
 def _check_uniform(plan: Plan, backend: Backend) -> None:
     """Check settings that are the same for all layers; layers without parameters may be unsplit beside sharded ones."""
     runs = [run for stage in plan.stages for run in stage.runs]
-    sharded = [run for run in runs if run.strategy.zero_stage or run.strategy.offloads_states] or runs
+    sharded = [run for run in runs if run.strategy.state_shards > 1 or run.strategy.offloads_states] or runs
     for name in backend.uniform:
         for run in sharded:
             value, first = getattr(run.strategy, name), getattr(sharded[0].strategy, name)

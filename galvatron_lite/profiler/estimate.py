@@ -18,8 +18,7 @@ from galvatron_lite.calibration.store import constants_for_device, constants_for
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.channel.cost import BY
-from galvatron_lite.parallelism.channel.parts import divides, each_divides, sliced_kind, splits_channels
+from galvatron_lite.parallelism.channel.parts import BY, divides, each_divides, sliced_kind, splits_channels
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.expert.cost import rank_load

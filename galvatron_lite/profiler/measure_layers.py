@@ -15,9 +15,8 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.parallelism.channel.apply import shard_channels
-from galvatron_lite.parallelism.channel.cost import BY
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.parts import ChannelPlan, divides, splits_channels
+from galvatron_lite.parallelism.channel.parts import BY, ChannelPlan, divides, splits_channels
 from galvatron_lite.parallelism.precision import (
     compute_context,
     compute_dtype,

@@ -40,7 +40,7 @@ from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.cluster.precisions import check_precision
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import OperatorClass, Recompute
-from galvatron_lite.parallelism.channel.parts import sliced_kind
+from galvatron_lite.parallelism.channel.parts import kind_under
 from galvatron_lite.profiler.estimate import LayerTimes, layer_times, optimizer_cost, stack_constants
 from galvatron_lite.profiler.machine import OPTIMIZERS, Machine, machine_of
 from galvatron_lite.profiler.roofline import operator_seconds
@@ -225,10 +225,7 @@ def class_ratios(profile: Profile, here: Machine, there: Machine) -> list[ClassR
 
 def _times(profile: Profile, machine: Machine, stack: Stack, point: LayerPoint) -> LayerTimes:
     """Return the estimate for a point of a profile."""
-    kind = profile.graph.kinds[point.kind]
-    for by, degree in (("filters", point.filters), ("channels", point.channels)):
-        if degree > 1:
-            kind = sliced_kind(kind, by, degree, stack.pictures.gathers_each)
+    kind = kind_under(profile.graph.kinds[point.kind], point, stack.pictures.gathers_each)
     return layer_times(
         machine, kind, stack.states, point.samples, point.tensor, point.sequence_parallel, point.expert,
         stack.early_stop,

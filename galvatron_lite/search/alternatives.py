@@ -24,7 +24,6 @@ from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
 from galvatron_lite.parallelism.registry import SHAPES, SPREADING
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
@@ -345,9 +344,9 @@ def traits(plan: Plan) -> tuple[object, ...]:
     layers = sum(run.count for run in runs)
     used = Counter[str]()
     for run in runs:
-        used[str(replace(run.strategy, recompute=Recompute.NONE))] += run.count
+        used[str(run.strategy.split)] += run.count
     most = min(used, key=lambda name: (-used[name], name))
-    recomputing = sum(run.count for run in runs if run.strategy.recompute is not Recompute.NONE)
+    recomputing = sum(run.count for run in runs if run.strategy != run.strategy.split)
     share = 0 if not recomputing else 3 if recomputing == layers else 1 + (2 * recomputing > layers)
     return len(plan.stages), plan.schedule, plan.virtual_stages, plan.microbatches, most, share
 

@@ -20,7 +20,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.backends import ANY, backend_named
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.layout import layout_of
+from galvatron_lite.parallelism.layout import layout_of, strategy_with
 from galvatron_lite.parallelism.registry import REFUSING, choosing
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import Profile
@@ -85,9 +85,7 @@ def _unglued(request: Request) -> str:
         return ""
     texts = []
     for name, strategies in offered.items():  # a few, recomputation and ZeRO left out
-        plain = dict.fromkeys(
-            str(replace(one, zero=1, zero_stage=0, data=one.batch_degree)) for one in strategies.values()
-        )
+        plain = dict.fromkeys(str(strategy_with(layout_of(one))) for one in strategies.values())
         some = ", ".join([*plain][:4]) + (", ..." if len(plain) > 4 else "")
         texts.append(f"{name}: {some or 'nothing with what is pinned'}")
     return (

@@ -16,8 +16,8 @@ from itertools import groupby, islice, pairwise
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.stage import Shape, tied_groups
-from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.strategy import INSIDE, Strategy
 from galvatron_lite.search.alternatives import GIVEN, Finalist, as_result, shaped
 from galvatron_lite.search.best_first import SolvedPlan, plain, search
 from galvatron_lite.search.problem import part_of, parts_of
@@ -62,12 +62,10 @@ def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, toleranc
 def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], SolvedPlan | None]) -> SolvedPlan | None:
     """A plan of the best one's shape whose layers all have one of its strategies, recomputation aside; None where there
     is none as good."""
-    used = Counter(
-        replace(strategy, recompute=Recompute.NONE) for stage in best.partition.stages for strategy in stage.strategies
-    )
+    used = Counter(strategy.split for stage in best.partition.stages for strategy in stage.strategies)
     narrow = shaped(request, best.problem.shape)
     for strategy, _ in used.most_common() if len(used) > 1 else ():
-        pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name != "recompute")
+        pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name not in INSIDE)
         pinned = narrow.fixed.with_pins(pins)
         if len(dict(pinned.strategy)) == len(pinned.strategy):  # not pinned otherwise
             solved = below(replace(narrow, fixed=pinned))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, reduce, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -16,7 +16,6 @@ from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
@@ -143,7 +142,7 @@ def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
     names = sorted(samples)
     numbers = {name: number for number, name in enumerate(names)}
     many, same = Strategies.of(strategies), dict[Strategy, int]()
-    degrees = [same.setdefault(replace(strategy, recompute=Recompute.NONE), len(same)) for strategy in strategies]
+    degrees = [same.setdefault(strategy.split, len(same)) for strategy in strategies]
     return StrategyOptions(
         tuple(strategies),
         many,

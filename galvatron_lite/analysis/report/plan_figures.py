@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.ranks import expert_slices
-from galvatron_lite.parallelism.registry import in_words
-from galvatron_lite.parallelism.strategy import Offload, Strategy, degree_names
+from galvatron_lite.parallelism.ranks import strides_of
+from galvatron_lite.parallelism.registry import dimensions, in_words
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.svg import element, figure, rectangle, text
 
@@ -147,12 +147,10 @@ def device_groups(plan: Plan, node: int) -> list[DeviceGroups]:
 
 def split_dimensions(strategy: Strategy) -> list[tuple[str, int, int]]:
     """Dimensions that split a layer: name, degree, and the difference of ranks from one member to the next."""
-    stride, dimensions = 1, [("expert", strategy.expert, int(expert_slices(strategy)))]
-    for name in reversed(degree_names()):  # ranks are row-major, the last degree innermost
-        degree = int(getattr(strategy, name))
-        dimensions.append((name, degree, stride))
-        stride *= degree
-    return [dimension for dimension in reversed(dimensions) if dimension[1] > 1]
+    spreads = [(one.name, spread.over) for one in dimensions() if (spread := one.spread(strategy)) is not None]
+    split = [(name, line.size, int(line.axes[-1].stride)) for name, line in spreads if line is not None]
+    split += [(name, getattr(strategy, name), int(stride)) for name, stride in strides_of(strategy).items()]
+    return [(name, degree, stride) for name, degree, stride in reversed(split) if degree > 1]
 
 
 def _groups_of(name: str, layers: str, devices: int, node: int, group_of: Callable[[int], int]) -> DeviceGroups:

@@ -42,6 +42,7 @@ from galvatron_lite.parallelism.base import (
     degree_in,
 )
 from galvatron_lite.parallelism.channel.parts import (
+    BY,
     OUTPUT,
     OperatorPart,
     divides,
@@ -59,9 +60,6 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import has_weights, is_picture, items_of
 from galvatron_lite.parallelism.ranks import Either, group_along
 from galvatron_lite.parallelism.strategy import Strategy
-
-BY = ("filters", "channels")
-"""Fields of ``Strategy``: output channels, input channels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of
 from galvatron_lite.units import ITEM_BYTES
 
+BY = ("filters", "channels")
+"""Fields of ``Strategy``: output channels, input channels."""
+
 
 class OperatorPart(StrEnum):
     """The part of an operator that a device runs."""
@@ -266,6 +269,14 @@ def sliced_kind(kind: LayerKind, by: str, degree: int, each: bool = False) -> La
     share = {choice: 1.0 if each else _kept_share(kind, by, degree, choice) for choice in kind.kept}
     kept = {choice: _scaled(size, share[choice]) for choice, size in kind.kept.items()}
     return replace(kind, operators=tuple(_sliced(operator, part, degree) for operator, part in parts), kept=kept)
+
+
+def kind_under(kind: LayerKind, split: object, each: bool = False) -> LayerKind:
+    """Return a layer as one device runs it under a strategy, or at a point of a profile; see ``sliced_kind``."""
+    for by in BY:
+        if getattr(split, by) > 1:
+            kind = sliced_kind(kind, by, getattr(split, by), each)
+    return kind
 
 
 def _scaled(size: TensorSplit, share: float) -> TensorSplit:

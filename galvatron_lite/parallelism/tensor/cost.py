@@ -98,6 +98,11 @@ class TensorDimension(Dimension):
         """See ``Dimension.layout``."""
         return {"sequence": strategy.tensor} if strategy.sequence_parallel else {}
 
+    def fault(self, strategy: Strategy) -> tuple[str, str] | None:
+        """Shares of tokens without slices."""
+        legal = strategy.tensor > 1 or not strategy.sequence_parallel
+        return None if legal else ("sequence_parallel", "It needs a tensor degree above 1.")
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of ``devices`` that the structure allows, without and with sequence parallelism."""
         legal = [degree for degree in divisors(devices)[1:] if kind.tensor_degrees % degree == 0]

@@ -90,6 +90,11 @@ class ZeroDimension(Dimension):
             stages.add(strategy.zero_stage)
         return [{"zero_stage": stage} for stage in sorted(stages)]
 
+    def fault(self, strategy: Strategy) -> tuple[str, str] | None:
+        """A degree without a stage."""
+        legal = strategy.zero == 1 or strategy.zero_stage in (1, 2, 3)
+        return None if legal else ("zero_stage", "It is 1, 2 or 3 where zero is above 1.")
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or each divisor of ``devices`` in stages 1 to 3 (a degree of 1 shards over context or spatial ranks)."""
         degrees = divisors(devices) if kind.parameters.total else ()

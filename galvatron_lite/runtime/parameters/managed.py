@@ -134,7 +134,7 @@ def _managed(
     groups = meshes.groups(strategy)
     mesh = (groups.states if groups.spread is None or spread is None else groups.spread).mesh
     share = None
-    if strategy.zero_stage == 1 and mesh is not None and not is_partial:
+    if strategy.parameter_shards == 1 and mesh is not None and not is_partial:
         share = share_of(parameter, mesh, compute if strategy.keeps_masters else None)
     shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
     copies = meshes.stage_devices // (slices * shared * (1 if spread is None else spread.degree))

@@ -29,7 +29,7 @@ at least prefix and pending), so that the constraints of every (l, g) hold toget
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -37,7 +37,7 @@ import numpy as np
 from galvatron_lite.cost.layer import ALONE, LayerPricer
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
-from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
@@ -466,7 +466,7 @@ class UniformModel(ShapeModel):
         layers = self.problem.graph.layers
         for role in Role:
             places = [place for place, layer in enumerate(layers) if layer.role is role]
-            self._agree(places, lambda table, row: replace(table.strategies[row], recompute=Recompute.NONE))
+            self._agree(places, lambda table, row: table.strategies[row].split)
             for inside in (True, False):
                 same = [place for place in places if (place in self.first) is inside]
                 self._agree(same, lambda table, row: table.strategies[row])

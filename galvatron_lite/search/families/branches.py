@@ -30,6 +30,7 @@ from galvatron_lite.parallelism.branch.cost import (
 )
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import device_range, plan_notes
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Stage
@@ -61,13 +62,13 @@ class BranchCourse:
     @property
     def spread(self) -> bool:
         """Whether all devices share the samples in the trunk; else every one works on all of them."""
-        shared = Strategy(data=self.request.devices)
+        shared = strategy_with(Layout(batch=self.request.devices))
         return self.microbatch % self.request.devices == 0 and self.request.fixed.allows(shared)
 
     @property
     def trunk_strategy(self) -> Strategy:
         """What layers outside branches do."""
-        return Strategy(data=self.request.devices) if self.spread else Strategy()
+        return strategy_with(Layout(batch=self.request.devices if self.spread else 1))
 
     @property
     def context(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.describe import shares_batch
@@ -33,13 +32,13 @@ def _shares_parameters(plan: Plan) -> bool:
 
 def _shares_or_repeats(plan: Plan) -> bool:
     """As ``_shares_parameters``; or whether it computes layers again."""
-    again = any(one.recompute is not Recompute.NONE for one in _strategies(plan))
+    again = any(one != one.split for one in _strategies(plan))
     return again or _shares_parameters(plan)
 
 
 def _repeats(plan: Plan, inside: bool) -> bool:
     """Whether modules run more often than once a step: those inside of layers, or those around them."""
-    recomputes = any(one.recompute is not Recompute.NONE for one in _strategies(plan))
+    recomputes = any(one != one.split for one in _strategies(plan))
     return plan.microbatches > 1 or plan.cyclic is not None or (recomputes if inside else len(plan.stages) > 1)
 
 
