@@ -26,7 +26,7 @@ from galvatron_lite.cost.points import (
     key_of,
     points_of,
 )
-from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
