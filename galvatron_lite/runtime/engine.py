@@ -386,6 +386,4 @@ class ParallelModel(SplitModel):
                 abandon_pass(runtime.model)
             runtime.updates.begin()
         self._interrupted = False
-        if self.use.has_changed():
-            for module in (module for runtime in self.runtimes for module in runtime.sharded.zero_modules):
-                module.reshard()
+        self.release_gathered()

@@ -19,6 +19,7 @@ from galvatron_lite.runtime.parameters.managed import ManagedParameter, multiply
 from galvatron_lite.runtime.parameters.use import ParameterCopies, moved_error
 from galvatron_lite.runtime.stages import StageRuntime
 from galvatron_lite.runtime.step_end import clip_factor, sum_over_world
+from galvatron_lite.runtime.user_names import UserNames
 
 if TYPE_CHECKING:
     import weakref
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class SplitModel(Saving, Observable, nn.Module):
+class SplitModel(Saving, Observable, UserNames):
     """The parameters, gradients and state of a split model, as a training loop uses them.
 
     Attributes:
@@ -60,14 +61,13 @@ class SplitModel(Saving, Observable, nn.Module):
         """The parameters of this rank."""
         return [parameter for runtime in self.runtimes for parameter in runtime.owned]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank, by name: shards, rows under ZeRO-1, copies in host memory."""
         updated = {managed.parameter: managed.updated for managed in self.managed}
         by_name = {name: managed.updated for managed in self.managed for name in managed.names}
-        for name, parameter in super().named_parameters(*args, **kwargs):
+        for name, parameter in super().named_parameters("", *args, **kwargs):
             # while FSDP has gathered a layer, its modules hold other tensors, by the same names
-            gathered = next((by_name[path] for path in (name.partition(".")[2], name) if path in by_name), parameter)
-            yield name, updated.get(parameter, gathered)
+            yield ".".join(filter(None, (prefix, name))), updated.get(parameter, by_name.get(name, parameter))
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
         """Parameter groups for any torch optimizer: shards of different kinds are in separate groups.
@@ -168,6 +168,16 @@ class SplitModel(Saving, Observable, nn.Module):
             if (wanted.dtype, wanted.device) != (dtype, self.device):
                 raise moved_error(wanted.dtype, wanted.device)
         return self
+
+    def release_gathered(self) -> None:
+        """Release the parameters that a pass left gathered: FSDP would use them again in the next one.
+
+        A pass without gradients leaves those of ZeRO-2, and of the outermost modules. Meanwhile the training loop may
+        have changed, loaded or frozen the shards.
+        """
+        for runtime in self.runtimes:
+            for module in runtime.sharded.zero_modules:
+                module.reshard()
 
     def _show_parameters(self) -> None:
         """Between uses of the model, let the training loop read parameters, or refuse it."""

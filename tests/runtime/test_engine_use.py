@@ -18,7 +18,7 @@ from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict, load_full_state_dict
 from tests.pool import WorkerPool
@@ -319,3 +319,64 @@ def test_plans_train_like_one_process(trained: Together, name: str) -> None:
     assert len(trained[name]) == CASES[name].world
     for found in trained[name]:
         assert_same(found, wanted)
+
+
+def names_of_parameters() -> list[set[str]]:
+    interleaved = Case([Strategy()] * 5, cuts=[1, 2, 4], schedule=Schedule.INTERLEAVED, virtual=2, microbatches=2)
+    cases = Case([DATA] * 5), Case([TENSOR] * 5), Case([ZERO3] * 5), Case([Strategy()] * 5, cuts=[3]), interleaved
+    return [{name for name, _ in make_parallel(case).named_parameters()} for case in cases]
+
+
+def test_parameters_have_the_names_of_the_users_model(pool: WorkerPool) -> None:
+    """Loops select parameters by name: for rates of their own, or to freeze them."""
+    model = make_model("gpt-tiny")
+    least, most = ({name for name, _ in model.named_parameters(remove_duplicate=one)} for one in (True, False))
+    for names in zip(*pool.run(2, names_of_parameters), strict=True):
+        assert least <= set().union(*names) <= most
+
+
+def after_evaluation() -> list[dict[str, float]]:
+    """Loss and largest change of a frozen parameter, by strategy, when an evaluation pass comes first."""
+    results = []
+    for strategy in (ZERO2, ZERO3):
+        parallel, batch = make_parallel(Case([strategy] * 5)), make_batch()
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+        evaluate = partial(_evaluated, parallel, batch)
+        before = evaluate()
+        state = {name: value * 0.5 for name, value in parallel.full_state_dict().items()}
+        parallel.load_full_state_dict(state)
+        loaded, model = evaluate(), make_model("gpt-tiny").eval()
+        model.load_state_dict(state)
+        for name, parameter in parallel.named_parameters():
+            parameter.requires_grad_(not name.startswith("norm"))
+        trained = float(parallel.train_step(batch, optimizer))
+        changes = (
+            (parallel.full_state_dict()[name] - state[name]).abs().max() for name in ("norm.weight", "norm.bias")
+        )
+        with torch.no_grad():
+            expected = float(model(**batch))
+        results.append(
+            {
+                "before": before,
+                "loaded": loaded,
+                "trained": trained,
+                "expected": expected,
+                "frozen": float(max(changes)),
+            }
+        )
+    return results
+
+
+def _evaluated(parallel: ParallelModel, batch: dict[str, Tensor]) -> float:
+    parallel.eval()
+    with torch.no_grad():
+        loss = float(parallel(batch))
+    parallel.train()
+    return loss
+
+
+def test_what_is_loaded_or_frozen_after_an_evaluation_counts(pool: WorkerPool) -> None:
+    for seen in pool.run(2, after_evaluation)[0]:
+        assert seen["before"] != pytest.approx(seen["expected"], rel=1e-3)
+        assert [seen["loaded"], seen["trained"]] == pytest.approx([seen["expected"]] * 2, rel=1e-5)
+        assert seen["frozen"] == 0

@@ -30,6 +30,7 @@ from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.parameters.full_state import gather_named, put
 from galvatron_lite.runtime.parameters.use import check_hooks
 from galvatron_lite.runtime.peers import Peers, at_first, broadcast_values, from_rank_zero
+from galvatron_lite.runtime.user_names import UserNames
 from galvatron_lite.world import pick_device
 
 CLIPPING = (
@@ -82,7 +83,7 @@ class CyclicOptimizer(torch.optim.Optimizer):
     load_state_dict = _refused("load_state_dict", _STATES)
 
 
-class CyclicModel(Observable, nn.Module):
+class CyclicModel(Observable, UserNames):
     """A model whose micro-batches enter its stages one after another, two time steps apart.
 
     It changes the training rule: some gradients are those of parameters one step old (``rules``). Every rank creates

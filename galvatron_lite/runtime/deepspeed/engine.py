@@ -44,13 +44,14 @@ from galvatron_lite.runtime.parameters.materialize import InitFn, Materializer
 from galvatron_lite.runtime.parameters.use import check_hooks, refuse_copies
 from galvatron_lite.runtime.peers import broadcast_values
 from galvatron_lite.runtime.sharding import tied_layers
+from galvatron_lite.runtime.user_names import UserNames
 from galvatron_lite.world import pick_device
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class DeepSpeedModel(Saving, Observable, nn.Module):
+class DeepSpeedModel(Saving, Observable, UserNames):
     """A model that DeepSpeed's engine trains. Every rank creates one and passes it the same global batches.
 
     DeepSpeed's engine is created together with the optimizer, by ``parallel.optimizer(factory, **options)``, which is

@@ -93,6 +93,7 @@ def guard_model(model: nn.Module, parallel: SplitModel) -> None:
             )
             name = type(module).__name__.removeprefix("FSDP")  # which torch adds to the names of classes
             raise InputError("call of the model itself", name, remedy)
+        parallel.release_gathered()
 
     def warn(*_: object) -> None:
         parallel = reference()
@@ -153,15 +154,6 @@ class ParameterUse:
             (module, isinstance(module, FSDPModule), dict(module._parameters), dict(module._modules))
             for module in modules
         ]
-        self._versions = self._current_versions()
-
-    def has_changed(self) -> bool:
-        """Whether parameters were changed in place since the last call, so that gathered copies are stale."""
-        before, self._versions = self._versions, self._current_versions()
-        return before != self._versions
-
-    def _current_versions(self) -> tuple[int, ...]:
-        return tuple(managed.parameter._version for managed in self._managed)
 
     def check(self) -> None:
         """Freeze what the training loop froze, and refuse what cannot be followed.
