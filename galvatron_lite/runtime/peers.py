@@ -73,11 +73,6 @@ class Peers:
 def together(peers: Peers, act: Callable[[], Result], field: str) -> list[Result]:
     """Call a function on all processes, and return its results by rank; all call it.
 
-    Args:
-        peers: the processes.
-        act: the function.
-        field: of the error if the function raises an error of another type.
-
     Raises:
         InputError: it raised an error on a process; every process raises InputError, which names the rank.
         LaunchError: a process is gone.
@@ -140,10 +135,7 @@ def broadcast_values(model: nn.Module, device: torch.device) -> None:
 def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device) -> None:
     """Set tensors to the values of a rank, many small ones in one message; all ranks call it.
 
-    Args:
-        tensors: of equal shapes and types on every rank.
-        source: the rank whose values are sent.
-        device: where the backend communicates.
+    Their shapes and types are equal on every rank; the backend communicates on ``device``.
     """
     if dist.get_world_size() == 1:
         return

@@ -45,15 +45,8 @@ def install_hooks(
     """Register hooks of a stage's layers where layouts or precision differ.
 
     Call it after every other hook of the layers is registered: conversion precedes ZeRO's hooks. The user's hooks see
-    what glue code sees: they run before inputs are converted, and after outputs are.
-
-    Args:
-        model: contains the layers.
-        stage: the layers.
-        borders: of the layers, by path of a module.
-        traffic: of the stage.
-        incoming: layouts that tensors from earlier stages may have.
-        users: the hooks of the user.
+    what glue code sees: they run before inputs are converted, and after outputs are. ``borders`` are by path of a
+    module, ``incoming`` are the layouts that tensors from earlier stages may have.
     """
     layouts = {*incoming, *(border.layout for border in borders.values())}
     layouts_differ = layouts != {traffic.glue} or bool(traffic.border.lines)

@@ -285,13 +285,7 @@ class BoxExchange:
     def __call__(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         """Return this rank's part of a tensor under another split.
 
-        The gradient of a part that several ranks hold is complete on each of them, before and after.
-
-        Args:
-            tensor: this rank's part.
-            source: the split of it.
-            target: the other split.
-            shape: of the full tensor.
+        ``shape`` is that of the full tensor. The gradient of a part that several ranks hold is complete on each.
         """
         if source == target or self.group is None:
             return tensor
@@ -326,13 +320,7 @@ def all_to_all(
     counts: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Send views to each rank of a group, and receive items from each into a contiguous tensor.
-
-    Args:
-        outgoing: views, by receiving rank.
-        received: the tensor.
-        counts: numbers of items, by sending rank.
-        group: default: the world.
+    """Send views to each rank of a group, and receive ``counts`` items from each into a contiguous tensor.
 
     Returns:
         Bytes sent.
