@@ -12,9 +12,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.runtime.activations.layout import ActivationLayout
 
-_SHOWN, _FIRST, _LAST = 12, 6, 5
-"""Names that a message lists at most; of more than these, how many of the first and last."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
@@ -70,7 +67,7 @@ def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: 
 
 def shorten(names: Sequence[str]) -> str:
     """Join names by commas; of many only the first and the last."""
-    shown = list(names) if len(names) <= _SHOWN else [*names[:_FIRST], "...", *names[-_LAST:]]
+    shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
     return ", ".join(shown)
 
 
@@ -88,11 +85,7 @@ def glue_layout(stage: Sequence[LayerAssignment]) -> ActivationLayout:
 
 
 def check_samples(samples: int, plan: Plan, microbatches: int) -> None:
-    """Check that a batch can be shared evenly by micro-batches and ranks.
-
-    Raises:
-        InputError: it cannot; the error names the nearest sizes that can.
-    """
+    """Raise InputError, which names the nearest sizes that can be used, if a batch cannot be shared evenly."""
     runs = [stage.runs for stage in plan.stages] + [branch.runs for branch in plan.branches]
     unit = microbatches * math.lcm(*(run.strategy.batch_degree for part in runs for run in part))
     if samples % unit or samples == 0:

@@ -1,9 +1,9 @@
-"""``torch.compile`` for each block: its forward is replaced in place, and its hooks stay as they are.
+"""``torch.compile`` for each block: its forward is replaced in place, its hooks do not change.
 
-What moves activations between layouts, gathers parameters (FSDP), computes again or goes to host memory lies outside a
-block's forward, and so outside the compiled region; ``nn.Module.compile`` would take hooks in. Before the first
-training pass of the first block of a kind, forward and backward run for trial on that pass' own inputs, so that a block
-that does not compile is found before anything depends on it; ``auto`` also times both.
+Conversion of activations, gathering of parameters (FSDP), recomputation and offload are outside of a block's forward,
+and so outside of the compiled region; ``nn.Module.compile`` would include hooks. Before the first training pass of a
+block of each kind, forward and backward run on the inputs of that pass as a trial, so that a block that does not
+compile shows before anything depends on it; ``auto`` also times both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAILED = float("inf")
 
 
 def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
-    """How blocks are compiled: empty (not at all), ``auto``, or the name of a backend of ``torch.compile``.
+    """Return how blocks are compiled: empty (they are not), ``auto``, or the name of a backend of ``torch.compile``.
 
     Raises:
         InputError: there is no such backend; or the plan has tensor parallelism, whose blocks torch before 2.12 trains
@@ -62,20 +62,20 @@ class CompiledBlock:
 
     name: str  # of the layer
     module: nn.Module
-    forward: Forward  # as it was
-    compiled: Forward  # the same, compiled when it is first called
+    forward: Forward  # the original
+    compiled: Forward  # compiled when it is first called
     kind: object  # equal for blocks that compile alike
-    takes: dict[object, bool]  # whether blocks run compiled, by kind, once the first of a kind has been tried
-    group: Group  # ranks that run it together; their slowest counts
-    measures: bool  # whether the faster forward is kept, instead of the compiled one
+    uses_compiled: dict[object, bool]  # whether blocks run compiled, by kind, once the first of a kind was tried
+    group: Group  # ranks that run it together; the slowest decides
+    measures: bool  # whether the faster forward is used, instead of the compiled one
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The chosen forward."""
-        return (self.compiled if self.takes.get(self.kind) else self.forward)(*args, **kwargs)
+        """Run the chosen forward."""
+        return (self.compiled if self.uses_compiled.get(self.kind) else self.forward)(*args, **kwargs)
 
     def try_out(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Pre-hook: before the first training pass, find out whether the block compiles and what that gains."""
-        if self.kind in self.takes or not torch.is_grad_enabled():
+        """Pre-hook: before the first training pass, try whether the block compiles, and measure the gain."""
+        if self.kind in self.uses_compiled or not torch.is_grad_enabled():
             return
         plain = self._seconds(self.forward, args, kwargs, _ROUNDS) if self.measures else 0.0
         reason = "it failed on another rank"
@@ -84,19 +84,19 @@ class CompiledBlock:
         except Exception as error:
             reason, seconds = f"{type(error).__name__}: {str(error)[:300]}", _FAILED
         plain, seconds = _slowest([plain, seconds], self.group)
-        self.takes[self.kind] = seconds != _FAILED and (not self.measures or seconds < plain)
+        self.uses_compiled[self.kind] = seconds != _FAILED and (not self.measures or seconds < plain)
         if seconds == _FAILED:
             warnings.warn(f"{self.name} does not compile, and runs as it is ({reason}).", stacklevel=2)
         elif self.measures and (not dist.is_initialized() or dist.get_rank() == 0):
-            taken = "is compiled" if self.takes[self.kind] else "is not compiled"
+            outcome = "is compiled" if self.uses_compiled[self.kind] else "is not compiled"
             warnings.warn(
                 f"{self.name} and blocks like it: {1e3 * seconds:.3g} ms compiled, {1e3 * plain:.3g} ms not (measured, "
-                f"forward and backward): it {taken}.",
+                f"forward and backward): it {outcome}.",
                 stacklevel=2,
             )
 
     def _seconds(self, forward: Forward, args: Any, kwargs: Any, rounds: int) -> float:
-        """The shortest of some passes forward and backward, after one to warm up."""
+        """The shortest of some forward and backward passes, after one to warm up."""
         times = [0.0]
         with _unchanged(self.module, args, kwargs):
             for _ in range(rounds + 1):
@@ -107,12 +107,12 @@ class CompiledBlock:
 
 
 def compile_blocks(model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, wanted: str) -> None:
-    """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
+    """Let a stage's blocks be compiled, in place. Call it before they are split, so that splitting is not compiled.
 
-    Blocks that share tokens or pixels run as they are: they are given tensors that show full shapes, which cannot be
-    traced (``parallelism.sharded``), and a trial on plain ones would not tell.
+    Blocks that share tokens or pixels are not compiled: their inputs are sharded tensors, which cannot be traced
+    (``parallelism.sharded``), and a trial on plain tensors would not show it.
     """
-    takes: dict[object, bool] = {}
+    uses_compiled: dict[object, bool] = {}
     backend = DEFAULT if wanted == AUTO else wanted
     for placed in stage if wanted else ():
         if placed.layer.role is not Role.BLOCK or placed.layout.tokens > 1 or placed.layout.splits_pixels:
@@ -120,13 +120,15 @@ def compile_blocks(model: nn.Module, stage: Sequence[LayerAssignment], meshes: M
         module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
         parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
         kind, compiled = (type(module), parameters, placed.strategy), torch.compile(module.forward, backend=backend)
-        block = CompiledBlock(placed.layer.name, module, module.forward, compiled, kind, takes, group, wanted == AUTO)
+        block = CompiledBlock(
+            placed.layer.name, module, module.forward, compiled, kind, uses_compiled, group, wanted == AUTO
+        )
         module.forward = functools.wraps(block.forward)(functools.partial(CompiledBlock.run, block))
         module.register_forward_pre_hook(block.try_out, with_kwargs=True)
 
 
 def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:
-    """Forward and backward on copies of the arguments; gradients are dropped."""
+    """Run forward and backward on copies of the arguments, and drop the gradients."""
     inputs: list[Tensor] = []
 
     def copied(tensor: Tensor) -> Tensor:
@@ -134,15 +136,15 @@ def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:
         return inputs[-1]
 
     args, kwargs = map_tensors((args, dict(kwargs)), copied)
-    ends = [one for one in tensors_of(forward(*args, **kwargs)) if one.requires_grad]
-    wanted = [one for one in [*inputs, *module.parameters()] if one.requires_grad]
-    if ends and wanted:
-        torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+    outputs = [output for output in tensors_of(forward(*args, **kwargs)) if output.requires_grad]
+    leaves = [leaf for leaf in [*inputs, *module.parameters()] if leaf.requires_grad]
+    if outputs and leaves:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
 @contextmanager
 def _unchanged(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """A block's buffers and the random state are as they were, whatever runs inside."""
+    """Restore a block's buffers and the random state after what runs inside."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {one.device for one in tensors_of((args, dict(kwargs))) if one.is_cuda}
     try:
@@ -155,7 +157,7 @@ def _unchanged(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _slowest(seconds: list[float], group: Group) -> list[float]:
-    """The largest of every rank's figures; the same on all of them."""
+    """The largest figures of all ranks, on every rank."""
     if group is None:
         return seconds
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -1,7 +1,7 @@
-"""The launched world as the plan sees it: stages of ranks, and the process groups of every strategy.
+"""The launched processes under a plan: the ranks of each stage, and the process groups of each strategy.
 
-``parallelism.lines`` says which ranks of a stage work together. Groups are made by all ranks in the same order, and
-made once: strategies that split the ranks alike share them. Groups of one rank are None: nothing to do.
+``parallelism.lines`` defines which ranks of a stage work together. All ranks create groups in the same order, and each
+once: strategies that divide the ranks alike share groups. A group of one rank is None.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ Group = dist.ProcessGroup | None
 Ranks = tuple[int, ...]
 Key = tuple[str, Ranks]
 PIPELINE = "pipeline"
-"""Purpose of groups across stages; of those inside a stage see ``Purpose``."""
+"""The purpose of groups across stages; for groups inside a stage see ``Purpose``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateGroups:
     """This rank's groups for some parameters of a layer, see ``ParameterSpread``."""
 
-    gradients: Group  # ranks that hold the same of them and use it on other samples, tokens or pixels
-    # for ``fully_shard``: axes (replicas, shards), or only shards; None where states are not shared
+    gradients: Group  # ranks with the same part, which use it on other samples, tokens or pixels
+    # for ``fully_shard``: axes (replicas, shards), or only shards; None if states are not sharded
     mesh: DeviceMesh | None
-    over: Group = None  # ranks that each have others of them
-    sliced: bool = False  # whether all ranks that share weights share each of them
+    over: Group = None  # ranks with other parts
+    sliced: bool = False  # whether the ranks that share weights share each of these parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyGroups(StageRanks[Group]):
-    """This rank's process groups under one strategy of its stage, and its place in them."""
+    """This rank's process groups under a strategy of its stage, and its place in them."""
 
-    batch_index: int  # which share of the samples this rank takes
-    weights_index: int  # which slice of the parameters
+    batch_index: int  # index of this rank's share of the samples
+    weights_index: int  # index of its slice of the parameters
     states: StateGroups
     spread: StateGroups | None  # of parameters that a dimension spreads over other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The world, and this rank's place in it."""
+    """The ranks of a model, and this rank's place in them."""
 
     rank: int  # this rank
     stages: int  # pipeline stages
     stage_devices: int  # ranks of one stage
     pipeline: Group  # ranks with this rank's place in every stage, in stage order
     by_lines: Mapping[StageLines, StrategyGroups]  # groups under the strategies of this rank's stage
-    first: int = 0  # rank of the first stage's first; not 0 where a part of the model has ranks of its own
+    first: int = 0  # first rank of the first stage; not 0 for a branch, whose ranks are separate
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.stages * self.stage_devices
 
     @property
     def stage_index(self) -> int:
-        """Which stage this rank works on."""
+        """Index of this rank's stage; with several stages a rank, of its group of devices."""
         return (self.rank - self.first) // self.stage_devices
 
     @property
     def index_in_stage(self) -> int:
-        """This rank's place in its stage."""
+        """Index of this rank in its stage."""
         return (self.rank - self.first) % self.stage_devices
 
     def groups(self, strategy: Strategy) -> StrategyGroups:
@@ -82,7 +82,7 @@ class Meshes:
 
 
 def join_world(plan: Plan, device_type: str) -> None:
-    """Start a process group where none runs, and raise LaunchError where it has not the plan's size."""
+    """Start the default process group if none runs, and raise LaunchError if it has not the plan's size."""
     join(torch.device(device_type))
     world = dist.get_world_size()
     if world != plan.devices:
@@ -93,9 +93,13 @@ def join_world(plan: Plan, device_type: str) -> None:
 
 
 def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = None) -> Meshes:
-    """Every process group that the plan needs; all ranks must call it together.
+    """Create the process groups that a plan needs; all ranks must call it together.
 
-    Starts a process group where none runs: from torchrun's environment, or of this process alone.
+    Starts the default process group if none runs: from torchrun's environment, or of this process alone.
+
+    Raises:
+        LaunchError: the number of processes is not the plan's.
+        InputError: a strategy is for another number of devices than its stage has.
     """
     size, pipeline = plan.stage_devices, pipeline_of(plan)
     for run in (run for stage in plan.stages for run in stage.runs):
@@ -118,41 +122,41 @@ def build_part_meshes(
     groups: ProcessGroups | None = None,
     across: Sequence[Key] = (),
 ) -> list[Meshes | None]:
-    """Every process group of several parts of a model; all ranks must call it together, once the world is joined.
+    """Create the process groups of several parts of a model; all ranks must call it together, once they have joined.
 
     Args:
-        parts: first rank, number of consecutive ranks and strategies of each. Under a strategy of one device every rank
-            does all the work.
+        parts: first rank, number of consecutive ranks and strategies of each part. Under a strategy of one device every
+            rank does all the work.
         device_type: ``cuda`` or ``cpu``.
-        groups: makes them, in the same order on every rank; one for every distinct key of more than one rank.
+        groups: creates a group for each distinct key of several ranks, in the same order on every rank.
         across: purposes and ranks of groups of ranks of several parts.
 
     Returns:
-        By part: the groups of this rank; None where it is not one of the part's.
+        By part, the groups of this rank; None if the rank has no share in the part.
     """
-    rank, maker = dist.get_rank(), ProcessGroups() if groups is None else groups
-    by_part = [(first, count, list(dict.fromkeys(map(lines_of, every)))) for first, count, every in parts]
+    rank, groups = dist.get_rank(), groups or ProcessGroups()
+    by_part = [(first, count, list(dict.fromkeys(map(lines_of, strategies)))) for first, count, strategies in parts]
     keys = [
         (line.purpose.value, tuple(first + place for place in places))
-        for first, _, every in by_part
-        for lines in every
+        for first, _, lines_of_part in by_part
+        for lines in lines_of_part
         for line in lines
         for places in line.groups(lines.everyone.size)
     ]
-    by_key = {key: maker.group(key[1], key[0]) for key in dict.fromkeys([*keys, *across]) if len(key[1]) > 1}
+    by_key = {key: groups.group(key[1], key[0]) for key in dict.fromkeys([*keys, *across]) if len(key[1]) > 1}
     for (purpose, ranks), group in by_key.items():
         if purpose in (Purpose.PIXELS, Purpose.TOKENS) and rank in ranks and device_type == "cuda":
-            # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
+            # the first messages from rank to rank create NCCL's communicator, and not every rank may have one to send
             dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     pipeline = next((by_key[key] for key in across if rank in key[1] and key in by_key), None)
     meshes: list[Meshes | None] = []
-    for first, count, every in by_part:
+    for first, count, lines_of_part in by_part:
         if first <= rank < first + count:
-            views = {
-                one: _strategy_groups(one, first if one.everyone.size > 1 else rank, by_key, device_type)
-                for one in every
+            by_lines = {
+                lines: _strategy_groups(lines, first if lines.everyone.size > 1 else rank, by_key, device_type)
+                for lines in lines_of_part
             }
-            meshes.append(Meshes(rank, 1, count, pipeline, views, first))
+            meshes.append(Meshes(rank, 1, count, pipeline, by_lines, first))
         else:
             meshes.append(None)
     return meshes
@@ -165,10 +169,10 @@ def _strategy_groups(
     place = dist.get_rank() - start
 
     def group(line: RankLine) -> Group:
-        return by_key.get((line.purpose.value, tuple(start + one for one in line.through(place))))
+        return by_key.get((line.purpose.value, tuple(start + other for other in line.through(place))))
 
     def states(spread: ParameterSpread) -> StateGroups:
-        ranks = torch.tensor([start + one for one in spread.gradients.through(place)])
+        ranks = torch.tensor([start + other for other in spread.gradients.through(place)])
         mesh = _state_mesh(group(spread.replicas), group(spread.shards), ranks, device_type)
         over = None if spread.over is None else group(spread.over)
         return StateGroups(group(spread.gradients), mesh, over, spread.sharing == lines.weights.size > 1)
@@ -183,7 +187,7 @@ def _strategy_groups(
 
 
 def _state_mesh(replicate: Group, shard: Group, ranks: torch.Tensor, device_type: str) -> DeviceMesh | None:
-    """The mesh of replicas and shards, each a group or of one rank, and of the ranks of both in order."""
+    """The mesh of replicas and shards, whose groups are None for one rank; ``ranks`` are those of both, in order."""
     if shard is None:
         return None
     if replicate is None:
@@ -194,7 +198,9 @@ def _state_mesh(replicate: Group, shard: Group, ranks: torch.Tensor, device_type
 
 
 def _axis(name: str, group: dist.ProcessGroup) -> str:
-    """A mesh axis' name, with that of its group: torch keeps results by mesh, and takes meshes of equal ranks and axis
-    names for the same, even one whose groups were destroyed together with an earlier world of this process.
+    """The name of a mesh axis, which contains that of its group.
+
+    torch caches by mesh, and meshes of equal ranks and axis names are equal to it, even if the groups of one were
+    destroyed with an earlier world of this process.
     """
     return f"{name}{group.group_name}"

@@ -189,14 +189,10 @@ def check_optimizer(
     has_all: bool,
     build: Build | None,
 ) -> InputError | None:
-    """Return the error if an optimizer would not train as in one process, else None. The optimizer does not change.
+    """Return the error if an optimizer of this rank's parameters would not train as in one process, else None.
 
-    Args:
-        optimizer: over the parameters.
-        parameters: of this rank.
-        stage_devices: number of ranks of the stage.
-        has_all: whether this rank has a part of every parameter of the model.
-        build: creates another one like it; default: its class, with its defaults.
+    ``has_all`` is whether this rank has a part of every parameter of the model. ``build`` creates another optimizer
+    like it; by default its class does, with its defaults.
     """
     split = {one.updated: one for one in parameters if one.copies < stage_devices and one.updated.requires_grad}
     seen: set[tuple[str, int, bool]] = set()

@@ -1,4 +1,4 @@
-"""Training in phases, and going over from one plan to another."""
+"""Training in phases with a plan each, and changes from one plan to another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Steering(Protocol):
-    """What trains the steps of a model in its stead, changing its plan between them."""
+    """What runs the training steps of a model, and changes its plan between them."""
 
     step: int
-    """Steps trained; set it where training goes on from a checkpoint."""
+    """Steps done; set it when training continues from a checkpoint."""
     scheduler: Any
-    """Of the optimizer's learning rate, where there is one: set it, so that it knows all groups behind a switch."""
+    """The scheduler of the learning rate, if any: set it, so that it has all parameter groups after a change."""
 
     @property
     def phase(self) -> PlannedPhase | None:
@@ -35,7 +35,7 @@ class Steering(Protocol):
 
 
 class Phases:
-    """Training in phases: before the first step of each the model is split for its plan."""
+    """Training in phases: before the first step of a phase the model is split by its plan."""
 
     def __init__(self, parallel: ParallelModel, plan: PhasedPlan) -> None:
         self.step, self.plan = 0, plan
@@ -62,13 +62,13 @@ class Phases:
 def go_over(
     parallel: ParallelModel, optimizer: torch.optim.Optimizer, plan: Plan, scheduler: Any = None, batch: Any = None
 ) -> float:
-    """Split a model for another plan, where it is split otherwise; all ranks call it together.
+    """Split a model by another plan, unless both split it alike; all ranks call it together.
 
     Returns:
-        Seconds of the switch; 0 where only micro-batches change.
+        Seconds of the change; 0 if only micro-batches change.
 
     Raises:
-        GalvatronError: the plan does not fit; the model and its plan are what they were.
+        GalvatronError: the plan does not fit; the model and its plan do not change.
     """
     if same_split(parallel.plan, plan):
         parallel.plan = plan

@@ -119,14 +119,7 @@ def examine(
 ) -> Examined:
     """Run the full model on an example to determine how the layers of some stages are split, and which read what.
 
-    Args:
-        model: the full model.
-        layers: of the model.
-        stages: all stages of the plan.
-        numbers: indices of the stages whose layers are split here.
-        batch: an example.
-        loss_fn: of ``auto_parallelize``.
-        tensor: how layers are split by tensor parallelism, by name; default: inferred.
+    ``numbers`` are the indices of the stages whose layers are split on this rank; ``tensor`` is inferred by default.
 
     Raises:
         InputError: a layer cannot be split as its strategy says.
@@ -204,9 +197,7 @@ def check_samples_move(model: nn.Module, stages: Sequence[Sequence[LayerAssignme
 def tensor_plans(model: nn.Module, placed: Collection[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
     """Infer how layers are split by tensor parallelism, by name; equal blocks are examined once.
 
-    Raises:
-        InputError: a layer cannot be split as its strategy says, or there is no batch.
-        TraceError: the model does not run on the batch.
+    Errors are those of ``layer_plans``, and InputError without a batch.
     """
     split = [assigned for assigned in placed if lines_of(assigned.strategy).matmuls.size > 1]
     blocks = {one.layer.kind: one.layer.name for one in reversed(split) if one.layer.role is Role.BLOCK}
@@ -233,11 +224,7 @@ def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: An
     """Infer how modules are split by channels, by path; equal blocks are examined once.
 
     Of the layers before and after the blocks, each module is examined separately; those with nothing to split are left
-    out, and stay complete.
-
-    Raises:
-        InputError: a layer cannot be split as its strategy says, or there is no batch.
-        TraceError: the model does not run on the batch.
+    out, and stay complete. Errors are those of ``tensor_plans``.
     """
     split = [assigned for assigned in placed if lines_of(assigned.strategy).channels.size > 1]
     if split and batch is None:

@@ -1,4 +1,4 @@
-"""Calling the model of a stage: its share of a batch, its loss, its outputs."""
+"""Calls of the models of stages: their share of a batch, their loss, their outputs, and the buffers they update."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ from galvatron_lite.runtime.sharding import sample_slice
 from galvatron_lite.runtime.stages import StageRuntime
 
 OWN, SAME = "own", "same"
+"""Values of ``randomness``: each rank draws its own numbers, or all plans draw the same."""
 
 
 def draws_of(
     randomness: str, model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, seed: int, *, compiles: bool
 ) -> Draws | None:
-    """The random numbers of a model that is not split yet; None where each rank draws for itself."""
+    """What draws the random numbers of a model that is not split yet; None if each rank draws its own.
+
+    Raises:
+        InputError: an unknown value of ``randomness``, or blocks or branches that cannot draw the same numbers.
+    """
     if randomness not in (OWN, SAME):
         raise InputError("randomness", randomness, f"Give '{OWN}' or '{SAME}'.")
     if randomness == OWN:
@@ -55,27 +60,29 @@ def draws_of(
 
 @dataclass(slots=True)
 class _Buffer:
-    holder: nn.Module
-    name: str
-    before: Tensor
-    change: Tensor
+    """A buffer during a step."""
+
+    module: nn.Module
+    name: str  # in the module
+    before: Tensor  # value before the step
+    change: Tensor  # sum of the changes by the passes of this rank
     rule: str
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # ranks with other samples
 
     @property
     def tensor(self) -> Tensor:
-        """As it is now: a forward pass may put another tensor in its place."""
-        return self.holder.get_buffer(self.name)
+        """The present tensor, which a forward pass may have replaced."""
+        return self.module.get_buffer(self.name)
 
 
 class SyncedBuffers:
     """Buffers that a forward pass updates from its samples (averages, counters), the same on every rank after a step.
 
     Each pass of a step starts from the buffer before the step; the step's update is the mean, or the sum, of those of
-    all micro-batches and ranks, as ``SyncBatchNorm`` has it for running statistics.
+    all micro-batches and ranks, as ``SyncBatchNorm`` does for running statistics.
 
     Args:
-        rules: ``mean`` or ``sum`` by the name of a buffer in the full model (found by ``verify.trial``).
+        rules: ``mean`` or ``sum`` by the name of a buffer in the full model (determined by ``verify.trial``).
     """
 
     def __init__(self, rules: Mapping[str, str]) -> None:
@@ -83,16 +90,16 @@ class SyncedBuffers:
         self._buffers: dict[int, list[_Buffer]] = {}
 
     def begin(self, runtimes: Sequence[StageRuntime], passes: int) -> None:
-        """A step of so many micro-batches begins."""
+        """Begin a step of so many micro-batches."""
         self._passes = passes
-        self._buffers = {id(runtime): list(self._of(runtime)) for runtime in runtimes} if self._rules else {}
+        self._buffers = {id(runtime): list(self._buffers_of(runtime)) for runtime in runtimes} if self._rules else {}
 
-    def _of(self, runtime: StageRuntime) -> Iterator[_Buffer]:
-        """Those of the stage's layers; the first layer of a plan of one stage has those that no layer holds, too."""
+    def _buffers_of(self, runtime: StageRuntime) -> Iterator[_Buffer]:
+        """The buffers of the stage's layers; buffers of no layer count with the first layer of a single stage."""
         for name, rule in self._rules.items():
-            holders = [one for one in runtime.stage if any(at(name, path) for path in one.layer.modules)]
-            loose = runtime.stage[:1] if runtime.pipeline is None else ()
-            for placed in holders or loose:
+            holders = [placed for placed in runtime.stage if any(at(name, path) for path in placed.layer.modules)]
+            default = runtime.stage[:1] if runtime.pipeline is None else ()
+            for placed in holders or default:
                 group = runtime.meshes.groups(placed.strategy).batch
                 before = runtime.model.get_buffer(name).detach().clone()
                 change = torch.zeros_like(before, dtype=torch.float64)
@@ -100,7 +107,7 @@ class SyncedBuffers:
 
     @contextmanager
     def updating(self, runtime: StageRuntime) -> Iterator[None]:
-        """While the forward pass of a micro-batch runs."""
+        """Run the forward pass of a micro-batch inside."""
         buffers = self._buffers.get(id(runtime), ())
         for buffer in buffers:
             buffer.tensor.copy_(buffer.before)
@@ -112,46 +119,45 @@ class SyncedBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The passes are done: every rank gets the same values. All ranks call it."""
-        for one in (buffer for buffers in self._buffers.values() for buffer in buffers):
+        """Set the buffers of all ranks to the same values after the passes. All ranks call it."""
+        for buffer in (buffer for buffers in self._buffers.values() for buffer in buffers):
             shares = self._passes
-            if one.group is not None:
-                dist.all_reduce(one.change, group=one.group)
-                shares *= one.group.size()
-            change = one.change / shares if one.rule == "mean" else one.change
-            value = one.before.double() + change
-            one.tensor.copy_(value if one.tensor.is_floating_point() else value.round())
+            if buffer.group is not None:
+                dist.all_reduce(buffer.change, group=buffer.group)
+                shares *= buffer.group.size()
+            change = buffer.change / shares if buffer.rule == "mean" else buffer.change
+            value = buffer.before.double() + change
+            buffer.tensor.copy_(value if buffer.tensor.is_floating_point() else value.round())
         self._buffers = {}
 
 
 @dataclass(slots=True)
 class Calls:
-    """How models of stages are called."""
+    """Calls the models of stages."""
 
     compute: torch.dtype | None  # dtype of compute; None: that of the parameters
     device: torch.device  # of this rank
     loss_fn: LossFn | None  # ``loss_fn(output, batch)``; see ``model.batch.loss_of``
-    draws: Draws | None = None  # decides random numbers; None: each rank draws for itself
-    weight: LossWeight | None = None  # how much the loss of some samples counts; None: that of all samples alike
+    draws: Draws | None = None  # decides random numbers; None: each rank draws its own
+    weight: LossWeight | None = None  # how much the loss of some samples counts; None: equal
     reduction: str = "mean"  # of the loss over samples, ``mean`` or ``sum``
-    scales: dict[int, ShareScale] = field(default_factory=dict)  # on the loss of each part, by its identity
+    scales: dict[int, ShareScale] = field(default_factory=dict)  # of the loss of each part, by its identity
     buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))  # that forward passes update
     rows: int = 0  # of a micro-batch, over all ranks
 
     def parts(self, runtime: StageRuntime, batch: Any) -> list[Any]:
-        """This rank's samples of every micro-batch, in the layout of a stage's glue code."""
+        """This rank's samples of each micro-batch, in the layout of a stage's glue code."""
         traffic, rows, place = runtime.traffic, self.rows, runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
-        samples = batch_size(batch)
+        samples, shares = batch_size(batch), traffic.glue.batch
         check_entries(runtime.model, batch, self.loss_fn)
-        starts, shares = range(0, samples, rows), traffic.glue.batch
+        starts = range(0, samples, rows)
         scales: list[ShareScale] = []
         if runtime.is_last:
             scales = share_scales(self.weight, self.reduction, batch, shares * len(starts))
         batch = with_share_of_items(batch, (bottom - top) / samples)
-        parts = [
-            traffic.cut_batch(slice_batch(batch, start + top, start + bottom), self.device) for start in starts
-        ]  # fmt: skip
+        local_rows = (slice_batch(batch, start + top, start + bottom) for start in starts)
+        parts = [traffic.cut_batch(local, self.device) for local in local_rows]
         if self.draws is not None:
             for part, start in zip(parts, starts, strict=True):
                 self.draws.note(part, start)
@@ -161,7 +167,7 @@ class Calls:
         return parts
 
     def loss(self, runtime: StageRuntime, part: Any) -> Tensor:
-        """The loss of this rank's samples, times their weight; zero where the stage is not the last."""
+        """The weighted loss of this rank's samples; zero if the stage is not the last."""
         with self._running(runtime, part), self.buffers.updating(runtime):
             scale = self.scales.get(id(part), ShareScale())
             with scale.inside():
@@ -172,19 +178,20 @@ class Calls:
             return weighted(loss, scale.total)
 
     def outputs(self, runtime: StageRuntime, part: Any) -> tuple[Any, tuple[bool, ...]]:
-        """The model's own outputs, complete on every rank of the stage, and of each tensor whether it holds the
-        samples. Others (a loss) are means over the ranks' shares of the samples, scalars with their weights.
+        """The model's own outputs, complete on every rank of the stage, and whether each tensor contains the samples.
+
+        Tensors without samples (a loss) are means over the ranks' shares of the samples; scalars are weighted means.
         """
-        sampled: list[bool] = []
+        contain_samples: list[bool] = []
         scale = self.scales.get(id(part), ShareScale())
 
-        def gathered(tensor: Tensor) -> Tensor:
-            sampled.append(runtime.traffic.piece(tensor) is not None)
+        def gather(tensor: Tensor) -> Tensor:
+            contain_samples.append(runtime.traffic.piece(tensor) is not None)
             return _gathered(runtime, tensor, scale.total)
 
         with self._running(runtime, part), scale.inside():
             output = call_model(runtime.model, part)
-            return (map_tensors(output, gathered) if runtime.is_last else None), tuple(sampled)
+            return (map_tensors(output, gather) if runtime.is_last else None), tuple(contain_samples)
 
     @contextmanager
     def _running(self, runtime: StageRuntime, part: Any) -> Iterator[None]:
@@ -207,11 +214,11 @@ def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> T
     if piece is not None:
         full = AxisSplit(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, full, piece.shape)
-    plain = to_local(full_logits(tensor))
-    if plain.is_floating_point() and plain.numel() == 1:
-        plain = weighted(plain, factor)
-    if group is None or not plain.is_floating_point():
-        return plain
-    total = plain.clone()
+    local = to_local(full_logits(tensor))
+    if local.is_floating_point() and local.numel() == 1:
+        local = weighted(local, factor)
+    if group is None or not local.is_floating_point():
+        return local
+    total = local.clone()
     dist.all_reduce(total, group=group)
     return total / traffic.glue.batch

@@ -149,12 +149,8 @@ def split_stage(
     """Split a stage in place, and create what trains it, except for the pipeline. All ranks of the stage call it.
 
     Args:
-        model: contains the stage's layers, and no real parameter of others.
-        layers: of the model.
-        stage: layers of the stage, with their strategies.
-        meshes: the process groups.
-        examined: how the layers can be split.
-        options: see ``SetupOptions``.
+        model: contains the layers of the stage, and no real parameter of others.
+        layers: of the full model.
         incoming: layouts that tensors from earlier stages may have.
         roots: the modules of the model that are called; default: the model itself.
         place: moves a layer to the device; default: initialise layers on the meta device.

@@ -1,8 +1,8 @@
-"""How activations lie on the ranks of a stage: every rank holds boxes of the full tensor.
+"""Layouts of activations on the ranks of a stage, where each rank holds boxes of the full tensor, and their exchange.
 
-A ``Layout`` says how many ways a strategy shares the samples, and the tokens, pixels or channels of each. An
-``AxisSplit`` says the same of one tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the
-scores computed from it lie unlike in one layout.
+An ``ActivationLayout`` is the number of shares of samples, tokens, pixels and channels under a strategy. An
+``AxisSplit`` describes one tensor in a layout, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and
+the scores computed from it have different splits in one layout.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from galvatron_lite.parallelism.shares import Range, mirrored, part_of, share
 from galvatron_lite.parallelism.strategy import Strategy
 
 INNER, PIXELS = 1, 2
-"""Dims of a tensor where tokens or channels lie, and where pixels begin."""
+"""The dim of tokens or channels, and the first dim of pixels."""
 IDS, HIDDEN = 2, 3
-"""Dims of ids (samples, tokens), and of a hidden state, which has features too."""
+"""Numbers of dims of ids (samples, tokens), and of a hidden state (samples, tokens, features)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``."""
+    """How one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % shares``."""
 
-    shares: int = 1  # shares
+    shares: int = 1
     stride: int = 1  # ranks from one share to the next
-    inner: int = 1  # ways that neighbours share each share again, evenly
+    inner: int = 1  # number of equal parts of each share, for neighbouring ranks
     # whether a share is an early and a late piece (``shares.mirrored``): tokens of context parallelism
     mirrored: bool = False
 
     def pieces(self, place: int, extent: int) -> tuple[Range, ...]:
-        """What the rank at ``place`` of the stage holds of a dim, in order."""
+        """The ranges of a dim that the rank at ``place`` of the stage holds, in order."""
         number = place // self.stride % self.shares
         if not self.mirrored:
             start, length = share(extent, self.shares, number)
@@ -54,45 +54,45 @@ class Axis:
 
 
 WHOLE = Axis()
-"""Of a dim that is not shared."""
+"""The axis of a dim that is not shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Part of a tensor: (start, stop) along each dim, ends excluded."""
+    """A part of a tensor: (start, stop) along each dim, ends excluded."""
 
     ranges: tuple[tuple[int, int], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its extents."""
+        """Extents of the box."""
         return tuple(max(0, stop - start) for start, stop in self.ranges)
 
     @property
     def items(self) -> int:
-        """Items inside."""
+        """Number of items inside."""
         return prod(self.shape)
 
     def meet(self, other: Box) -> Box:
-        """What both cover; without items where they do not meet."""
+        """The intersection with another box; without items if they are disjoint."""
         pairs = zip(self.ranges, other.ranges, strict=True)
         return Box(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs))
 
     def within(self, other: Box) -> Box:
-        """The same items counted from the first of ``other``."""
+        """The same items, relative to the start of another box."""
         pairs = zip(self.ranges, other.ranges, strict=True)
         return Box(tuple((start - first, stop - first) for (start, stop), (first, _) in pairs))
 
     def shifted(self, dim: int, items: int) -> Box:
-        """The box so many items further along a dim."""
+        """The box moved by a number of items along a dim."""
         start, stop = self.ranges[dim]
         return Box((*self.ranges[:dim], (start + items, stop + items), *self.ranges[dim + 1 :]))
 
 
 Boxes = tuple[Box, ...]
-"""What a rank holds of a tensor: one box, or several behind one another along a dim."""
+"""A rank's part of a tensor: one box, or several that are concatenated along a dim."""
 Everyone = tuple[Boxes, ...]
-"""What each rank holds of a tensor; boxes are equal or disjoint."""
+"""The parts of all ranks; boxes are equal or disjoint."""
 
 
 def all_of(shape: Sequence[int]) -> Box:
@@ -109,13 +109,17 @@ def cut_box(tensor: Tensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """How one tensor is shared by the ranks of a stage; ranks that differ in no axis hold the same."""
+    """How the ranks of a stage share one tensor; ranks that differ in no axis hold the same part."""
 
     devices: int  # ranks of the stage
-    axes: tuple[Axis, ...]  # one a dim
+    axes: tuple[Axis, ...]  # by dim
 
     def box(self, place: int, shape: Sequence[int]) -> Box:
-        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``."""
+        """The box that the rank at ``place`` of the stage holds of a full tensor of that shape.
+
+        Raises:
+            InputError: it holds several boxes.
+        """
         boxes = self.boxes(place, shape)
         if len(boxes) != 1:
             remedy = "Here each rank must hold one box: plan the layers that share tokens with context=1."
@@ -123,42 +127,42 @@ class AxisSplit:
         return boxes[0]
 
     def boxes(self, place: int, shape: Sequence[int]) -> Boxes:
-        """The same where tokens are shared in pieces: in order, the tensor that the rank has is one behind the other.
+        """The boxes that the rank at ``place`` holds, in the order in which its tensor concatenates them.
 
-        At most one dim is in pieces.
+        At most one dim has several pieces.
         """
         pieces = [axis.pieces(place, extent) for extent, axis in zip(shape, self.axes, strict=True)]
         return tuple(Box(ranges) for ranges in product(*pieces))
 
     @property
     def pieced(self) -> int | None:
-        """The dim whose shares may be several pieces."""
+        """The dim whose shares may have several pieces."""
         return next((dim for dim, axis in enumerate(self.axes) if axis.mirrored), None)
 
 
 class ActivationLayout(Layout):
-    """How a strategy lays activations on a stage."""
+    """The layout of activations under a strategy."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, strategy: Strategy) -> Self:
-        """The layout at the borders of a block under a strategy."""
+        """The layout of the inputs and outputs of a block under a strategy."""
         return cls(*layout_of(strategy))
 
     @property
     def full_tokens(self) -> Self:
-        """The same samples and pixels with all tokens and channels."""
+        """The layout with the same samples and pixels, and all tokens and channels."""
         return self.replicated("sequence", "channels")
 
     @property
     def token_axis(self) -> Axis:
-        """Ranks along the tokens by context parallelism, whose shares tensor groups do not split."""
+        """The axis of the tokens by context parallelism, without the parts of sequence parallelism."""
         return Axis(self.tokens, self.stride("tokens"), mirrored=True) if self.tokens > 1 else WHOLE
 
     @property
     def pixel_axes(self) -> tuple[Axis, Axis, Axis]:
-        """Ranks along planes, rows and columns."""
+        """The axes of planes, rows and columns."""
         planes, rows, columns = (
             Axis(getattr(self, name), self.stride(name)) if getattr(self, name) > 1 else WHOLE
             for name in ("planes", "rows", "columns")
@@ -166,14 +170,22 @@ class ActivationLayout(Layout):
         return planes, rows, columns
 
     def samples(self, shape: Sequence[int]) -> AxisSplit:
-        """How a tensor lies whose samples alone are shared."""
+        """The split of a tensor of which only the samples are shared.
+
+        Raises:
+            InputError: they cannot be shared evenly.
+        """
         if shape[0] % self.batch:
             raise InputError("samples", shape[0], f"A micro-batch must be divisible by {self.batch}.")
         rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
         return AxisSplit(self.devices, (rows, *[WHOLE] * (len(shape) - 1)))
 
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
-        """How a hidden state lies: samples are shared, and tokens, channels or pixels."""
+        """The split of a hidden state: samples are shared, and tokens, channels or pixels.
+
+        Raises:
+            InputError: samples or tokens cannot be shared evenly.
+        """
         split = self.samples(shape)
         axes = list(split.axes)
         if len(axes) > INNER and self.sequence * self.channels > 1:
@@ -194,18 +206,18 @@ class ActivationLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives to change the split of one tensor."""
+    """What a rank sends and receives to change the split of a tensor."""
 
-    held: Boxes  # before: one behind the other along a dim
-    wanted: Boxes  # after
+    held: Boxes  # its part before
+    wanted: Boxes  # its part after
     sends: tuple[Boxes, ...]  # to each rank of the stage
     receives: tuple[Boxes, ...]  # from each rank
-    local: bool  # whether every rank of the stage holds one box, and has all that it wants
+    local: bool  # whether no rank of the stage needs anything from others, and each has one box
 
 
 @lru_cache(maxsize=4096)
 def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: int) -> Route:
-    """The way of the rank at ``place`` from one split of a tensor of that full shape to another."""
+    """The route of the rank at ``place`` from one split of a tensor of full shape ``shape`` to another."""
     ranks = range(source.devices)
     before, after = (tuple(split.boxes(rank, shape) for rank in ranks) for split in (source, target))
     return route_boxes(before, after, place)
@@ -213,7 +225,7 @@ def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: i
 
 @lru_cache(maxsize=4096)
 def holders_of(everyone: Everyone) -> Mapping[Box, tuple[int, ...]]:
-    """The ranks that hold each box, in order, from what each rank holds."""
+    """The ranks that hold each box, in order."""
     ranks: dict[Box, dict[int, None]] = {}
     for rank, boxes in enumerate(everyone):
         for box in boxes:
@@ -223,7 +235,7 @@ def holders_of(everyone: Everyone) -> Mapping[Box, tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def first_only(everyone: Everyone) -> Everyone:
-    """The boxes of the first rank that holds each, once."""
+    """The parts of all ranks, with each box only on the first rank that holds it."""
     first = {box: ranks[0] for box, ranks in holders_of(everyone).items()}
     return tuple(
         tuple(box for box in dict.fromkeys(boxes) if first[box] == rank) for rank, boxes in enumerate(everyone)
@@ -232,20 +244,21 @@ def first_only(everyone: Everyone) -> Everyone:
 
 @lru_cache(maxsize=4096)
 def route_boxes(before: Everyone, after: Everyone, place: int) -> Route:
-    """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part.
+    """The route of the rank at ``place`` from the parts of all ranks before to those after.
 
-    Of ranks that hold the same box the receiver itself gives, or one by turns.
+    Boxes of ranks without a part have no items. If several ranks hold a box, the receiver uses its copy, or else they
+    send it by turns.
     """
     ranks, holders = range(len(before)), holders_of(before)
 
     def sent(sender: int, receiver: int) -> Boxes:
-        given = []
+        boxes = []
         for box in dict.fromkeys(before[sender]):
             same = holders[box]
             if sender == (receiver if receiver in same else same[receiver % len(same)]):
-                given.append(box)
-        met = [held.meet(wanted) for wanted in dict.fromkeys(after[receiver]) for held in given]
-        return tuple(box for box in met if box.items)
+                boxes.append(box)
+        overlaps = [held.meet(wanted) for wanted in dict.fromkeys(after[receiver]) for held in boxes]
+        return tuple(box for box in overlaps if box.items)
 
     single = all(len(boxes) == 1 for boxes in (*before, *after))
     pairs = zip(before, after, strict=True)
@@ -264,17 +277,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxExchange:
-    """Moves activations between splits on a stage."""
+    """Changes the splits of activations on a stage."""
 
     group: dist.ProcessGroup | None  # all ranks of the stage; None for a stage of one rank
     place: int  # this rank's place in the stage
 
     def __call__(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
-        """The tensor split another way.
+        """Return this rank's part of a tensor under another split.
 
-        Returns:
-            This rank's part under the target. The gradient goes the way back: the gradient of a part that several ranks
-            hold is complete on each of them.
+        ``shape`` is that of the full tensor. The gradient of a part that several ranks hold is complete on each.
         """
         if source == target or self.group is None:
             return tensor
@@ -282,7 +293,7 @@ class BoxExchange:
         return moved
 
     def move(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
-        """The same without autograd: an all-to-all of boxes."""
+        """Change the split without autograd, by an all-to-all of boxes; arguments as of ``__call__``."""
         path, dims = route(source, target, shape, self.place), (source.pieced or 0, target.pieced or 0)
         if path.local:
             part = cut_box(tensor, path.wanted[0].within(path.held[0]))
@@ -291,11 +302,11 @@ class BoxExchange:
         arriving = list(chain(*path.receives))
         extents = list(path.wanted[0].shape)
         extents[dims[1]] = sum(box.shape[dims[1]] for box in path.wanted)
-        # one box is in order already; no view, so that code behind may change it in place
-        alone = len(arriving) <= 1 and len(path.wanted) == 1
-        received = tensor.new_empty(extents if alone else sum(box.items for box in arriving))
+        # a single box is in order already; no view, so that later code may change it in place
+        is_single = len(arriving) <= 1 and len(path.wanted) == 1
+        received = tensor.new_empty(extents if is_single else sum(box.items for box in arriving))
         all_to_all(outgoing, received, [sum(box.items for box in boxes) for boxes in path.receives], self.group)
-        if alone:
+        if is_single:
             return received
         result = received.new_empty(extents)
         for box, part in zip(arriving, torch.split(received, [box.items for box in arriving]), strict=True):
@@ -309,7 +320,7 @@ def all_to_all(
     counts: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Send views to each rank of a group, and receive so many items from each into a contiguous tensor.
+    """Send views to each rank of a group, and receive ``counts`` items from each into a contiguous tensor.
 
     Returns:
         Bytes sent.
@@ -324,12 +335,12 @@ def all_to_all(
 
 
 def _part(tensor: Tensor, held: Boxes, dim: int, box: Box) -> Tensor:
-    """A box of what a rank holds, as a view; the boxes that it holds lie one behind the other along a dim."""
+    """A view of a box of a rank's tensor, which concatenates the boxes that the rank holds along a dim."""
     before = 0
-    for one in held:
-        if one.meet(box) == box:
-            return cut_box(tensor, box.within(one).shifted(dim, before))
-        before += one.shape[dim]
+    for other in held:
+        if other.meet(box) == box:
+            return cut_box(tensor, box.within(other).shifted(dim, before))
+        before += other.shape[dim]
     raise AssertionError("a box that is sent is held")
 
 
@@ -338,10 +349,10 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, mover: BoxExchange, source: AxisSplit, target: AxisSplit, shape: Shape
     ) -> Tensor:
-        ctx.way = (mover, source, target, shape)
+        ctx.arguments = (mover, source, target, shape)
         return mover.move(tensor, source, target, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        mover, source, target, shape = ctx.way
+        mover, source, target, shape = ctx.arguments
         return mover.move(gradient, target, source, shape), None, None, None, None

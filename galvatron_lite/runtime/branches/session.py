@@ -235,7 +235,7 @@ class DeferredCall:
             elif piece is not None:
                 self._moved.append(BranchInput(tensor, piece, part.entering(piece.shape), sampled=True))
             elif tensor.requires_grad:
-                loose, shape = traffic.loose(tensor, trunk).unsqueeze(0), (self._copies(), *tensor.shape)
+                loose, shape = traffic.unsampled_to_layer(tensor, trunk).unsqueeze(0), (self._copies(), *tensor.shape)
                 piece = RankPiece(loose, trunk.samples(shape), shape)
                 self._moved.append(BranchInput(tensor, piece, part.layout.samples(shape), sampled=False))
 
@@ -268,14 +268,14 @@ class DeferredCall:
             shape = tuple(full.shape)
             split = self.branch.part.entering(shape)
             items = cut_box(full, split.box(index, shape)).to(self.run.device).contiguous()
-            received[id(tensor)] = traffic.hand(RankPiece(items, split, shape))
+            received[id(tensor)] = traffic.lazy(RankPiece(items, split, shape))
         arrived = list[Tensor]()
         if self._entry is not None:
             arrived, token = self._entry.arrive(self._entry_departed)
             self._entry_arrived = [token]
         for moved, items in zip(self._moved, arrived, strict=True):
             piece = RankPiece(items, moved.target, moved.piece.shape)
-            received[id(moved.tensor)] = traffic.hand(piece) if moved.sampled else items[0]
+            received[id(moved.tensor)] = traffic.lazy(piece) if moved.sampled else items[0]
         return received
 
     def announce(self) -> None:
@@ -346,7 +346,7 @@ class DeferredCall:
             raise InputError(f"output {place} of branch", part.name, "It is there for some values only.")
         if place not in self.template.sampled:
             copies = self._copies() // part.layout.batch
-            return traffic.loose(tensor, part.layout).to(like.dtype).expand(copies, *like.shape)
+            return traffic.unsampled_to_layer(tensor, part.layout).to(like.dtype).expand(copies, *like.shape)
         piece, shape = traffic.piece(tensor), tuple(like.shape)
         if piece is None or piece.shape != shape:
             raise InputError(f"output {place} of branch", part.name, f"Its shape is not {shape}, as was foreseen.")
@@ -380,7 +380,7 @@ class DeferredCall:
                 items, shape = next(tensors), tuple(like.shape)
                 if place not in self.template.sampled:
                     return items[0]
-                return traffic.show(RankPiece(items, self._trunk_split(place, shape), shape))
+                return traffic.to_glue(RankPiece(items, self._trunk_split(place, shape), shape))
 
             return map_places(self.template.nest, show)
 

@@ -181,10 +181,7 @@ def guard_gradients(parameters: Iterable[ManagedParameter], guarded: bool = True
 def guard_values(parameters: Iterable[ManagedParameter], guarded: bool = True, counted: bool = False) -> None:
     """Guard parameters of which this rank has a part, and watch what the optimizer updates in their place.
 
-    Args:
-        parameters: of a stage.
-        guarded: False stops both, while the model or an optimizer runs.
-        counted: whether to warn of ``numel()``, as other ranks have other parameters.
+    With ``guarded=False`` stop both, while the model or an optimizer runs. ``counted`` warns of ``numel()``.
     """
     for managed in parameters:
         for tensor in {managed.parameter, managed.updated}:

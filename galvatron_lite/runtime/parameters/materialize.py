@@ -1,22 +1,22 @@
-"""From a model on the meta device (or anywhere else) to real layers on this process's device, one layer at a time.
+"""Moving a model's layers from the meta device (or another device) to this process's device, one at a time.
 
-A model too big for one device is built under ``torch.device("meta")``. The engine then takes its layers in turn: real
-tensors, initial values, then the shards this rank keeps, so that at most one whole layer is held at a time.
+A model too big for one device is built under ``torch.device("meta")``. For each layer in turn the engine allocates
+tensors, initialises them, and keeps this rank's shards, so that at most one full layer is in memory at a time.
 
 Initial values are those of building the model and then applying an initialiser to every module, children first:
-``reset_parameters`` where a module has one, then ``init_fn`` or, without it, the model's own ``_init_weights``. Every
+``reset_parameters`` if a module has it, then ``init_fn`` or, by default, the model's own ``_init_weights``. Every
 module draws from a generator seeded by its path, so that the weights depend on the seed and not on the plan.
 
 Buffers that a constructor computes (tables of frequencies, masks, positions) have no value on the meta device, and a
-constructor cannot be run again in general. The initialisers restore them (those of transformers do). So that nothing is
-left to chance, tensors are filled with a mark beforehand (NaN, or the largest integer); one that still holds marks
-afterwards is an error that names it.
+constructor cannot be run again in general. The initialisers restore them (those of transformers do). To check this,
+tensors are first filled with a mark (NaN, or the largest integer); a tensor that still contains marks is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,13 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 
 InitFn = Callable[[nn.Module], None]
-"""Called for every module, children first, as ``model.apply`` does; fills the module's own parameters and buffers."""
+"""Called for every module, children first, as by ``model.apply``; fills the module's own parameters and buffers."""
 
 Named = tuple[str, nn.Module]
 
 
 class Materializer:
-    """Gives a model's layers real tensors. Make it after a pipeline stage was cut out of the model."""
+    """Allocates and initialises a model's layers. Create it after a pipeline stage was cut out of the model."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Materializer:
         self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
     def place(self, layer: Layer) -> None:
-        """Make a layer's parameters and buffers real.
+        """Allocate and initialise a layer's parameters and buffers, or move them to the device.
 
-        A parameter shared with another layer is made once, for both. The layer before the blocks (the first one where
-        there is none) brings along what no layer's module holds. On later pipeline stages call this for the layer
-        before the blocks as well: it has no parameters there, but its buffers may still be read.
+        A parameter shared with another layer is initialised once, for both. The layer before the blocks (the first one
+        if there is none) includes what no layer contains. On later pipeline stages call this for the layer before the
+        blocks as well: it has no parameters there, but its buffers may still be read.
 
         Raises:
             InputError: a parameter or buffer that nothing initialises.
@@ -71,7 +71,7 @@ class Materializer:
             _check_filled(modules, fresh)
 
     def _place_tensors(self, module: nn.Module) -> list[str]:
-        """Move the module's own tensors, create those that are on the meta device; the names of the latter."""
+        """Move the module's own tensors, allocate those on the meta device, and return the names of the latter."""
         fresh = []
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -99,7 +99,7 @@ class Materializer:
                 continue
             kept = {name: module.get_parameter(name) for name in settled}
             for name, parameter in kept.items():
-                # shared with a layer that has its values, and perhaps its shards: what is drawn for it here is lost
+                # shared with a layer that has its values, and perhaps its shards: what is drawn for it here is dropped
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
             with torch.random.fork_rng(devices), torch.no_grad():
                 digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
@@ -122,21 +122,20 @@ class Materializer:
     def _init_rule(self, path: str) -> InitFn | None:
         """The nearest ``_init_weights`` at or above a module.
 
-        The name is private to the model, but by wide convention (transformers, timm, nanoGPT) it is a method that takes
-        a module and fills its own tensors, made for ``model.apply``. There is no public way to initialise one module of
-        a transformers model. This is the only place that relies on it.
+        The name is private to the model, but by convention (transformers, timm, nanoGPT) it is a method for
+        ``model.apply`` that takes a module and fills its own tensors. There is no public function that initialises one
+        module of a transformers model.
         """
         parts = path.split(".") if path else []
         for depth in range(len(parts), -1, -1):
             rule = getattr(self._model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
             if callable(rule):
-                chosen: InitFn = rule
-                return chosen
+                return cast("InitFn", rule)
         return None
 
 
 def _marked(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape full of a value that no initialiser gives."""
+    """A tensor of the same shape, filled with a value that no initialiser sets."""
     return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device=device)
 
 

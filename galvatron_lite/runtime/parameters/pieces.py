@@ -1,7 +1,6 @@
-"""What this rank holds of every tensor of the training state: boxes of full tensors, under the user's own names.
+"""This rank's parts of the tensors of the training state: boxes of full tensors, under the user's own names.
 
-Checkpoints and changes of the plan are built on this: both only need to know which part of which tensor lies where,
-whatever split it.
+Checkpoints and changes of the plan use only these: which rank has which part of which tensor, whatever split it.
 """
 
 from __future__ import annotations
@@ -22,41 +21,40 @@ from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from galvatron_lite.runtime.stages import StageRuntime
 
 RUNNING = ("running_mean", "running_var")
-"""Buffers of normalisations of which a rank that shares channels keeps its own channels only."""
+"""Buffers of normalisations of which a rank that shares channels has only its own channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """Items of a tensor that lie together both in what a rank holds and in the full tensor.
+    """Items of a tensor that form a box both in the rank's tensor and in the full tensor.
 
-    A rank that holds several runs of items of a tensor has a shard for each; without a part, one without items.
+    A rank has a shard for each such box; if it has no part of a tensor, a shard without items.
     """
 
     name: str  # the user's; of a shared parameter the first of its names in the model's ``state_dict()``
     shape: tuple[int, ...]  # of the full tensor
-    tensor: Tensor  # this rank's, plain; it shares its storage with what training uses
-    local: Box  # where in the rank's tensor
-    box: Box  # where in the full tensor, of the same shape
+    tensor: Tensor  # this rank's plain tensor, which shares its storage with what training uses
+    local: Box  # in the rank's tensor
+    box: Box  # in the full tensor, of the same shape
 
     @property
     def items(self) -> Tensor:
-        """A view of them."""
+        """A view of the items."""
         return cut_box(self.tensor, self.local)
 
 
 def complete_shard(name: str, tensor: Tensor) -> LocalShard:
-    """The shard of a rank that holds all items of a tensor."""
+    """The shard of a rank that has the full tensor."""
     box = all_of(tensor.shape)
     return LocalShard(name, tuple(tensor.shape), tensor, box, box)
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The entries of a full model's ``state_dict()``, known before the model is split."""
+    """The entries of a full model's ``state_dict()``, from before the model is split."""
 
-    names: Mapping[str, str]  # every entry, and the first name of the tensor behind it
-    # the layer that holds each entry that is a buffer, or each module by its path; empty where none does
-    homes: Mapping[str, str]
+    names: Mapping[str, str]  # the first name of the tensor, by name of the entry
+    homes: Mapping[str, str]  # the layer of a buffer or a module, by its name; empty if no layer contains it
 
 
 class Parallel(Protocol):
@@ -64,19 +62,19 @@ class Parallel(Protocol):
 
     @property
     def entries(self) -> Entries:
-        """Of the full model."""
+        """Those of the full model."""
 
     @property
     def runtimes(self) -> Sequence[StageRuntime]:
-        """The parts of the model that are on this rank."""
+        """This rank's stages or branches."""
 
 
 def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     """The entries of a full model's state; call it before the model is split."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    held = {id(one) for one in (*model.parameters(), *model.buffers())}  # a state has what hooks add to it, too
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and id(value) in held}
+    own_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # hooks may add entries to a state
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and id(value) in own_ids}
     for name, value in tensors.items():
         first.setdefault(id(value), name)
     names = {name: first[id(value)] for name, value in tensors.items()}
@@ -86,63 +84,63 @@ def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
 
 
 def home_of(name: str, layers: Sequence[Layer]) -> str:
-    """The layer that holds a tensor, which has the longest module path around it; empty where none does."""
+    """The layer that contains a tensor, by the longest path of a module; empty if none does."""
     holders = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
     return max(holders, default=(0, ""))[1]
 
 
 def held_parameters(parallel: Parallel) -> list[LocalShard]:
-    """What this rank holds of every parameter; a name may come twice where several parts of the rank share it.
+    """This rank's parts of all parameters; a name occurs twice if several runtimes of the rank share a parameter.
 
-    All ranks call it. Who writes into them calls ``updates.take`` of every runtime afterwards.
+    All ranks call it. Call ``updates.take`` of every runtime after writing into the parts.
     """
     for runtime in parallel.runtimes:
         runtime.updates.publish()
     return [
         shard
         for runtime in parallel.runtimes
-        for one in runtime.owned
-        for shard in _shards(parameter_name(parallel, one), one.held.detach(), one)
+        for managed in runtime.owned
+        for shard in _shards(parameter_name(parallel, managed), managed.held.detach(), managed)
     ]
 
 
-def full_shape(one: ManagedParameter) -> tuple[int, ...]:
-    """Of the parameter in the unsplit model."""
-    return _shards("", one.held.detach(), one)[0].shape
+def full_shape(managed: ManagedParameter) -> tuple[int, ...]:
+    """The shape of a parameter in the unsplit model."""
+    return _shards("", managed.held.detach(), managed)[0].shape
 
 
 def held_gradients(parallel: Parallel) -> list[LocalShard]:
-    """What this rank holds of the gradients that there are, named as their parameters."""
+    """This rank's parts of the gradients, named as their parameters."""
     return [
         shard
         for runtime in parallel.runtimes
-        for one in runtime.owned
-        if (gradient := one.gradient) is not None
-        for shard in _shards(parameter_name(parallel, one), gradient.detach(), one)
+        for managed in runtime.owned
+        if (gradient := managed.gradient) is not None
+        for shard in _shards(parameter_name(parallel, managed), gradient.detach(), managed)
     ]
 
 
 def held_states(parallel: Parallel, states: Mapping[Any, Mapping[str, Any]]) -> list[LocalShard]:
-    """What this rank holds of the tensors of an optimizer's states (by parameter), named ``PARAMETER/exp_avg``.
+    """This rank's parts of the tensors of an optimizer's states (by parameter), named ``PARAMETER/exp_avg``.
 
-    Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
-    that are no tensors are left out.
+    Entries that have neither the parameter's shape, nor that shape with some extents 1, are complete on every rank.
+    Entries that are no tensors are left out.
     """
     return [
         shard
         for runtime in parallel.runtimes
-        for one in runtime.owned
-        for key, value in states.get(one.updated, {}).items()
+        for managed in runtime.owned
+        for key, value in states.get(managed.updated, {}).items()
         if isinstance(value, Tensor)
-        for shard in _shards(f"{parameter_name(parallel, one)}/{key}", value.detach(), one)
+        for shard in _shards(f"{parameter_name(parallel, managed)}/{key}", value.detach(), managed)
     ]
 
 
 def held_buffers(parallel: Parallel) -> list[LocalShard]:
-    """What this rank holds of the buffers of the model's state that its own layers have.
+    """This rank's parts of the buffers of its layers that are in the model's state.
 
-    Ranks that take other samples may have other values of the same items (running statistics); the first rank's count
-    where one value is needed.
+    Ranks with other samples may have other values of the same items (running statistics); those of the first rank are
+    used where one value is needed.
     """
     return [
         shard
@@ -152,7 +150,7 @@ def held_buffers(parallel: Parallel) -> list[LocalShard]:
 
 
 def stateful_modules(parallel: Parallel) -> dict[str, nn.Module]:
-    """The modules of this rank's own layers whose state holds more than tensors (``get_extra_state``), by path."""
+    """The modules of this rank's layers whose state contains more than tensors (``get_extra_state``), by path."""
     return {
         path: module
         for runtime in parallel.runtimes
@@ -162,22 +160,23 @@ def stateful_modules(parallel: Parallel) -> dict[str, nn.Module]:
     }
 
 
-def parameter_name(parallel: Parallel, one: ManagedParameter) -> str:
+def parameter_name(parallel: Parallel, managed: ManagedParameter) -> str:
     """The first name of a parameter in the full model's ``state_dict()``."""
-    return parallel.entries.names.get(one.names[0], one.names[0])
+    return parallel.entries.names.get(managed.names[0], managed.names[0])
 
 
-def _shards(name: str, tensor: Tensor, one: ManagedParameter) -> list[LocalShard]:
-    local, part, shape = _local_items(tensor, one)
+def _shards(name: str, tensor: Tensor, managed: ManagedParameter) -> list[LocalShard]:
+    """The shards of a tensor that is split as a parameter is: the parameter, its gradient or an optimizer's state."""
+    local, part, shape = _local_items(tensor, managed)
     boxes = [(part.within(part), part)] if part.items else []
-    shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
-    mine = tuple(one.parameter.shape)
-    # it is cut where its parameter is: of its shape, or with extents 1 in other dims
-    if shard is not None and _is_like(shape, mine) and shape[shard.dim] == mine[shard.dim]:
+    shard = managed.shard if managed.shard is not None and managed.shard.placement is Placement.SHARDED else None
+    local_shape = tuple(managed.parameter.shape)
+    # it is sliced if it has the shape of the parameter, or extents 1 in other dims
+    if shard is not None and _is_like(shape, local_shape) and shape[shard.dim] == local_shape[shard.dim]:
         shape, boxes = _with_extent(shape, shard.dim, shard.shape[shard.dim]), _sliced_boxes(part, shard)
-    if one.spread is not None and _is_like(shape, one.spread.local_shape):  # of some experts of a mixture
-        ((start, _),) = one.spread.ranges
-        shape = _with_extent(shape, 0, one.spread.shape[0])
+    if managed.spread is not None and _is_like(shape, managed.spread.local_shape):  # some experts of a mixture
+        ((start, _),) = managed.spread.ranges
+        shape = _with_extent(shape, 0, managed.spread.shape[0])
         boxes = [(inside, box.shifted(0, start)) for inside, box in boxes]
     boxes = boxes or [(nothing(len(shape)),) * 2]
     return [LocalShard(name, shape, local, inside, box) for inside, box in boxes]
@@ -191,13 +190,13 @@ def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ..
     return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
-def _local_items(tensor: Tensor, one: ManagedParameter) -> tuple[Tensor, Box, tuple[int, ...]]:
-    """A plain tensor, which items of this rank's slice of the parameter it has, and the slice's shape."""
+def _local_items(tensor: Tensor, managed: ManagedParameter) -> tuple[Tensor, Box, tuple[int, ...]]:
+    """The plain local tensor, its box in this rank's slice of the parameter, and the shape of the slice."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), _local_box(tensor), tuple(tensor.shape)
-    parameter: Tensor = one.reduced
+    parameter: Tensor = managed.reduced
     if isinstance(parameter, DTensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape)):
-        # from an optimizer that works on the rank's own items
+        # from an optimizer that works on local items
         box = _local_box(parameter)
         if box.shape == tuple(tensor.shape):
             return tensor, box, tuple(parameter.shape)
@@ -205,7 +204,7 @@ def _local_items(tensor: Tensor, one: ManagedParameter) -> tuple[Tensor, Box, tu
 
 
 def _local_box(tensor: DTensor) -> Box:
-    """Which items of a DTensor this rank has: along each axis of the mesh torch cuts as ``torch.chunk`` does."""
+    """This rank's box of a DTensor: along each axis of the mesh torch splits as ``torch.chunk`` does."""
     ranges = [(0, extent) for extent in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None  # this rank has the tensor
@@ -221,30 +220,29 @@ def _local_box(tensor: DTensor) -> Box:
 
 
 def _sliced_boxes(part: Box, shard: ParameterShard) -> list[tuple[Box, Box]]:
-    """Where the items of a part of a rank's slice lie in the part, and in the full tensor: fused parts are sliced each
-    by itself."""
+    """The boxes of a part of a rank's slice, in the part and in the full tensor; fused parts are sliced separately."""
     boxes, offset = [], 0
     for start, length in shard.ranges:
         ranges = list(part.ranges)
         ranges[shard.dim] = (offset, offset + length)
-        met = part.meet(Box(tuple(ranges)))
-        if met.items:
-            boxes.append((met.within(part), met.shifted(shard.dim, start - offset)))
+        overlap = part.meet(Box(tuple(ranges)))
+        if overlap.items:
+            boxes.append((overlap.within(part), overlap.shifted(shard.dim, start - offset)))
         offset += length
     return boxes
 
 
 def _homes_on(runtime: StageRuntime, is_first: bool) -> set[str]:
-    """The layers of a part; what no layer has is on every part."""
+    """The layers of a runtime; what is in no layer counts with this rank's first runtime."""
     return {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
 
 
 def _buffers(runtime: StageRuntime, entries: Entries, is_first: bool) -> Iterator[LocalShard]:
-    here = _homes_on(runtime, is_first)
+    homes = _homes_on(runtime, is_first)
     groups = ((placed.layer.modules, runtime.meshes.groups(placed.strategy).channels) for placed in runtime.stage)
     sliced = {f"{path}.": group for modules, group in groups if group is not None for path in modules}
     for name, buffer in runtime.model.named_buffers():
-        if entries.homes.get(name) not in here:
+        if entries.homes.get(name) not in homes:
             continue
         shard = complete_shard(entries.names[name], buffer)
         group = next((group for path, group in sliced.items() if name.startswith(path)), None)

@@ -40,22 +40,14 @@ def is_alone(plan: Plan) -> bool:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Check that parameters have no hooks, which would see gradients of shares of the batch.
-
-    Raises:
-        InputError: a parameter has one.
-    """
+    """Raise InputError if a parameter has a hook, which would see gradients of shares of the batch."""
     for name, parameter in model.named_parameters():
         if any(_has_hook(parameter, kind) for kind in _HOOK_KINDS):
             raise _hook_error(name)
 
 
 def check_unsplit(model: nn.Module) -> None:
-    """Check that no plan has split a model, or a module of it.
-
-    Raises:
-        InputError: a plan has.
-    """
+    """Raise InputError if a plan has split a model, or a module of it."""
     if any(module in _SPLIT for module in model.modules()):
         remedy = "An earlier auto_parallelize has split it: go on with what that returned, or make the model anew."
         raise InputError("model", type(model).__name__, remedy)
