@@ -221,7 +221,7 @@ class Profile(Strict):
         parameter_precision: precision of parameters at rest.
         bucket_bytes: gradient buffers besides the gradients if replicas sum them, bytes for each parameter item.
         passing_bytes: gradients that exist during one backward pass only, bytes for each parameter item.
-        copied_bytes: copies of weights that all passes of a step share, bytes for each item (``cost.points``).
+        copied_bytes: copies of weights that all passes of a step share, bytes for each item (``cost.layer_memory``).
         accumulates: whether ZeRO of any stage keeps full gradients over the micro-batches of a step and reduces them
             after the last one (FSDP's ``no_sync``). Otherwise stages 2 and 3 reduce them after each micro-batch, and
             stage 1 always keeps them.

@@ -24,8 +24,8 @@ from galvatron_lite.parallelism.sharded.tensor import image_specs, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.spatial.grids import (
-    borrowed,
     layout_on,
+    received_pixels,
     sensible_grids,
     splits_pixels,
     window_along,
@@ -206,7 +206,7 @@ def test_what_is_borrowed_is_what_windows_read_beyond_their_share(side: Side, de
     assume(side.output >= degree and side.extent >= degree and side.padding < side.reach)
     own = ranges(side.extent, degree)
     spans = [beyond(side, *pair) for pair in zip(own, ranges(side.output, degree), strict=True)]
-    assert borrowed(side, degree)[0] == max(before + after for before, after in spans)
+    assert received_pixels(side, degree)[0] == max(before + after for before, after in spans)
     lenders = [range(0), *own, range(0)]
     assert (not window_refusal(window_along(side), side.extent, degree)) is all(
         before <= len(left) and after <= len(right)
@@ -226,7 +226,7 @@ def test_a_transposed_convolution_needs_what_its_outputs_are_made_of() -> None:
             (grad,) = torch.autograd.grad(out[0, 0, first : first + many].sum(), picture, retain_graph=True)
             read = grad[0, 0].nonzero().flatten().tolist()
             most = max(most, sum(pixel < start or pixel >= start + length for pixel in read))
-        assert borrowed(side, degree)[0] == most
+        assert received_pixels(side, degree)[0] == most
 
 
 @pytest.mark.parametrize(("extent", "degree", "most"), [(7, 4, 2), (7, 2, 4), (56, 3, 19), (8, 8, 1)])

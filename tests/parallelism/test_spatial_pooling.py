@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from galvatron_lite.parallelism.sharded.collectives import distribute
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, image_specs, to_local
-from galvatron_lite.parallelism.spatial.grids import SideWindow, borrowed_by, output_extent, window_refusal
+from galvatron_lite.parallelism.spatial.grids import SideWindow, output_extent, received_counts, window_refusal
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.sharded_compare import (
     GRIDS,
@@ -212,7 +212,7 @@ def test_what_is_not_shared_is_gathered(function: Layer) -> None:
 def test_borders_on_the_wire_are_those_of_the_windows(function: Layer, window: SideWindow) -> None:
     picture = double(2, 3, 24, 10)
     ranks = shared(function, picture, [], (4, 1), 0)
-    items = sum(sum(borrowed_by(window, 24, 4, rank)) for rank in range(4)) * 2 * 3 * 10
+    items = sum(sum(received_counts(window, 24, 4, rank)) for rank in range(4)) * 2 * 3 * 10
     # the borders in forward, their gradients in backward
     assert sum(one.sent_bytes for one in ranks) == 2 * items * 8
 

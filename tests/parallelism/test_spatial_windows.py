@@ -16,15 +16,15 @@ from torch.nn import functional
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.sharded.tensor import Call, Rules, ShardSpec, global_shape, to_local
 from galvatron_lite.parallelism.spatial.grids import (
-    Loan,
+    PeerRange,
     SideWindow,
-    borrowed_by,
-    borrows,
-    needed,
+    input_range,
     output_extent,
     output_range,
+    received_counts,
+    received_ranges,
+    runs_locally,
     shard_range,
-    stays,
     window_refusal,
 )
 from galvatron_lite.parallelism.spatial.resizing import HANDLERS
@@ -65,7 +65,7 @@ def read_by(window: SideWindow, extent: int, output: int) -> set[int]:
     return {i for i in range(extent) if 0 <= output + window.before - i * window.stride <= reach}
 
 
-def places(loans: tuple[Loan, ...]) -> dict[int, set[int]]:
+def places(loans: tuple[PeerRange, ...]) -> dict[int, set[int]]:
     return {peer: set(range(*lent)) for peer, lent in loans}
 
 
@@ -75,7 +75,7 @@ def test_ranks_borrow_just_what_their_outputs_depend_on(window: SideWindow, exte
     shares = [set(range(*shard_range(extent, degree, rank))) for rank in range(degree)]
     for rank in range(degree):
         outputs = range(*output_range(window, extent, degree, rank))
-        start, stop = needed(window, extent, (outputs.start, outputs.stop))
+        start, stop = input_range(window, extent, (outputs.start, outputs.stop))
         span = {place for place in range(start, stop) if 0 <= place < extent}
         used = set().union(*[read_by(window, extent, output) for output in outputs])
         assert used <= span
@@ -83,9 +83,9 @@ def test_ranks_borrow_just_what_their_outputs_depend_on(window: SideWindow, exte
             assert not used or (min(span), max(span)) == (min(used), max(used))
         else:
             assert (start, stop - 1) == (min(reads(window, outputs[0])), max(reads(window, outputs[-1])))
-        found = places(borrows(window, extent, degree, rank))
+        found = places(received_ranges(window, extent, degree, rank))
         assert found == {peer: span & own for peer, own in enumerate(shares) if peer != rank and span & own}
-        assert borrowed_by(window, extent, degree, rank) == (
+        assert received_counts(window, extent, degree, rank) == (
             sum(len(found.get(peer, ())) for peer in range(rank)),
             sum(len(found.get(peer, ())) for peer in range(rank + 1, degree)),
         )
@@ -101,7 +101,7 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
         return
     far = nothing = False
     for rank in range(degree):
-        start, stop = needed(window, extent, output_range(window, extent, degree, rank))
+        start, stop = input_range(window, extent, output_range(window, extent, degree, rank))
         near = {
             p
             for peer in (rank - 1, rank, rank + 1)
@@ -132,7 +132,7 @@ def test_a_window_stays_where_shares_alone_make_the_outputs(window: SideWindow, 
     ]
     shares = [stop - start for start, stop in (shard_range(extent, degree, rank) for rank in range(degree))]
     refused = not window.transposed and min(shares) < min(window.reach, extent)  # torch takes no picture below a window
-    assert stays(window, extent, degree) == (made == wanted and not refused)
+    assert runs_locally(window, extent, degree) == (made == wanted and not refused)
 
 
 RULES = rules(HANDLERS)

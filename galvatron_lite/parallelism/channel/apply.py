@@ -1,4 +1,4 @@
-"""Gives a layer its share of the devices that share channels: slices its weights in place, replaces forwards."""
+"""Splits the channels of a layer over devices: slices weights in place and replaces forwards."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ from galvatron_lite.parallelism.tensor.apply import Shards, shards_by_name, slic
 from galvatron_lite.parallelism.tensor.functions import reduce_from_group
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
-# What functions do with images whose channels are shared.
+# The rules of images whose channels are sharded.
 
 
 HANDLERS: Mapping[str, Handler] = {**COMMON, **resizing.HANDLERS, **pooling.HANDLERS, **norms.HANDLERS}
-"""In which gradients of full tensors are parts on each rank."""
+"""Handlers for which each rank has a part of the gradient of a full tensor."""
 
 CHANNELS_RULES = Rules(HANDLERS, on_full, ("channels",))
-"""By ``channels``: every image is shared."""
+"""The rules of ``channels``, under which every image is sharded."""
 
 
 def is_image(tensor: Tensor, dims: int) -> bool:
-    """Whether a full tensor that meets shards of ``dims`` dims counts as made from the layer's input.
+    """Whether a full tensor that meets shards of ``dims`` dims counts as computed from the layer's input.
 
-    Parameters do not, nor do tensors of fewer dims: of these each rank's gradient is a part. Whether one takes a
-    gradient does not matter, as that may change from the run that told which are partial to the others.
+    Parameters and tensors of fewer dims do not: each rank has a part of their gradient. Whether a tensor requires a
+    gradient does not count, as that may differ between the run that finds which gradients are partial and later runs.
     """
     return tensor.dim() == dims and not isinstance(tensor, nn.Parameter)
 
 
 Witness = Callable[[Call, list[Tensor]], None]
-"""Is called with calls that shards and full tensors meet in, and those of the latter that are no images."""
+"""Is called with a call of shards and full tensors, and the full tensors among its arguments that are no images."""
 
 
 def filters_rules(witness: Witness = lambda _call, _met: None) -> Rules:
-    """By ``filters``: gradients of full tensors are complete on every rank.
+    """Return the rules of ``filters``, under which every rank has the complete gradient of full tensors.
 
-    A full image and shards of another (a shortcut) meet as full images, as both must be so in the end. The other
-    handlers take gradients of full tensors for parts; so their full arguments are entered, and their results left.
+    If a full image meets shards of another (a shortcut), these are gathered, as they would be later. For the handlers
+    that all rules share, gradients of full tensors are parts; so ``enter`` and ``leave`` wrap arguments and results.
     """
     table: dict[str, Handler] = {}
     rules = Rules(table, _on_full, ("filters",))
@@ -87,7 +87,7 @@ _NO_RULE = object()
 
 
 def _on_full(call: Call) -> Any:
-    """Raises InputError where the function would write to shards."""
+    """Call the function with full tensors; raise InputError if it would write to shards."""
     refuse_write(call)
     return _call_full(call)
 
@@ -97,18 +97,18 @@ def _call_full(call: Call) -> Any:
 
 
 def _joined(handler: Handler) -> Handler:
-    """``cat`` of shards along the channels: of full images, as each is gathered in the end."""
+    """``cat`` of shards along the channels is of full images, which are gathered later anyway."""
     return lambda call: _call_full(call) if shapes.joins_shards(call) else handler(call)
 
 
 def _complete(handler: Handler, inner: Rules, witness: Witness) -> Handler:
     def handle(call: Call) -> Any:
-        full = [one for one in tensors_of((call.args, call.kwargs)) if not isinstance(one, ShardedTensor)]
+        full = [tensor for tensor in tensors_of((call.args, call.kwargs)) if not isinstance(tensor, ShardedTensor)]
         first = next(sharded_tensors((call.args, call.kwargs)))
         dims, (spec, *_) = len(global_shape(first)), first.specs
-        images = [one for one in full if is_image(one, dims)]
+        images = [tensor for tensor in full if is_image(tensor, dims)]
         if call.name != "__setitem__" and any(image.shape[spec.dim] > 1 for image in images):
-            return _written(call, _call_full(call))  # a full image with all channels is among the arguments
+            return _write_back(call, _call_full(call))  # an image with all channels is among the arguments
 
         def entered(tensor: Tensor) -> Tensor:
             enters = not isinstance(tensor, ShardedTensor) and is_image(tensor, dims)
@@ -124,14 +124,14 @@ def _complete(handler: Handler, inner: Rules, witness: Witness) -> Handler:
         result = handler(call._replace(args=args, kwargs=kwargs, rules=inner))
         if result is _NO_RULE:
             return call.rules.otherwise(call)
-        witness(call, [one for one in full if not is_image(one, dims)])
+        witness(call, [tensor for tensor in full if not is_image(tensor, dims)])
         return map_tensors(result, left)
 
     return handle
 
 
-def _written(call: Call, result: Tensor) -> Tensor:
-    """A full result; shards that a function writes to (``+=`` too) may have other names, and get it as well."""
+def _write_back(call: Call, result: Tensor) -> Tensor:
+    """Copy a full result into the shard that an in-place function writes to, as it may have other references."""
     if in_place(call) and isinstance(call.args[0], ShardedTensor):
         shards = call.args[0]
         (spec,) = shards.specs
@@ -147,7 +147,7 @@ Weighted = nn.Linear | Convolution | Transposed
 """Modules that can be split."""
 
 CHANNELS = 1
-"""Dim of the channels of images that enter and leave."""
+"""Dim of the channels in a layer's inputs and outputs."""
 
 _FUNCTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: functional.linear,
@@ -161,20 +161,20 @@ _FUNCTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 def shard_channels(layer: nn.Module, plan: ChannelPlan, group: AxisGroup) -> dict[str, ParameterShard]:
-    """Splits a layer over the devices that share its channels, in place.
+    """Split the channels of a layer over a group of devices, in place.
 
-    Parameters stay the same objects and hold the local slice, as by ``tensor.apply.shard_layer``. Weights of
-    convolutions and linears are sliced; biases, norms and all else stay full. By ``filters`` tensors enter and leave
-    the layer in full, and gradients of replicas are complete; by ``channels`` every tensor of numbers with two dims or
-    more enters and leaves as this device's share along dim 1.
+    Parameters stay the same objects and hold the local slice, as in ``tensor.apply.shard_layer``. Weights of
+    convolutions and linears are sliced; biases, norms and other parameters stay full. Under ``filters`` inputs and
+    outputs of the layer are full, and gradients of replicas are complete. Under ``channels`` every floating-point
+    input and output with two dims or more is this device's shard along dim 1.
 
     Args:
-        layer: a block; or one of the modules before or after the blocks, each of which has such boundaries.
+        layer: a block, or a module before or after the blocks.
         plan: from ``infer_channels``.
-        group: the devices that share it.
+        group: the devices.
 
     Returns:
-        How each parameter lies in the global one, by its name in ``layer``; under each, if it has several.
+        The shard of each parameter, by its name in ``layer``, or by each of its names.
 
     Raises:
         InputError: the plan is for another number of devices.
@@ -187,7 +187,7 @@ def shard_channels(layer: nn.Module, plan: ChannelPlan, group: AxisGroup) -> dic
         for path, part in plan.parts.items():
             weighted: Weighted = layer.get_submodule(path)  # type: ignore[assignment]
             shards |= split_module(weighted, part, sharing)
-        # code outside, checkpointing too, sees plain tensors
+        # other code, such as checkpointing, sees plain tensors
         layer.forward = partial(_forward, layer.forward, sharing, plan.inputs)
     parameters = layer.named_parameters(remove_duplicate=False)
     return shards_by_name(parameters, shards, group, lambda name: plan.by == "channels" or name in plan.partial)
@@ -195,29 +195,29 @@ def shard_channels(layer: nn.Module, plan: ChannelPlan, group: AxisGroup) -> dic
 
 @dataclass(frozen=True, slots=True)
 class ChannelSharing:
-    """Who shares the channels of a layer, and how."""
+    """The split of a layer's channels."""
 
     by: str  # ``filters`` or ``channels``
     group: AxisGroup  # the devices
     rules: Rules
 
     def full(self, tensor: Tensor) -> Tensor:
-        """The full tensor; by ``filters`` its gradient is complete on every device, else a part."""
+        """Gather a tensor; under ``filters`` every device has its complete gradient, else a part."""
         return full_replica(tensor) if self.by == "filters" else full_tensor(tensor)
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This device's shard of a full tensor."""
+        """Return this device's shard of a full tensor."""
         entered = enter(tensor, (self.group,)) if self.by == "filters" else tensor
         return distribute(entered, (ShardSpec(dim, tensor.shape[dim], self.group),), self.rules)
 
     def local(self, tensor: Tensor, dim: int) -> Tensor:
-        """This device's shard of a tensor, as a plain tensor, whichever way it comes."""
+        """Return this device's shard of a full or sharded tensor, as a plain tensor."""
         if any(spec.dim != dim for spec in specs_of(tensor)):
             tensor = self.full(tensor)
         return to_local(tensor if specs_of(tensor) else self.shard(tensor, dim))
 
 
-# What enters and leaves a layer: plain tensors outside, sharded ones inside
+# Inputs and outputs of a layer: plain tensors outside, sharded ones inside
 
 
 def _forward(
@@ -228,16 +228,16 @@ def _forward(
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor that enters or leaves by ``channels`` is an image: numbers for samples and channels."""
+    """Whether an input or output of a layer under ``channels`` is an image: floats for samples and channels."""
     return tensor.is_floating_point() and tensor.dim() > CHANNELS
 
 
 def enter_layer(value: Any, sharing: ChannelSharing, extents: Sequence[int]) -> Any:
-    """Arguments as the layer's inside sees them.
+    """Turn the arguments of a layer into sharded tensors.
 
     Args:
-        value: a nest of arguments. By ``filters`` they are full; by ``channels`` images are this device's shards.
-        sharing: who shares.
+        value: nested arguments. Under ``filters`` they are full; under ``channels`` images are this device's shards.
+        sharing: of the layer.
         extents: channels of the images, in order.
 
     Raises:
@@ -251,17 +251,17 @@ def enter_layer(value: Any, sharing: ChannelSharing, extents: Sequence[int]) -> 
         if not is_shared(tensor):
             return tensor
         spec = ShardSpec(CHANNELS, next(channels, 0), sharing.group)
-        # an alias: code outside keeps a plain tensor
+        # an alias, so that code outside keeps a plain tensor
         return from_local(tensor.view_as(tensor), (spec,), sharing.rules)
 
     return map_tensors(value, entered)
 
 
 def leave_layer(value: Any, sharing: ChannelSharing) -> Any:
-    """A layer's output as plain tensors: full by ``filters``, shards by ``channels``.
+    """Turn the output of a layer into plain tensors: full under ``filters``, shards under ``channels``.
 
     Raises:
-        InputError: by ``channels`` something that has no channels is returned.
+        InputError: under ``channels``, an output without channels.
     """
     if sharing.by == "filters":
         shared = next(sharded_tensors(value), None) is not None
@@ -269,7 +269,7 @@ def leave_layer(value: Any, sharing: ChannelSharing) -> Any:
 
     def left(tensor: Tensor) -> Tensor:
         if [spec.dim for spec in specs_of(tensor)] == [CHANNELS]:
-            # itself, no view: ZeRO's hooks on it must outlast what code behind changes in place
+            # no view: ZeRO's hooks must stay if later code changes the tensor in place
             return unwrap(tensor)
         if not is_shared(tensor):
             remedy = "It has no channels that devices could share: keep the layer whole, or share its filters."
@@ -284,17 +284,17 @@ def leave_layer(value: Any, sharing: ChannelSharing) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModuleChannels:
-    """Channels of a convolution or linear, and the dims of its weight that hold them."""
+    """The channels of a convolution or linear, and their dims in its weight."""
 
     inputs: int
     outputs: int
-    groups: int  # of the convolution; they follow one another along dim 0 of the weight
+    groups: int  # of the convolution, one after another along dim 0 of the weight
     input_dim: int
     output_dim: int
 
 
 def is_weighted(module: nn.Module) -> bool:
-    """Whether a module is a convolution or linear as torch has it: forward not overridden, a plain weight."""
+    """Whether a module is a convolution or linear of torch, with its forward and a plain weight."""
     kind = next((kind for kind in _FUNCTIONS if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or "forward" in vars(module):
         return False
@@ -302,28 +302,28 @@ def is_weighted(module: nn.Module) -> bool:
 
 
 def _channels_of(module: Weighted) -> ModuleChannels:
-    """The channels of a convolution or linear that has not been split."""
+    """The channels of an unsplit convolution or linear."""
     if isinstance(module, nn.Linear):
         return ModuleChannels(module.in_features, module.out_features, 1, 1, 0)
-    back = isinstance(module, Transposed)
-    return ModuleChannels(module.in_channels, module.out_channels, module.groups, 1 - back, int(back))
+    transposed = isinstance(module, Transposed)
+    return ModuleChannels(module.in_channels, module.out_channels, module.groups, 1 - transposed, int(transposed))
 
 
 def channel_dim(module: Weighted, tensor: Tensor) -> int:
-    """Dim of the channels, counted from the front, in what enters or leaves a module."""
+    """Return the dim of the channels, counted from the front, in an input or output of a module."""
     return tensor.dim() - 1 if isinstance(module, nn.Linear) else 1
 
 
 def takes_samples(module: Weighted, tensor: Tensor) -> bool:
-    """Whether a module's input has samples along dim 0, so that its channels are where they are looked for."""
+    """Whether a module's input has a dim of samples, so that its channels are at ``channel_dim``."""
     return tensor.dim() >= 2 if isinstance(module, nn.Linear) else tensor.dim() == module.weight.dim()
 
 
 def split_part(module: Weighted, by: str, is_sharded: bool, degree: int) -> OperatorPart:
-    """What a device does of a convolution or linear whose input is sharded by channels or not."""
+    """Return the part of a convolution or linear that a device runs; ``is_sharded``: whether its input is."""
     channels = _channels_of(module)
     if channels.groups > 1:
-        # shares of the channels must be complete groups: groups divide evenly, or each is one channel
+        # shards must be complete groups: these divide evenly, or each is one channel
         single = channels.inputs == channels.outputs == channels.groups
         fits = channels.groups >= degree and (single or channels.groups % degree == 0)
         return OperatorPart.SHARED if is_sharded and fits else OperatorPart.WHOLE
@@ -335,10 +335,10 @@ def split_part(module: Weighted, by: str, is_sharded: bool, degree: int) -> Oper
 
 
 def split_module(module: Weighted, part: OperatorPart, sharing: ChannelSharing) -> Shards:
-    """Slice a module's weight in place and make it work on shards.
+    """Slice a module's weight in place and replace its forward by one for shards.
 
     Returns:
-        How its parameters lie in the global ones, by their identity.
+        The shards of its parameters, by their identity.
     """
     channels, group = _channels_of(module), sharing.group
     match part:
@@ -363,7 +363,7 @@ def split_module(module: Weighted, part: OperatorPart, sharing: ChannelSharing) 
 def _run_split(
     module: Weighted, part: OperatorPart, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor
 ) -> Tensor:
-    """What a split module does; a bias joins what is a complete sum."""
+    """Run a split module; the bias is added to complete sums."""
     dim = channel_dim(module, tensor)
     spec = ShardSpec(dim, channels.outputs, sharing.group)
     if part is OperatorPart.FILTERS:
@@ -390,8 +390,8 @@ def _with_bias(module: Weighted, output: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run(module: Weighted, tensor: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """What a module does with the weight that it holds now, another bias and number of groups."""
-    function = next(one for kind, one in _FUNCTIONS.items() if isinstance(module, kind))
+    """Run a module with its local weight, and another bias and number of groups."""
+    function = next(function for kind, function in _FUNCTIONS.items() if isinstance(module, kind))
     if isinstance(module, nn.Linear):
         return function(tensor, module.weight, bias)
     if isinstance(module, Transposed):

@@ -1,4 +1,4 @@
-"""Runs those passes of a programme that are a process's own."""
+"""Runs the passes of one process of a programme."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates
 from galvatron_lite.parallelism.pipeline.runner import arrived, differentiable, template_of
 
 Call = Callable[[StagePart, Any], Any]
-"""Runs a stage's model on a micro-batch; on the last stage it returns the loss, a scalar."""
+"""Runs the model of a stage on a micro-batch; the last stage returns the loss, a scalar."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeededDraws:
-    """Random numbers that depend on a pass's stage and micro-batch alone, not on what ran before it or where.
+    """Random numbers that depend only on the stage and micro-batch of a pass, not on its process or earlier passes.
 
-    The process's generators go on afterwards as if nothing had been drawn. Recomputation draws the same again:
-    ``torch.utils.checkpoint`` keeps the state that it began with.
+    Afterwards the process's generators continue as if nothing had been drawn. Recomputation draws the same numbers
+    again, as ``torch.utils.checkpoint`` saves the state at its beginning.
     """
 
-    seed: int  # of the run, the same on every process
+    seed: int  # of the run, the same on all processes
     device: torch.device  # where passes run
 
     @contextmanager
     def __call__(self, stage: int, number: int) -> Iterator[None]:
-        """Run a pass of a stage and a micro-batch inside."""
+        """Seed the generators for a pass of a stage and a micro-batch within the context."""
         gpus = [self.device] if self.device.type == "cuda" else []
         digest = hashlib.sha256(f"{self.seed}:{stage}:{number}".encode()).digest()
         seed = int.from_bytes(digest[:7], "big")
@@ -57,13 +57,13 @@ class SeededDraws:
 
 
 class Executor:
-    """A process's passes.
+    """Runs the passes of one process.
 
     Attributes:
-        programme: set anew only while nothing is in flight.
-        states: of the stages that this process runs.
-        draws: the random numbers of a pass.
-        desk: what lies between passes.
+        programme: changes only while no micro-batch is in flight.
+        states: of the stages that this process runs, by stage.
+        draws: random numbers of a pass.
+        desk: what passes leave for later ones.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Executor:
         self._process, self._parts, self._call, self._device = process, parts, call, device
         self._exchange = MessageExchange(programme, self.desk, states, mailbox)
         self._fed = -1
-        self._next: dict[int, int] = {}  # by stage: the micro-batch of its next forward pass here
+        self._next: dict[int, int] = {}  # micro-batch of the next forward pass here, by stage
 
     def feed(self, step: int, microbatches: Sequence[Any]) -> None:
-        """Give the micro-batches of a training step, as many as workers."""
+        """Add the micro-batches of a training step, one for each worker."""
         self._fed, first = step, step * self.programme.workers
         for number, microbatch in enumerate(microbatches, first):
             if self._stages_of(number):
@@ -94,38 +94,38 @@ class Executor:
         """Run passes in order.
 
         Raises:
-            LaunchError: another process is gone, or silent for too long.
+            LaunchError: another process has ended, or does not answer in time.
         """
-        for one, following in zip_longest(passes, passes[1:]):
-            moment = one.moment
+        for action, following in zip_longest(passes, passes[1:]):
+            moment = action.moment
             self._exchange.clear(moment.time)
-            self._exchange.receive(one.receives)
-            # an update is passed on before it is applied: optimizers may change gradients
-            early = [sent for sent in one.sends if sent.kind is MessageContent.UPDATE and not moment.backward]
+            self._exchange.receive(action.receives)
+            # an update is sent on before it is applied: optimizers may change gradients
+            early = [sent for sent in action.sends if sent.kind is MessageContent.UPDATE and not moment.backward]
             self._exchange.send(early, moment.time, moment.step)
             self._expect(following)
-            (self._backward if moment.backward else self._forward)(one)
-            self._exchange.send([sent for sent in one.sends if sent not in early], moment.time, moment.step)
+            (self._backward if moment.backward else self._forward)(action)
+            self._exchange.send([sent for sent in action.sends if sent not in early], moment.time, moment.step)
             self._expect(following)
-            number = self._number(one)
+            number = self._number(action)
             if not moment.backward and moment.stage == self._stages_of(number)[-1]:
                 del self.desk.batches[number]
         self._exchange.done(self.programme, self._fed)
 
     def drain(self, step: int) -> None:
-        """End what is in flight, before training step ``step``, and go on from there with the delay that there is.
+        """Finish all passes before training step ``step``, and continue from there with delayed gradients.
 
-        All updates are applied. Parameters that are still to be used by that step are kept beside the newest.
+        All updates are applied. Older parameters that the step will use are kept beside the newest.
 
         Raises:
-            LaunchError: another process is gone, or silent for too long.
+            LaunchError: another process has ended, or does not answer in time.
         """
         if self.programme.begin == step:
             return
         self.run(self.programme.left(self._process, step))
-        for one in self.programme.settling(self._process, step):
-            self._exchange.receive(one.receives)
-            self._exchange.send(one.sends, one.moment.time, step)
+        for action in self.programme.settling(self._process, step):
+            self._exchange.receive(action.receives)
+            self._exchange.send(action.sends, action.moment.time, step)
         for stage, states in self.states.items():
             while states.updates:
                 self._apply(stage, self._next[stage])
@@ -133,59 +133,59 @@ class Executor:
         self.programme = replace(self.programme, begin=step, base=step - 1)
 
     def flush(self, step: int) -> None:
-        """End what is in flight, and the delay: all processes go on with the same newest parameters alone."""
+        """``drain``, and end the delay: all processes continue with the same newest parameters."""
         self.drain(step)
         self.restart(step, step, {})
 
     def restart(self, step: int, base: int, older: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Set the training step that comes next; nothing may be in flight.
+        """Set the next training step; no micro-batch may be in flight.
 
         Args:
-            step: that one; the newest parameters have had as many updates.
+            step: the next training step, and the number of updates of the newest parameters.
             base: oldest version that it uses.
-            older: by stage: values of the version before the newest, where passes here use them.
+            older: values of the version before the newest, by stage, if passes here use them.
         """
         self.programme = replace(self.programme, begin=step, base=base)
         for stage, states in self.states.items():
             states.restart(step, older.get(stage))
-            self._rest(stage)
+            self._bind_newest(stage)
 
-    def _rest(self, stage: int) -> None:
+    def _bind_newest(self, stage: int) -> None:
         states = self.states[stage]
         self._parts[stage].bind(states.at(states.newest))
 
     def _expect(self, following: CyclicPass | None) -> None:
-        """Start to receive what the next pass needs while the present one computes."""
+        """Start to receive the messages of the next pass while this one computes."""
         if following is not None:
             self._exchange.expect(following.receives)
 
-    def _forward(self, one: CyclicPass) -> None:
-        stage, number = one.moment.stage, self._number(one)
+    def _forward(self, action: CyclicPass) -> None:
+        stage, number = action.moment.stage, self._number(action)
         part, states = self._parts[stage], self.states[stage]
-        while states.newest < one.version:
+        while states.newest < action.version:
             self._apply(stage, number)
-        parameters = states.at(one.version)
+        parameters = states.at(action.version)
         part.bind(parameters)
-        taken = self.desk.handed.pop((stage, number), StageOutput(None, []))
-        value, slots = arrived(taken.template, taken.tensors)
+        stage_input = self.desk.handed.pop((stage, number), StageOutput(None, []))
+        value, slots = arrived(stage_input.template, stage_input.tensors)
         with self.draws(stage, number):
             part.cut.check_ends()
-            produced = part.cut.run(lambda: self._call(part, self.desk.batches[number]), value if stage else None)
+            output = part.cut.run(lambda: self._call(part, self.desk.batches[number]), value if stage else None)
         if part.cut.last:
-            self.desk.losses[number] = produced.detach()
-            produced = produced / self.programme.workers
+            self.desk.losses[number] = output.detach()
+            output = output / self.programme.workers
         else:
-            values = [tensor.detach() for tensor in tensors_of(produced)]
-            self.desk.handed[stage + 1, number] = StageOutput(template_of(produced), values)
-        outputs = differentiable(produced)
+            values = [tensor.detach() for tensor in tensors_of(output)]
+            self.desk.handed[stage + 1, number] = StageOutput(template_of(output), values)
+        outputs = differentiable(output)
         shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
         edges = [get_gradient_edge(tensor) for tensor in outputs]
-        self.desk.flights[stage, number] = InFlight(one.version, parameters, slots, edges, shapes)
+        self.desk.flights[stage, number] = InFlight(action.version, parameters, slots, edges, shapes)
         self._next[stage] = number + self.programme.replicas(stage)
         states.forget_before(self.programme.version(stage, self._next[stage]))
 
-    def _backward(self, one: CyclicPass) -> None:
-        stage, number, step = one.moment.stage, self._number(one), one.moment.step
+    def _backward(self, action: CyclicPass) -> None:
+        stage, number, step = action.moment.stage, self._number(action), action.moment.step
         part, states = self._parts[stage], self.states[stage]
         returned = self.desk.returned.pop((stage, number), Returned([], self.desk.losses.get(number)))
         flight = self.desk.flights.pop((stage, number))
@@ -196,25 +196,26 @@ class Executor:
         if stage:
             gradients = [slot.taken(self._device) for slot in flight.inputs]
             self.desk.returned[stage - 1, number] = Returned(gradients, returned.loss)
-        del flight  # and with it what only this graph still used
-        self._rest(stage)
-        if one.finishes:
-            states.updates[step] = states.sums.pop(step)  # the sum is complete: it is the mean gradient
+        del flight  # frees what only its graph uses
+        self._bind_newest(stage)
+        if action.finishes:
+            states.updates[step] = states.sums.pop(step)  # complete: the mean gradient, as losses are divided
             if self.programme.setting is CyclicSetting.SINGLE:
                 self._apply(stage, self._next[stage])
-                self._rest(stage)
+                self._bind_newest(stage)
 
     def _apply(self, stage: int, number: int) -> None:
         """Apply the next update of a stage, before the forward pass of micro-batch ``number``."""
         states, oldest = self.states[stage], self.programme.version(stage, number)
         states.forget_before(oldest)
-        waiting = {flight.version for place, flight in self.desk.flights.items() if place[0] == stage}
-        states.apply(states.newest, keep=oldest <= states.newest or states.newest in waiting)
+        in_flight = {flight.version for place, flight in self.desk.flights.items() if place[0] == stage}
+        states.apply(states.newest, keep=oldest <= states.newest or states.newest in in_flight)
         states.forget_before(oldest)
 
     def _stages_of(self, number: int) -> list[int]:
-        """This process's stages that a micro-batch passes here."""
+        """The stages of a micro-batch that this process runs."""
         return [stage for stage in self._parts if self.programme.process_of(stage, number) == self._process]
 
-    def _number(self, one: CyclicPass) -> int:
-        return one.moment.step * self.programme.workers + one.moment.worker
+    def _number(self, action: CyclicPass) -> int:
+        """The number of the micro-batch of a pass."""
+        return action.moment.step * self.programme.workers + action.moment.worker

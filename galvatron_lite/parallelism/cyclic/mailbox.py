@@ -1,8 +1,8 @@
-"""Messages from process to process: point to point, one transfer each, never a collective.
+"""Point-to-point messages between processes.
 
-Every kind of message has a process group for either direction between two ranks, so that a transfer never waits for one
-of another kind, and those of a pair start in the same order at both ends (NCCL asks for that). A receive can be started
-ahead (``expect``). Both ends know the shapes of a message's tensors.
+Every kind of message has a process group for each direction, so that transfers of different kinds do not wait for one
+another, and those between two ranks start in the same order on both (as NCCL requires). A receive can be started early
+(``expect``). Both ends know the shapes of a message's tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from galvatron_lite.parallelism.pipeline.runner import GradientSlot, Value
 SENDING, AWAITING = "could not send {} to", "waited in vain for {} from"
 RESUME = "Training has stopped. Start all processes again and resume from the last checkpoint (load_latest)."
 ALIGNMENT = 16
-"""Bytes: where a tensor begins in a message, whatever its dtype."""
+"""Alignment of tensors in a message, in bytes."""
 _NAMES = {
     MessageContent.ACTIVATION: "activations",
     MessageContent.GRADIENT: "gradients of activations",
@@ -41,11 +41,11 @@ _NAMES = {
 
 
 Lane = tuple[MessageContent, int, int]
-"""Messages that keep their order: of one kind, between two ranks, in one direction."""
+"""Kind, sender and receiver of messages that keep their order."""
 
 
 def lane_of(message: CyclicMessage) -> Lane:
-    """The lane that a message takes."""
+    """Return the lane of a message."""
     return message.kind, message.source, message.target
 
 
@@ -58,9 +58,9 @@ class _Transfer:
 
 
 class ProcessMailbox:
-    """Messages between the ranks of the default process group. Every rank makes one at the same time.
+    """Messages between the ranks of the default process group. All ranks must create one at the same time.
 
-    All methods but ``clear`` raise ``LaunchError`` where the other process is gone, or silent for too long.
+    All methods but ``clear`` raise ``LaunchError`` if the other process has ended, or does not answer in time.
     """
 
     def __init__(self, kinds: Iterable[MessageContent], device: torch.device, timeout: float) -> None:
@@ -76,61 +76,62 @@ class ProcessMailbox:
         self._expected: dict[CyclicMessage, _Transfer] = {}
 
     def send(self, message: CyclicMessage, tensors: Sequence[Tensor], due: int = 0) -> None:
-        """Send copies of the tensors; returns at once. After time step ``due`` one may wait until they are taken."""
+        """Start to send copies of tensors; see ``due`` for the time step ``due``."""
         buffer = pack(tensors, self._device)
-        work = self._tried(message, SENDING, lambda group: dist.isend(buffer, message.target, group=group))
+        work = self._run(message, SENDING, lambda group: dist.isend(buffer, message.target, group=group))
         self._sending.append(_Transfer(work, buffer, message, due))
 
     def clear(self, time: int) -> None:
-        """Let go of the copies that were due before this time step."""
-        self._finish([one for one in self._sending if one.due < time])  # gloo does not tell completion without waiting
+        """Free the copies that were due before this time step."""
+        # gloo does not report completion without waiting
+        self._finish([transfer for transfer in self._sending if transfer.due < time])
 
     def finish(self, which: Callable[[CyclicMessage], bool] = lambda _message: True) -> None:
-        """Wait until everything sent, or those messages of it, has arrived."""
-        self._finish([one for one in self._sending if which(one.message)])
+        """Wait until all sent messages, or ``which`` of them, have been received."""
+        self._finish([transfer for transfer in self._sending if which(transfer.message)])
 
     def expect(self, message: CyclicMessage, likes: Sequence[Tensor]) -> None:
-        """Start to receive tensors shaped like these, in the order in which messages of a lane are sent."""
+        """Start to receive tensors shaped like ``likes``; messages of a lane must be expected in their order."""
         if message in self._expected:
             return
         buffer = torch.empty(packed_bytes(likes), dtype=torch.uint8, device=self._device)
-        work = self._tried(message, AWAITING, lambda group: dist.irecv(buffer, message.source, group=group))
+        work = self._run(message, AWAITING, lambda group: dist.irecv(buffer, message.source, group=group))
         self._expected[message] = _Transfer(work, buffer, message)
 
     def receive(self, message: CyclicMessage, likes: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, shaped like these, once they are here."""
+        """Wait for the tensors of a message, shaped like ``likes``."""
         self.expect(message, likes)
         transfer = self._expected.pop(message)
         self._wait(transfer, AWAITING)
         return unpack(transfer.buffer, likes)
 
-    def tell(self, message: CyclicMessage, value: object) -> None:
-        """Send something small that can be pickled, ahead of the message."""
+    def send_object(self, message: CyclicMessage, value: object) -> None:
+        """Send a small object that can be pickled, before the message."""
         options: dict[str, Any] = {"dst": message.target, "device": self._device}
-        self._tried(message, SENDING, lambda group: dist.send_object_list([value], group=group, **options))
+        self._run(message, SENDING, lambda group: dist.send_object_list([value], group=group, **options))
 
-    def hear(self, message: CyclicMessage) -> Any:
-        """The value that the sender of a message sent ahead of it (``tell``)."""
+    def receive_object(self, message: CyclicMessage) -> Any:
+        """Receive the object that was sent before a message."""
         values: list[Any] = [None]
         options: dict[str, Any] = {"src": message.source, "device": self._device}
-        self._tried(message, AWAITING, lambda group: dist.recv_object_list(values, group=group, **options))
+        self._run(message, AWAITING, lambda group: dist.recv_object_list(values, group=group, **options))
         return values[0]
 
     def _finish(self, transfers: list[_Transfer]) -> None:
-        waiting = {id(transfer) for transfer in transfers}
-        self._sending = [one for one in self._sending if id(one) not in waiting]
+        finished = {id(transfer) for transfer in transfers}
+        self._sending = [transfer for transfer in self._sending if id(transfer) not in finished]
         for transfer in transfers:
             self._wait(transfer, SENDING)
 
-    def _wait(self, transfer: _Transfer, what: str) -> None:
+    def _wait(self, transfer: _Transfer, failure: str) -> None:
         work = transfer.work
         if work is not None:
-            self._tried(transfer.message, what, lambda _group: work.wait(self._timeout))
+            self._run(transfer.message, failure, lambda _group: work.wait(self._timeout))
 
-    def _tried(self, message: CyclicMessage, what: str, act: Callable[[Any], Any]) -> Any:
-        """The result of a call with the message's group.
+    def _run(self, message: CyclicMessage, failure: str, function: Callable[[Any], Any]) -> Any:
+        """Call a function with the message's group.
 
-        An error closes all groups, so that whoever waits for this process stops too.
+        An error closes all groups, so that processes which wait for this one stop too.
         """
         key = (message.kind, message.source < message.target)
         if key not in self._groups:
@@ -138,28 +139,28 @@ class ProcessMailbox:
                 "A process was lost before. Start all again and resume from the last checkpoint (load_latest)."
             )
         try:
-            return act(self._groups[key])
+            return function(self._groups[key])
         except RuntimeError as error:
             groups, self._groups, self._sending = self._groups, {}, []
             for group in groups.values():
                 dist.destroy_process_group(group)
-            step = max(message.step, 0)  # the parameters that training begins with are of step -1
-            peer = message.target if what == SENDING else message.source
-            why = str(error).splitlines()[0].split(". ")[0]
+            step = max(message.step, 0)  # initial parameters are of step -1
+            peer = message.target if failure == SENDING else message.source
+            cause = str(error).splitlines()[0].split(". ")[0]
             raise LaunchError(
                 f"Worker {message.worker}, stage {message.stage}, training step {step}: "
-                f"{what.format(_NAMES[message.kind])} rank {peer}, which is gone or was silent for "
-                f"{self._timeout.total_seconds():g} s ({why}). {RESUME}"
+                f"{failure.format(_NAMES[message.kind])} rank {peer}, which is gone or was silent for "
+                f"{self._timeout.total_seconds():g} s ({cause}). {RESUME}"
             ) from error
 
 
 def packed_bytes(likes: Sequence[Tensor]) -> int:
-    """Bytes of tensors like these in one message."""
+    """Return the bytes of a message with tensors like ``likes``."""
     return sum(_aligned(like) for like in likes)
 
 
 def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A copy of the tensors as bytes, in order."""
+    """Copy tensors into a buffer of bytes, in order."""
     buffer = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=device)
     for tensor, view in zip(tensors, unpack(buffer, tensors), strict=True):
         view.copy_(tensor.detach())
@@ -167,7 +168,7 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def unpack(buffer: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what ``pack`` made of tensors with these shapes and dtypes (on any device)."""
+    """Return views of the tensors in a buffer of ``pack``, shaped like ``likes`` (on any device)."""
     views, start = list[Tensor](), 0
     for like in likes:
         stop = start + like.numel() * like.element_size()
@@ -180,41 +181,41 @@ def _aligned(like: Tensor) -> int:
     return math.ceil(like.numel() * like.element_size() / ALIGNMENT) * ALIGNMENT
 
 
-# What the messages of a process hold: from what it has to what others need, and back.
+# The contents of messages
 
 
 Place = tuple[int, int]
 """A stage, and the number of a micro-batch."""
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Of the tensors of a micro-batch: the same at both ends of a message."""
+"""Shapes and dtypes of a micro-batch's tensors, the same at both ends of a message."""
 _LOSS = torch.empty((), dtype=torch.float64, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A micro-batch between the forward and the backward pass of a stage.
+    """A micro-batch between forward and backward of a stage.
 
-    Outputs are edges of the autograd graph, not tensors: nothing is kept but what autograd needs.
+    Outputs are edges of the autograd graph instead of tensors, so that only what autograd needs stays in memory.
     """
 
     version: int  # of the parameters
-    parameters: Mapping[str, nn.Parameter]  # those that the graph leads to
-    inputs: list[GradientSlot]  # where gradients of what the stage was given are put
-    outputs: list[GradientEdge]  # of the graph
+    parameters: Mapping[str, nn.Parameter]  # leaves of the graph
+    inputs: list[GradientSlot]  # that collect the gradients of the stage's inputs
+    outputs: list[GradientEdge]
     shapes: list[Tensor]  # of the outputs, without values
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a stage made for the next one, outside the graph."""
+    """The output of a stage for the next one, outside the graph."""
 
-    template: Value  # its structure and shapes
-    tensors: list[Tensor]  # its values
+    template: Value  # structure and shapes
+    tensors: list[Tensor]  # values
 
 
 @dataclass(slots=True)
 class Returned:
-    """Gradients of what a stage made, and the loss of the micro-batch."""
+    """The gradients of a stage's outputs, and the loss of the micro-batch."""
 
     gradients: list[Tensor]  # in the order of the outputs
     loss: Tensor | None  # of the micro-batch; a scalar in single precision
@@ -222,41 +223,40 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDesk:
-    """What lies between a process's passes, by stage and number of the micro-batch that is to take it."""
+    """What the passes of a process leave for later passes, by the stage and number of the micro-batch that takes it."""
 
     batches: dict[int, Any] = field(default_factory=dict)  # micro-batches, by number
-    handed: dict[Place, StageOutput] = field(default_factory=dict)  # what stages are to be given
-    returned: dict[Place, Returned] = field(default_factory=dict)  # gradients of what stages made
-    flights: dict[Place, InFlight] = field(default_factory=dict)  # micro-batches between their passes
-    losses: dict[int, Tensor] = field(default_factory=dict)  # of micro-batches, as they become known, by number
+    handed: dict[Place, StageOutput] = field(default_factory=dict)  # inputs of stages
+    returned: dict[Place, Returned] = field(default_factory=dict)  # gradients of the outputs of stages
+    flights: dict[Place, InFlight] = field(default_factory=dict)  # between forward and backward
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by number of the micro-batch
 
 
 def reach(message: CyclicMessage, programme: CyclicProgramme) -> int:
-    """Time steps at most from the pass that sends a message to the one that awaits it.
+    """Return the most time steps from the pass that sends a message to the pass that receives it.
 
-    A micro-batch is two behind the one before it. Under ``stages`` a replica that is to have an update first may need
-    it in the training step after the next only.
+    Micro-batches follow one another every two time steps. Under ``stages`` the first replica that receives an update
+    may need it only in the training step after the next.
     """
     far = programme.setting is CyclicSetting.STAGES and message.kind is MessageContent.UPDATE
     return 2 * programme.workers + 1 if far else 2
 
 
 def due(message: CyclicMessage, time: int, step: int, programme: CyclicProgramme) -> int:
-    """The time step after which its sender may wait until a message is taken.
+    """Return the time step after which the sender of a message may wait until it has been received.
 
-    Until then the pass that awaits it need not have begun. Where that pass may belong to a later training step, its
-    process need not have been given that step's batch before the sender is: whoever calls ``train_step`` may let the
-    processes meet in between.
+    Before, the receiving pass may not have begun. If that pass may belong to a later training step, its process may not
+    have the batch of that step before the sender has, as processes may synchronise between calls of ``train_step``.
     """
-    awaited, taken = time + reach(message, programme), step
-    while awaited >= _first_time(programme, message.target, taken + 1):
-        taken += 1
-    return awaited if taken == step else max(awaited, _first_time(programme, message.source, taken))
+    latest, receiving_step = time + reach(message, programme), step
+    while latest >= _first_time(programme, message.target, receiving_step + 1):
+        receiving_step += 1
+    return latest if receiving_step == step else max(latest, _first_time(programme, message.source, receiving_step))
 
 
 @lru_cache(maxsize=4096)
 def _first_time(programme: CyclicProgramme, process: int, step: int) -> int:
-    """Time step of the first pass that a process runs once it is given the batch of a training step."""
+    """Time step of the first pass for which a process needs the batch of a training step."""
     workers = programme.workers
     return min(
         forward_time(step, worker, stage, workers)
@@ -266,29 +266,29 @@ def _first_time(programme: CyclicProgramme, process: int, step: int) -> int:
     )
 
 
-def _taken_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> bool:
-    """Whether the pass that awaits a message is run in training step ``step`` or before; else only later ones are."""
+def _is_received_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> bool:
+    """Whether the pass that receives a message runs in training step ``step`` or before."""
     steps = range(message.step, step + 1)
     return any(message in pass_.receives for past in steps for pass_ in programme.passes(message.target, past))
 
 
-def _see_off(mailbox: ProcessMailbox, done: list[tuple[CyclicProgramme, int]]) -> None:
-    """Wait for what others still take in training steps that this process has run: a transfer ends with its handle.
+def _finish_sends(mailbox: ProcessMailbox, done: list[tuple[CyclicProgramme, int]]) -> None:
+    """Wait for messages that others receive in training steps this process has run: a transfer ends with its handle.
 
-    Nobody waits for one who waits here in turn: all with as many training steps behind them have taken what they need.
-    ``done``: the last training step whose passes here were all run, and the programme that they were of.
+    Processes do not wait for one another here in a circle: each has received what it needs for the steps it has run.
+    ``done`` has the programme, and the last training step whose passes have all run here.
     """
     ((programme, step),) = done
     if dist.is_initialized():
-        with suppress(LaunchError):  # the receiver is gone, and with it the need
-            mailbox.finish(lambda message: _taken_by(message, programme, step))
+        with suppress(LaunchError):  # the receiver has ended, and needs nothing
+            mailbox.finish(lambda message: _is_received_by(message, programme, step))
 
 
 class MessageExchange:
-    """Sends what is on a process's desk, and puts there what arrives.
+    """Sends messages from a process's desk, and puts received ones on it.
 
-    The structure of an activation is told ahead of the first message of a lane that holds one of its kind. When it is
-    given up, or the interpreter exits, what others need for the training steps done is delivered first.
+    The structure of activations is sent before the first message of a lane with tensors of their shapes. When the
+    object is freed, or the interpreter exits, messages that others need for finished training steps are delivered.
     """
 
     def __init__(
@@ -301,38 +301,38 @@ class MessageExchange:
         self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
         self._done = [(programme, -1)]
-        weakref.finalize(self, _see_off, mailbox, self._done)
+        weakref.finalize(self, _finish_sends, mailbox, self._done)
 
     def expect(self, messages: Sequence[CyclicMessage]) -> None:
-        """Start to receive those messages whose shapes are known by now."""
+        """Start to receive messages, up to the first whose shapes are not known yet."""
         for message in messages:
             likes = self._likes(message)
             if likes is None:
-                return  # nor what comes behind it
+                return
             self._mailbox.expect(message, likes)
 
     def receive(self, messages: Sequence[CyclicMessage]) -> None:
-        """Put what messages hold where passes look for it."""
+        """Receive messages and put their contents on the desk."""
         for message in messages:
             if message.kind is MessageContent.ACTIVATION and self._key(message) not in self._templates:
-                self._templates[self._key(message)] = self._mailbox.hear(message)
+                self._templates[self._key(message)] = self._mailbox.receive_object(message)
             self._put(message, self._mailbox.receive(message, self._likes(message) or []))
 
     def send(self, messages: Sequence[CyclicMessage], time: int, step: int) -> None:
-        """Send what messages are to hold, in this time step of a training step."""
+        """Send messages from the desk, in a time step of a training step."""
         for message in messages:
             self._mailbox.send(message, self._payload(message), due(message, time, step, self._programme))
 
     def clear(self, time: int) -> None:
-        """Let go of what was sent and is taken, in this time step."""
+        """See ``ProcessMailbox.clear``."""
         self._mailbox.clear(time)
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all sent messages have been received."""
         self._mailbox.finish()
 
     def done(self, programme: CyclicProgramme, step: int) -> None:
-        """All passes of a training step, and of those before, have been run here."""
+        """Note that all passes of a training step, and of those before, have run here."""
         self._done[:] = [(programme, step)]
 
     def _number(self, message: CyclicMessage) -> int:
@@ -343,7 +343,7 @@ class MessageExchange:
         return lane_of(message), tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def _likes(self, message: CyclicMessage) -> list[Tensor] | None:
-        """Tensors shaped like those of a message that is to come; None where they are not known yet."""
+        """Tensors shaped like those of a message to receive; None if they are not known yet."""
         if message.kind is MessageContent.ACTIVATION:
             key = self._key(message) if self._number(message) in self._desk.batches else None
             return list(tensors_of(self._templates[key])) if key in self._templates else None
@@ -355,9 +355,9 @@ class MessageExchange:
     def _put(self, message: CyclicMessage, tensors: list[Tensor]) -> None:
         stage, number = message.stage, self._number(message)
         if message.kind is MessageContent.ACTIVATION:
-            # several views would keep one another alive
-            alone = tensors if len(tensors) == 1 else [tensor.clone() for tensor in tensors]
-            self._desk.handed[stage + 1, number] = StageOutput(self._templates[self._key(message)], alone)
+            # views of one buffer would keep one another alive
+            separate = tensors if len(tensors) == 1 else [tensor.clone() for tensor in tensors]
+            self._desk.handed[stage + 1, number] = StageOutput(self._templates[self._key(message)], separate)
         elif message.kind is MessageContent.GRADIENT:
             *gradients, loss = tensors
             self._desk.returned[stage - 1, number] = Returned(gradients, loss)
@@ -373,7 +373,7 @@ class MessageExchange:
             handed = self._desk.handed.pop((stage + 1, number))
             if self._key(message) not in self._templates:
                 self._templates[self._key(message)] = handed.template
-                self._mailbox.tell(message, handed.template)
+                self._mailbox.send_object(message, handed.template)
             return handed.tensors
         if message.kind is MessageContent.GRADIENT:
             returned = self._desk.returned.pop((stage - 1, number))

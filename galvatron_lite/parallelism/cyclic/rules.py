@@ -1,9 +1,9 @@
-"""Which version of a stage's parameters a micro-batch uses, when its passes run, and on how many devices.
+"""The rules of cyclic data parallelism: parameter versions, time steps of passes, and numbers of devices.
 
 After Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep Neural Networks", arXiv
 2403.08837. Workers, stages and training steps are counted from 0. Version v of a stage's parameters has had v updates;
-plain data parallelism uses version t in training step t. A training step takes 2N time steps; worker w begins 2w time
-steps after worker 0. From time step 2(N-1) on every stage is used exactly once a time step.
+data parallelism uses version t in training step t. A training step takes 2N time steps; worker w begins 2w time steps
+after worker 0. From time step 2(N-1) on every stage runs exactly once in a time step.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from enum import StrEnum
 
 
 class CyclicRule(StrEnum):
-    """``cdp-v1``: every worker uses the parameters of the step before. ``cdp-v2``: the freshest that are there."""
+    """``cdp-v1``: every worker uses the parameters of the previous step. ``cdp-v2``: the newest that are available."""
 
     V1 = "cdp-v1"
     V2 = "cdp-v2"
 
 
 class CyclicSetting(StrEnum):
-    """Where the passes run.
+    """Where passes run.
 
-    ``single``: all on one device. ``data``: each micro-batch on a device of its own. ``stages``: one stage of one
-    micro-batch on a device.
+    ``single``: all on one device. ``data``: each micro-batch on a separate device. ``stages``: one stage of one
+    micro-batch on each device.
     """
 
     SINGLE = "single"
@@ -32,10 +32,10 @@ class CyclicSetting(StrEnum):
 
 
 def device_count(setting: CyclicSetting, workers: int) -> int:
-    """Devices of a setting: 1, N, or N(N+1)/2.
+    """Return the devices of a setting: 1, N, or N(N+1)/2.
 
-    Under ``stages`` a worker is in the stages from j (counted from 1) on, and back, for 2(N-j+1) of the 2N time steps
-    of a training step, so N-j+1 devices of stage j are enough, each with one micro-batch at a time.
+    Under ``stages`` a micro-batch occupies stage j (counted from 1) for 2(N-j+1) of the 2N time steps of a training
+    step, from its forward to its backward, so stage j needs N-j+1 devices with one micro-batch at a time.
     """
     if setting is CyclicSetting.SINGLE:
         return 1
@@ -49,7 +49,7 @@ def is_fresh(rule: CyclicRule, worker: int, stage: int, workers: int) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StagePass:
-    """One pass of a stage."""
+    """A forward or backward pass of a stage."""
 
     time: int  # time step
     backward: bool
@@ -59,17 +59,17 @@ class StagePass:
 
 
 def forward_time(step: int, worker: int, stage: int, workers: int) -> int:
-    """Time step of a forward pass: 2Nt + 2(i-1) + (j-1), counted from 1."""
+    """Return the time step of a forward pass: 2Nt + 2(i-1) + (j-1), counted from 1."""
     return 2 * workers * step + 2 * worker + stage
 
 
 def backward_time(step: int, worker: int, stage: int, workers: int) -> int:
-    """Time step of a backward pass: 2Nt + 2(i-1) + (2N-j), counted from 1."""
+    """Return the time step of a backward pass: 2Nt + 2(i-1) + (2N-j), counted from 1."""
     return 2 * workers * step + 2 * worker + 2 * workers - 1 - stage
 
 
 def moments(step: int, worker: int, stage: int, workers: int) -> tuple[StagePass, StagePass]:
-    """The forward and the backward pass of a stage by a worker in a training step."""
+    """Return the forward and the backward pass of a stage by a worker in a training step."""
     return (
         StagePass(forward_time(step, worker, stage, workers), False, step, worker, stage),
         StagePass(backward_time(step, worker, stage, workers), True, step, worker, stage),

@@ -1,7 +1,7 @@
-"""The stages of one user's model, for a process that runs several of them: each is a copy of its modules' structure.
+"""The stages of a model for processes that run several of them: structural copies of its modules.
 
-Copies share parameters and buffers with the model. A stage's parameters are put into its copy before every pass, at the
-version that the pass uses (``bind``), so that what another micro-batch still needs is left alone.
+Copies share parameters and buffers with the model. Before every pass the parameters of the version that it uses are
+bound to the copy (``bind``), so that versions which other micro-batches still use do not change.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class StagePart:
     """One stage."""
 
     number: int  # from 0
-    cut: StageModel  # runs it
-    holders: Mapping[str, tuple[Holder, ...]]  # by each of its parameters' name in the model: all modules that hold it
+    cut: StageModel
+    holders: Mapping[str, tuple[Holder, ...]]  # all modules with a parameter, by its name in the model
 
     @property
     def model(self) -> nn.Module:
-        """The structure that the stage runs in."""
+        """The structural copy that the stage runs."""
         return self.cut.model
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that its modules hold now, by their names in the model."""
+        """Return the parameters of its modules, by their names in the model."""
         return dict(self.model.named_parameters())
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make the stage's modules hold these parameters, by their names in the model."""
+        """Set the parameters of its modules, by their names in the model."""
         for name, parameter in parameters.items():
             for module, attribute in self.holders[name]:
                 setattr(module, attribute, parameter)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the stage's own layers, by their names in the model."""
+        """Yield the buffers of the stage's layers, by their names in the model."""
         paths = [path for layer in self.cut.layers for path in layer.modules]
         for name, buffer in self.model.named_buffers():
             if any(name.startswith(f"{path}.") for path in paths):
@@ -59,7 +59,7 @@ class StagePart:
 def cut_stages(
     model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], flow: LayerFlow | None
 ) -> tuple[StagePart, ...]:
-    """Every stage of a model, which stays as it is.
+    """Cut a model into stages; the model does not change.
 
     Raises:
         InputError: two stages share a parameter, or the model cannot be cut there.
@@ -76,7 +76,7 @@ def stage_of(
     flow: LayerFlow | None,
     device: torch.device | None = None,
 ) -> StagePart:
-    """One stage, in place: the model gives up the others' parameters; arguments and errors as of ``cut_stages``."""
+    """Make a model one of its stages, in place, without the parameters of the others; raises as ``cut_stages``."""
     check_untied(model, layers, names)
     cut = StageModel(model, layers, names[number], device, flow, names)
     cut.attach()
@@ -89,12 +89,12 @@ def stage_of(
 
 
 def structure_of(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules that share its parameters and buffers."""
-    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
+    """Copy the modules of a model; the copies share its parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def check_untied(model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]]) -> None:
-    """Raise InputError where layers of several stages share a parameter."""
+    """Raise InputError if layers of several stages share a parameter."""
     stage_of_layer = {layer: number for number, stage in enumerate(names) for layer in stage}
     for shared in find_shared(model, layers):
         if len({stage_of_layer[layer] for layer in shared.layers}) > 1:
@@ -105,15 +105,15 @@ def check_untied(model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequ
             raise InputError("parameter", shared.names[0], remedy)
 
 
-# What a process holds of one stage: its parameters by version, gradients being summed, updates to come, the optimizer.
+# The state of a stage: its parameters by version, sums of gradients, pending updates, and the optimizer.
 #
-# Version v has had v updates (see ``rules``). The newest version is the model's own parameters, which the optimizer
-# steps in place. A pass is given others, which share their storage; so autograd keeps a storage for as long as a graph
-# needs it, and an update works on a storage of its own while an older version is still in use.
+# Version v has had v updates (see ``rules``). The newest version is the model's parameters, which the optimizer steps
+# in place. Passes use other parameters on the same storage. Autograd keeps a storage as long as a graph needs it, and
+# an update makes a new storage while an older version is still used.
 
 
 Gradients = list[Tensor | None]
-"""Of a stage's trainable parameters, in order; None where nobody used the parameter."""
+"""Gradients of a stage's trainable parameters, in order; None for unused parameters."""
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -122,15 +122,15 @@ class StageStates:
     """One stage's parameters, gradients and optimizer.
 
     Args:
-        parameters: by name, at version 0; those that are trained change in place.
+        parameters: by name, at version 0; trainable ones change in place.
 
     Attributes:
-        masters: the parameters of the newest version, by name.
-        newest: that version.
-        sums: gradients of a training step, added up over the micro-batches that were worked on so far.
-        updates: mean gradients of training steps that the parameters have not had yet.
-        optimizer: None until it is built.
-        scheduler: of its learning rate.
+        masters: parameters of the newest version, by name.
+        newest: the newest version.
+        sums: sums of gradients over the micro-batches that have been processed, by training step.
+        updates: mean gradients that have not been applied, by training step.
+        optimizer: None before ``make_optimizer``.
+        scheduler: of the learning rate.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -144,43 +144,43 @@ class StageStates:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The newest version of the parameters that are trained, in order."""
+        """Trainable parameters of the newest version, in order."""
         return [master for master in self.masters.values() if master.requires_grad]
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions that are held, the oldest first."""
+        """Versions in memory, the oldest first."""
         return tuple(sorted(self._versions))
 
     def at(self, version: int) -> Mapping[str, nn.Parameter]:
-        """The parameters that a pass uses; nobody changes them while it or its graph lives."""
+        """Return the parameters of a version for a pass; they do not change while the pass or its graph exists."""
         return self._versions[version]
 
     def make_optimizer(self, factory: OptimizerFactory, scheduler: SchedulerFactory | None, **options: Any) -> None:
-        """Build the optimizer, and a scheduler of it, over the newest parameters."""
+        """Make the optimizer of the newest parameters, and its scheduler."""
         self.optimizer = factory(self.trained or [{"params": []}], **options)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
 
     @contextmanager
     def adding(self, step: int, version: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Backward passes inside add gradients of this version's parameters to the sum of a training step."""
-        trained = [one for one in version.values() if one.requires_grad]
+        """Add the gradients of backward passes within the context to the sum of a training step."""
+        trained = [parameter for parameter in version.values() if parameter.requires_grad]
         total = self.sums.pop(step, [None] * len(trained))
         for parameter, gradient in zip(trained, total, strict=True):
             parameter.grad = gradient
         try:
             yield
-            self.sums[step] = [one.grad for one in trained]
+            self.sums[step] = [parameter.grad for parameter in trained]
         finally:
             for parameter in trained:
                 parameter.grad = None
 
     def gradient_likes(self) -> list[Tensor]:
-        """Tensors shaped like the gradients in a message: those of all trained parameters, and which of them count."""
+        """Return tensors shaped like a message with gradients: of all trainable parameters, and which of them count."""
         return [*self.trained, torch.empty(len(self.trained), dtype=torch.uint8, device="meta")]
 
     def sent(self, gradients: Gradients) -> list[Tensor]:
-        """Gradients as they are in a message; zeros where a parameter has none."""
+        """Return the tensors of a message with gradients; zeros for parameters without one."""
         filled = [
             torch.zeros_like(like) if gradient is None else gradient
             for like, gradient in zip(self.trained, gradients, strict=True)
@@ -189,7 +189,7 @@ class StageStates:
 
     @staticmethod
     def arrived(tensors: Sequence[Tensor]) -> Gradients:
-        """Gradients of a message."""
+        """Return the gradients of a message."""
         *gradients, counts = tensors
         return [gradient if count else None for gradient, count in zip(gradients, counts.tolist(), strict=True)]
 
@@ -197,9 +197,9 @@ class StageStates:
         """Step the optimizer with the mean gradient of a training step: version ``step`` becomes ``step + 1``.
 
         Args:
-            step: the next that the parameters have not had.
-            keep: whether the old version is still used, by passes to come or by graphs that wait for their backward
-                pass. The new version then has a storage of its own; else it takes the old one's place.
+            step: the next one that has not been applied.
+            keep: whether later passes or graphs still use the old version. The new version then has a separate storage;
+                else it replaces the old one.
         """
         assert step == self.newest, f"version {self.newest} cannot take the update of step {step}"
         if self.optimizer is None:
@@ -216,15 +216,16 @@ class StageStates:
         self._versions[self.newest] = self._views() if keep else self._versions.pop(step)
 
     def forget_before(self, version: int) -> None:
-        """No pass to come uses versions before this one; graphs may. The newest one stays."""
-        self._versions = {one: kept for one, kept in self._versions.items() if one >= min(version, self.newest)}
+        """Drop versions before ``version``, which no later pass uses, but not the newest; graphs may still use them."""
+        first = min(version, self.newest)
+        self._versions = {number: views for number, views in self._versions.items() if number >= first}
 
     def restart(self, version: int, older: Mapping[str, Tensor] | None = None) -> None:
-        """Set the version of the newest parameters; nothing may be in flight.
+        """Set the version of the newest parameters; no micro-batch may be in flight.
 
         Args:
-            version: theirs.
-            older: values of the version before it, by name, where passes to come use it.
+            version: of the newest parameters.
+            older: values of the version before, by name, if later passes use it.
         """
         self.sums, self.updates, self.newest = {}, {}, version
         self._versions = {version: self._views()}
@@ -232,7 +233,7 @@ class StageStates:
             self._versions[version - 1] = self._views(older)
 
     def _views(self, values: Mapping[str, Tensor] | None = None) -> dict[str, nn.Parameter]:
-        """A version, as passes are given it: leaves of their own on the same storage."""
+        """A version for passes: new leaves on the same storage."""
         return {
             name: nn.Parameter(master.data if values is None else values[name], True)
             if master.requires_grad

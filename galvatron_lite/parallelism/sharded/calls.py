@@ -1,4 +1,4 @@
-"""Calls of torch functions: reading their arguments, aligning their operands, and gathering what has no rule."""
+"""Calls of torch functions: read their arguments, align their operands, and gather tensors without a rule."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from galvatron_lite.parallelism.sharded.tensor import (
 
 
 def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
-    """An argument by position or by name."""
+    """Return an argument by position or by name."""
     return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
 
 
 def named_arguments(call: Call, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name; ``defaults``: of all arguments, in their order."""
+    """Return arguments by name; ``defaults`` has all arguments in order."""
     return {**defaults, **dict(zip(defaults, call.args, strict=False)), **call.kwargs}
 
 
@@ -51,16 +51,16 @@ ATTENTION: Mapping[str, Any] = {
     "query": None, "key": None, "value": None,
     "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
 }  # fmt: skip
-"""Arguments of ``scaled_dot_product_attention``, with their defaults."""
+"""Arguments of ``scaled_dot_product_attention`` and their defaults."""
 
 
 def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments by the names of a documented function, with its defaults.
+    """Return arguments by the names of a documented function, with its defaults.
 
     Args:
-        call: of it, or of torch's built-in function of the same name.
+        call: of the documented function, or of torch's built-in function of the same name.
         public: the documented function.
-        built_in: names of the arguments of the built-in function, in order; none where there is none.
+        built_in: argument names of the built-in function, in order; empty if there is none.
     """
     names, defaults = _signature(public)
     order = names if call.function is public or not built_in else built_in
@@ -69,7 +69,7 @@ def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = 
 
 @cache
 def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of the arguments, in order, and defaults by name."""
+    """The names of the arguments in order, and the defaults by name."""
     parameters = inspect.signature(function).parameters
     defaults = {
         name: parameter.default
@@ -80,10 +80,10 @@ def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str,
 
 
 def input_first(call: Call) -> Call:
-    """The call with its first argument by position, also where it was passed as ``input=``; without ``out``.
+    """Move ``input=`` to the first position, and refuse ``out=``.
 
     Raises:
-        InputError: the result is to be written to a tensor.
+        InputError: the call has ``out=``.
     """
     if call.kwargs.get("out") is not None:
         raise InputError(f"out= of {call.name}", "a tensor", "Use what the function returns: pictures are split.")
@@ -105,51 +105,51 @@ _WRITING = frozenset(["__setitem__", *map("__i{}__".format, _OPERATORS)])
 
 
 def tensors_among(call: Call) -> list[Tensor]:
-    """The tensors among the arguments, in order; not those in lists."""
-    return [one for one in chain(call.args, call.kwargs.values()) if isinstance(one, Tensor)]
+    """Return the tensors among the arguments in order, without those in lists."""
+    return [value for value in chain(call.args, call.kwargs.values()) if isinstance(value, Tensor)]
 
 
 def handled_by(handler: Handler, names: str) -> dict[str, Handler]:
-    """A table in which one handler does several functions, named between spaces."""
+    """Return a table with one handler for several functions; ``names`` are separated by spaces."""
     return dict.fromkeys(names.split(), handler)
 
 
 def on_locals(call: Call) -> Any:
-    """The function on the local tensors."""
+    """Call the function with the local tensors."""
     with locals_only():
         return call.function(*call.args, **call.kwargs)
 
 
 def wrap_like(call: Call, result: Any, tensor: Tensor) -> Any:
-    """What a function made of shards, sharded as a tensor is."""
+    """Turn the result of a function of shards into sharded tensors with the specs of ``tensor``."""
     return wrap_locals(result, specs_of(tensor), call.rules)
 
 
-# Alignment: operands of one function, sharded alike
+# Alignment: all operands of a function get the same specs
 
 
-def same_group(one: AxisGroup, other: AxisGroup) -> bool:
-    """Whether two groups are the same ranks."""
-    return one is other or one == other
+def same_group(first: AxisGroup, second: AxisGroup) -> bool:
+    """Whether two groups have the same ranks."""
+    return first is second or first == second
 
 
 def spec_at(specs: ShardSpecs, dim: int) -> ShardSpec | None:
-    """The spec of a dim."""
+    """Return the spec of a dim; None if it is not sharded."""
     return next((spec for spec in specs if spec.dim == dim), None)
 
 
 def without_dims(specs: ShardSpecs, dims: Sequence[int]) -> ShardSpecs:
-    """The specs of a tensor that has lost dims, which were not sharded."""
+    """Return the specs of a tensor after some unsharded dims have been removed."""
     return tuple(spec.at_dim(spec.dim - sum(dim < spec.dim for dim in dims)) for spec in specs)
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that shapes are broadcast to."""
+    """Return the shape to which shapes are broadcast."""
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def common_specs(tensors: Sequence[Tensor]) -> ShardSpecs:
-    """How the result of a pointwise function of tensors is sharded.
+    """Return how the result of a pointwise function of tensors is sharded.
 
     Raises:
         RuntimeError: the global shapes cannot be broadcast.
@@ -159,19 +159,19 @@ def common_specs(tensors: Sequence[Tensor]) -> ShardSpecs:
     return first_specs([spec for spec in specs if spec.extent == shape[spec.dim]] for specs in shifted)
 
 
-def first_specs(several: Iterable[Iterable[ShardSpec]]) -> ShardSpecs:
-    """Of each dim the first spec, unless its group already shards another dim."""
+def first_specs(candidates: Iterable[Iterable[ShardSpec]]) -> ShardSpecs:
+    """Return the first spec of each dim, unless its group already shards another dim."""
     specs = dict[int, ShardSpec]()
-    for spec in chain.from_iterable(several):
+    for spec in chain.from_iterable(candidates):
         if spec.dim not in specs and not any(same_group(spec.group, other.group) for other in specs.values()):
             specs[spec.dim] = spec
     return tuple(specs[dim] for dim in sorted(specs))
 
 
 def align(tensor: Tensor, specs: ShardSpecs, dims: int) -> Tensor:
-    """The local part of an operand of a function whose result has ``dims`` dims and these specs.
+    """Return the local part of an operand of a function whose result has ``dims`` dims and these specs.
 
-    Where the operand is sharded otherwise it is gathered; where it is full this rank takes its part. Extents of 1 are
+    Dims that are sharded in another way are gathered; of full dims this rank takes its part. Dims of extent 1 are
     broadcast. Call it within ``locals_only``.
     """
     before = dims - tensor.dim()
@@ -179,7 +179,7 @@ def align(tensor: Tensor, specs: ShardSpecs, dims: int) -> Tensor:
     for spec in kept:
         wanted = spec_at(specs, spec.dim + before)
         if wanted is None or spec.extent != wanted.extent or not same_group(spec.group, wanted.group):
-            tensor, kept = gather_dims(tensor, [spec]), tuple(one for one in kept if one is not spec)
+            tensor, kept = gather_dims(tensor, [spec]), tuple(other for other in kept if other is not spec)
     for wanted in specs:
         dim = wanted.dim - before
         if dim >= 0 and spec_at(kept, dim) is None and (tensor.shape[dim] != 1 or wanted.extent == 1):
@@ -188,23 +188,23 @@ def align(tensor: Tensor, specs: ShardSpecs, dims: int) -> Tensor:
 
 
 def align_all(call: Call, specs: ShardSpecs, dims: int) -> Call:
-    """The call with every tensor among its arguments aligned; see ``align``."""
+    """Align every tensor among the arguments; see ``align``."""
 
     def aligned(value: Any) -> Any:
         return align(value, specs, dims) if isinstance(value, Tensor) else value
 
-    kwargs = {name: aligned(one) for name, one in call.kwargs.items()}
+    kwargs = {name: aligned(value) for name, value in call.kwargs.items()}
     return call._replace(args=tuple(map(aligned, call.args)), kwargs=kwargs)
 
 
-# Fallback: the tensor is gathered, and the function runs on it on every rank
+# Fallback: gather the tensors, and run the function on every rank
 
 _FLAT_IMAGE = 4
 """Dims of images without depth."""
 
 
 def on_full(call: Call) -> Any:
-    """Gather every sharded tensor among the arguments and call the function on every rank; warn once a place.
+    """Gather every sharded tensor among the arguments and call the function on every rank; warn once per line of code.
 
     Raises:
         InputError: the function would write to a sharded tensor.
@@ -215,29 +215,29 @@ def on_full(call: Call) -> Any:
 
 
 def call_full(call: Call) -> Any:
-    """Call the function with full tensors; gradients follow."""
+    """Call the function with full tensors; gradients are sharded again."""
     return call.function(*map_tensors(call.args, full_tensor), **map_tensors(call.kwargs, full_tensor))
 
 
 def refuse_write(call: Call) -> None:
-    """Raises InputError where a call would write to a sharded tensor: it would write to a gathered copy."""
+    """Raise InputError if a call would write to a sharded tensor: it would write to a gathered copy."""
     target = call.args[0] if call.args and in_place(call) else call.kwargs.get("out")
     written = next(sharded_tensors(target), None)
     if written is not None:
         remedy = "Write what returns a new tensor instead (x = x.add(y) for x.add_(y), torch.where, torch.cat), or "
         field = f"{call.name} of a split {written.rules.what}"
-        raise InputError(field, _place(_caller()), f"{remedy}{keep_full(written)}")
+        raise InputError(field, _location(_caller()), f"{remedy}{keep_full(written)}")
 
 
 def warn_gathered(call: Call, tensor: ShardedTensor) -> None:
-    """Warn, once a place in the user's code and on the first rank only, that a function gathers a tensor."""
+    """Warn, once per line of the user's code and on the first rank only, that a function gathers a tensor."""
     if any(spec.group.rank for spec in tensor.specs):
         return
     frame = _caller()
     what = tensor.rules.what
-    why = call.because or f"has no rule for split {what}s"
+    reason = call.gather_reason or f"has no rule for split {what}s"
     message = (
-        f"torch.{call.name} {why}: in {_place(frame)} the whole {what} is gathered on every "
+        f"torch.{call.name} {reason}: in {_location(frame)} the whole {what} is gathered on every "
         f"rank, and what follows is computed by all of them. If that costs too much, {keep_full(tensor)}"
     )
     registry = frame.f_globals.setdefault("__warningregistry__", {})
@@ -246,21 +246,21 @@ def warn_gathered(call: Call, tensor: ShardedTensor) -> None:
 
 
 def keep_full(tensor: ShardedTensor) -> str:
-    """How to plan so that a layer sees full tensors: without the degrees that may have sharded this one."""
+    """Explain how to plan so that a layer gets full tensors: without the degrees that shard such tensors."""
     flat = len(global_shape(tensor)) == _FLAT_IMAGE
     names = " ".join(f"--fix LAYER.{name}=1" for name in tensor.rules.pins if not (flat and name == "depth"))
     return f"keep its layer whole: plan with {names} (LAYER: its name in the plan)."
 
 
 def _caller() -> FrameType:
-    """The innermost frame outside torch and this package; the outermost frame where there is none."""
+    """The innermost frame outside torch and this package, or the outermost frame."""
     frame = sys._getframe(1)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_INTERNAL):
         frame = frame.f_back
     return frame
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     module = frame.f_locals.get("self")
     name = f"{type(module).__name__}, " if isinstance(module, nn.Module) else ""
     return f"{name}{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -270,22 +270,21 @@ def _place(frame: FrameType) -> str:
 
 
 _INTERNAL = ("galvatron_lite.", "torch.")
-"""Packages whose functions mean local tensors."""
+"""Packages whose functions expect local tensors."""
 
 
 def intercept_custom_functions() -> None:
-    """Send custom autograd functions that are given sharded tensors to the rules; call it as often as you like.
+    """Send custom autograd functions with sharded arguments to the rules; repeated calls change nothing.
 
-    ``torch.autograd.Function.apply`` is no torch function: it takes a tensor's memory as it is, here a shard. Torch has
-    no public extension point for it, so this puts a method between ``Function`` and its base in C++ (user code may hold
-    ``MyFunction.apply`` already). Without sharded tensors among the arguments it calls torch's own.
+    ``torch.autograd.Function.apply`` is no torch function: it would read the memory of a shard. Torch has no public
+    extension point for it, so this puts a method between ``Function`` and its base in C++ (user code may hold
+    ``MyFunction.apply`` already). Without sharded arguments that method calls torch's.
     """
     _SingleLevelFunction.apply = classmethod(_apply_custom)  # type: ignore[attr-defined]
 
 
 def apply_internal(function: type[Function], *args: Any) -> Any:
-    """``function.apply`` without what torch looks at for ``torch.func`` and this module for users' functions: a few
-    microseconds a call."""
+    """``function.apply`` without checks for ``torch.func`` and users' functions; saves a few microseconds a call."""
     return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
 
 

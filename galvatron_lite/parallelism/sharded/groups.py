@@ -1,8 +1,9 @@
-"""Groups of ranks that shard one dim of a tensor: who holds which items, and what ranks can send one another.
+"""Groups of ranks that shard one dim of a tensor: the items of each rank, and messages between ranks.
 
-By default ranks hold consecutive ranges (``shares.share``). An ``OrderedGroup`` holds other items: ``MirroredGroup`` an
-early and a late piece of a sequence each; ``FoldedGroup`` the same pieces again in every item of dims that were merged
-with the sharded one (samples and tokens, before a matmul or a loss); ``RangeGroup`` what is left of a sliced dim.
+By default ranks hold consecutive ranges (``shares.share``). Ranks of an ``OrderedGroup`` hold other items:
+``MirroredGroup`` an early and a late piece of a sequence, ``FoldedGroup`` the same pieces in every item of dims that
+were merged with the sharded dim (samples and tokens, before a matmul or a loss), ``RangeGroup`` the rest of a sliced
+dim.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from galvatron_lite.parallelism.shares import Range, mirrored, share
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 
 Parcel = tuple[int, Tensor]
-"""A rank of the group, and a contiguous tensor that goes to it or comes from it."""
+"""A rank of the group, and a contiguous tensor to send to it or to receive from it."""
 
 Pieces = tuple[Range, ...]
 """Items of a dim: disjoint ranges."""
@@ -29,47 +30,47 @@ Pieces = tuple[Range, ...]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Messages under way."""
+    """Messages that have been started."""
 
     works: Sequence[dist.Work] = ()
-    tensors: Any = ()  # alive until they have arrived
+    tensors: Any = ()  # kept alive until the messages have arrived
 
     def wait(self) -> None:
-        """Return once everything has arrived and what was sent may be overwritten."""
+        """Wait until all messages have arrived and sent tensors may be overwritten."""
         for work in self.works:
             work.wait()
 
 
 class AxisGroup(TensorGroup, Protocol):
-    """Ranks that shard a dim of a tensor."""
+    """Ranks that shard one dim of a tensor."""
 
     def exchange(self, sent: Sequence[Parcel], wanted: Sequence[Parcel]) -> Arrival:
         """Start point-to-point messages.
 
         Args:
-            sent: at most one tensor a rank.
-            wanted: buffers to receive into, at most one a rank, of the shape and dtype that the peer sends.
+            sent: at most one tensor for each rank.
+            wanted: receive buffers, at most one for each rank, of the shape and dtype that the peer sends.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessAxisGroup(ProcessTensorGroup):
-    """Processes of ``torch.distributed``, in the order of their process group."""
+    """A process group of ``torch.distributed``."""
 
     def exchange(self, sent: Sequence[Parcel], wanted: Sequence[Parcel]) -> Arrival:
-        """Point-to-point messages, all at once."""
+        """See ``AxisGroup``; all messages are one batch."""
         group = self.process_group
-        calls = [dist.P2POp(dist.isend, one, group=group, group_peer=peer) for peer, one in sent]
-        calls += [dist.P2POp(dist.irecv, one, group=group, group_peer=peer) for peer, one in wanted]
-        return Arrival(dist.batch_isend_irecv(calls) if calls else (), (sent, wanted))
+        messages = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sent]
+        messages += [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in wanted]
+        return Arrival(dist.batch_isend_irecv(messages) if messages else (), (sent, wanted))
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeOnlyAxisGroup(ShapeOnlyGroup):
-    """A group without communication: results have the right shapes, with zeros for what other ranks hold.
+    """A group without communication: results have the right shapes, with zeros for the items of other ranks.
 
-    It runs one rank's shard of a layer alone, on any device including meta, to be captured or timed.
+    It runs one rank's shard of a layer, to trace or time it on any device including meta.
     """
 
     def exchange(self, sent: Sequence[Parcel], wanted: Sequence[Parcel]) -> Arrival:  # noqa: ARG002
@@ -82,18 +83,18 @@ class ShapeOnlyAxisGroup(ShapeOnlyGroup):
 
 @dataclass(frozen=True, slots=True)
 class OrderedGroup:
-    """The ranks and messages of another group, with other items on each rank."""
+    """Another group with other items on each rank."""
 
     group: AxisGroup
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.group.size
 
     @property
     def rank(self) -> int:
-        """Index of this one."""
+        """Index of this rank."""
         return self.group.rank
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -113,13 +114,13 @@ class OrderedGroup:
         return self.group.exchange(sent, wanted)
 
     def pieces(self, extent: int, rank: int) -> Pieces:
-        """The items of a dim of that extent that a rank holds, in its order."""
+        """Return the items of a dim of ``extent`` items that a rank holds, in its order."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class MirroredGroup(OrderedGroup):
-    """Ranks that share the tokens of sequences; see ``shares.mirrored``."""
+    """Ranks that split the tokens of sequences; see ``shares.mirrored``."""
 
     def pieces(self, extent: int, rank: int) -> Pieces:
         """See ``OrderedGroup``."""
@@ -128,7 +129,7 @@ class MirroredGroup(OrderedGroup):
 
 @dataclass(frozen=True, slots=True)
 class FoldedGroup(OrderedGroup):
-    """A sharded dim (of ``group``) merged with dims in front of it."""
+    """A sharded dim merged with the dims in front of it."""
 
     repeats: int  # items of the dims in front
 
@@ -136,13 +137,13 @@ class FoldedGroup(OrderedGroup):
         """See ``OrderedGroup``."""
         period = extent // self.repeats
         held = pieces_of(period, self.group, rank)
-        starts = [number * period for number in range(self.repeats)]
-        return tuple((begin + start, begin + stop) for begin in starts for start, stop in held)
+        offsets = [number * period for number in range(self.repeats)]
+        return tuple((offset + start, offset + stop) for offset in offsets for start, stop in held)
 
 
 @dataclass(frozen=True, slots=True)
 class RangeGroup(OrderedGroup):
-    """A range of the items of a sharded dim (of ``group``), which stay where they are."""
+    """A range of a sharded dim, whose items stay on their ranks."""
 
     extent: int  # of the dim
     start: int  # first item of the range
@@ -155,7 +156,7 @@ class RangeGroup(OrderedGroup):
 
 
 def pieces_of(extent: int, group: AxisGroup, rank: int) -> Pieces:
-    """The items of a dim that a rank of a group holds, in its order."""
+    """Return the items of a dim that a rank of a group holds, in its order."""
     if isinstance(group, OrderedGroup):
         return group.pieces(extent, rank)
     start, length = share(extent, group.size, rank)
@@ -163,17 +164,17 @@ def pieces_of(extent: int, group: AxisGroup, rank: int) -> Pieces:
 
 
 def shards_of(extent: int, group: AxisGroup) -> tuple[Pieces, ...]:
-    """The items of every rank."""
+    """Return the items of every rank."""
     return tuple(pieces_of(extent, group, rank) for rank in range(group.size))
 
 
 def length_of(pieces: Pieces) -> int:
-    """Items in pieces."""
+    """Count the items of pieces."""
     return sum(stop - start for start, stop in pieces)
 
 
 def take_pieces(tensor: Tensor, dim: int, pieces: Pieces) -> Tensor:
-    """Pieces of a tensor, one after the other; a view where possible."""
+    """Concatenate pieces of a tensor; a view if possible."""
     if len(pieces) == 1:
         ((start, stop),) = pieces
         return tensor.narrow(dim, start, stop - start)
@@ -183,7 +184,7 @@ def take_pieces(tensor: Tensor, dim: int, pieces: Pieces) -> Tensor:
 
 
 def merge_pieces(pieces: Sequence[Range]) -> Pieces:
-    """The same items in fewer pieces."""
+    """Join adjacent pieces."""
     merged: list[Range] = []
     for start, stop in pieces:
         if merged and merged[-1][1] == start:
@@ -195,28 +196,31 @@ def merge_pieces(pieces: Sequence[Range]) -> Pieces:
 
 @lru_cache(maxsize=1024)
 def rank_order(held: tuple[Pieces, ...]) -> Pieces:
-    """Where the items of a dim lie, in their order, once the ranks' items are joined rank after rank."""
-    places: list[tuple[Range, int]] = []
+    """Return the pieces that put a dim in order again after a concatenation of all ranks' items."""
+    positions: list[tuple[Range, int]] = []
     position = 0
-    for piece in (piece for pieces in held for piece in pieces):
-        places.append((piece, position))
-        position += piece[1] - piece[0]
-    return merge_pieces([(at, at + stop - start) for (start, stop), at in sorted(places)])
+    for start, stop in (piece for pieces in held for piece in pieces):
+        positions.append(((start, stop), position))
+        position += stop - start
+    return merge_pieces([(position, position + stop - start) for (start, stop), position in sorted(positions)])
 
 
 def ordered_dim_after(
     before: Sequence[int], after: Sequence[int], dim: int, extent: int, group: AxisGroup
 ) -> tuple[int, AxisGroup] | None:
-    """The dim that a dim sharded by an ``OrderedGroup`` becomes in another shape, and its group there; None: none.
+    """Find what a dim sharded by an ``OrderedGroup`` becomes in another shape.
 
-    Items keep their order, so a period of the sharded dim must end where a dim of the new shape ends; the items in
-    front of it are dims of their own, or merged with it.
+    Items keep their order, so a period of the sharded dim must end where a dim of the new shape ends. The items in
+    front of it are separate dims, or merged with it.
+
+    Returns:
+        The dim of the new shape and its group; None if the dim cannot stay sharded.
     """
     base, repeats = (group.group, group.repeats) if isinstance(group, FoldedGroup) else (group, 1)
     period, outer = extent // repeats, prod(before[:dim]) * repeats
-    for place, length in enumerate(after):
-        front = prod(after[:place])
+    for new_dim, length in enumerate(after):
+        front = prod(after[:new_dim])
         if length > 1 and front * length == outer * period and front and outer % front == 0:
-            times = outer // front
-            return (place, base) if times == 1 else (place, FoldedGroup(base, times))
+            merged = outer // front
+            return (new_dim, base) if merged == 1 else (new_dim, FoldedGroup(base, merged))
     return None

@@ -1,4 +1,4 @@
-"""Metadata of sharded tensors, answered as the global tensor would, and their gradients."""
+"""Metadata of sharded tensors, as of the global tensor, and their gradients."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _size(call: Call) -> Any:
 
 
 def _strides(call: Call) -> Any:
-    """Of a full tensor whose dims lie in memory in the order of the shard's."""
+    """Strides of a contiguous full tensor whose dims have the order of the shard's in memory."""
     tensor, dim = call.args[0], argument(call, 1, "dim")
     with locals_only():
-        order = sorted(range(tensor.dim()), key=lambda one: (tensor.stride(one), -one))
+        order = sorted(range(tensor.dim()), key=lambda axis: (tensor.stride(axis), -axis))
     shape, strides, step = global_shape(tensor), [0] * len(order), 1
-    for one in order:
-        strides[one], step = step, step * max(shape[one], 1)
+    for axis in order:
+        strides[axis], step = step, step * max(shape[axis], 1)
     return tuple(strides) if dim is None else strides[dim]
 
 
@@ -60,12 +60,14 @@ element_size data_ptr storage_offset untyped_storage
 _version _base __hash__ retain_grad has_names result_type can_cast promote_types _is_view
 _has_compatible_shallow_copy_type register_post_accumulate_grad_hook volatile _backward_hooks is_tensor
 """
-_OF_ITEMS = ("is_nonzero", "is_same_size", "is_set_to")
+_READS_ITEMS = ("is_nonzero", "is_same_size", "is_set_to")
 """Functions named like metadata that look at items, or at two tensors."""
 
 METADATA: Mapping[str, Handler] = {
     **handled_by(on_locals, _SAME),
-    **handled_by(on_locals, " ".join(one for one in dir(Tensor) if one.startswith("is_") and one not in _OF_ITEMS)),
+    **handled_by(
+        on_locals, " ".join(name for name in dir(Tensor) if name.startswith("is_") and name not in _READS_ITEMS)
+    ),
     **handled_by(lambda call: on_locals(input_first(call)), "new_zeros new_ones new_empty new_full new_tensor"),
     **handled_by(_size, "size shape"),
     **handled_by(_count, "numel nelement"),
@@ -77,7 +79,7 @@ METADATA: Mapping[str, Handler] = {
 
 
 def _gradient(call: Call) -> Any:
-    """``x.grad``, read as a sharded tensor, written as one or as None; and ``torch.autograd.grad``."""
+    """Read or write ``x.grad``, or call ``torch.autograd.grad``."""
     if call.function is torch.autograd.grad:
         return _gradients(call)
     tensor = call.args[0]
@@ -85,12 +87,12 @@ def _gradient(call: Call) -> Any:
         if len(call.args) > 1:
             tensor.grad = call.args[1]
             return None
-        # an alias: autograd adds to the gradient itself
+        # an alias, as autograd adds to the gradient in place
         return None if tensor.grad is None else wrap_locals(tensor.grad.view_as(tensor.grad), tensor.specs, call.rules)
 
 
 def _hook(call: Call) -> Any:
-    """The hook is called with the gradient as a sharded tensor, too."""
+    """``register_hook``: call the hook with a sharded gradient."""
     tensor, hook = call.args[0], argument(call, 1, "hook")
     specs, rules = tensor.specs, tensor.rules
 
@@ -105,27 +107,28 @@ def _hook(call: Call) -> Any:
 
 
 def _backward(call: Call) -> Any:
-    """``torch.autograd.backward`` and ``x.backward``: from gradients that are sharded, full, or autograd's own."""
-    _refuse_graph(call, 3)
+    """``torch.autograd.backward`` and ``x.backward``: gradients may be sharded or full, or shards from autograd."""
+    _refuse_create_graph(call, 3)
     names = ("tensor", "gradient") if call.function is Tensor.backward else ("tensors", "grad_tensors")
-    tensors, gradients = (argument(call, number, name) for number, name in enumerate(names))
+    tensors, gradients = (argument(call, position, name) for position, name in enumerate(names))
     with locals_only():
         start, keep = _local_starts(tensors, gradients), argument(call, 2, "retain_graph")
         torch.autograd.backward(tensors, start, retain_graph=keep, inputs=call.kwargs.get("inputs"))
 
 
 def _gradients(call: Call) -> Any:
-    """``torch.autograd.grad``: sharded for sharded inputs, for full ones a part on each rank."""
-    _refuse_graph(call, 4)
-    outputs, inputs, start = (argument(call, n, one) for n, one in enumerate(("outputs", "inputs", "grad_outputs")))
-    more = {name: one for name, one in call.kwargs.items() if name not in ("outputs", "inputs", "grad_outputs")}
+    """``torch.autograd.grad``: sharded gradients of sharded inputs; of full inputs, a part on each rank."""
+    _refuse_create_graph(call, 4)
+    names = ("outputs", "inputs", "grad_outputs")
+    outputs, inputs, start = (argument(call, position, name) for position, name in enumerate(names))
+    options = {name: value for name, value in call.kwargs.items() if name not in names}
     with locals_only():
-        results = torch.autograd.grad(outputs, inputs, _local_starts(outputs, start), *call.args[3:], **more)
+        results = torch.autograd.grad(outputs, inputs, _local_starts(outputs, start), *call.args[3:], **options)
         pairs = zip(results, _sequence(inputs), strict=True)
-        return tuple(wrap_locals(one, specs_of(of), call.rules) for one, of in pairs)
+        return tuple(wrap_locals(gradient, specs_of(tensor), call.rules) for gradient, tensor in pairs)
 
 
-def _refuse_graph(call: Call, position: int) -> None:
+def _refuse_create_graph(call: Call, position: int) -> None:
     if argument(call, position, "create_graph"):
         remedy = keep_full(next(sharded_tensors((call.args, call.kwargs))))
         raise InputError(f"create_graph of {call.name}", True, f"Gradients of split pictures have none: {remedy}")
@@ -136,7 +139,7 @@ def _sequence(value: Any) -> Sequence[Any]:
 
 
 def _local_starts(tensors: Any, gradients: Any) -> Any:
-    """The gradients that a backward pass starts from, as shards."""
+    """Shard the gradients that a backward pass starts from."""
 
     def local(tensor: Tensor, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or (not isinstance(gradient, ShardedTensor) and gradient.shape == tensor.shape):

@@ -1,4 +1,4 @@
-"""Functions of each item by itself: on shards, after operands have been aligned."""
+"""Pointwise functions and dropout: they run on shards, after operands have been aligned."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
 
 
 def pointwise(call: Call) -> Any:
-    """A function whose result at a place depends on its arguments at that place, which are broadcast.
+    """Run a function whose results depend on items of its arguments at the same position, with broadcasting.
 
     Raises:
         InputError: ``out=`` is given.
@@ -57,21 +57,20 @@ def pointwise(call: Call) -> Any:
             return _aligned(call, tensors)
     with locals_only():
         if len(tensors) > 1 and not in_place(call):
-            args = tuple(_saved(arg) for arg in args)
+            args = tuple(_plain_mask(arg) for arg in args)
         result = call.function(*args, **kwargs)
     return wrap_locals(result, sharded.specs, call.rules)
 
 
-def _saved(value: Any) -> Any:
-    """Masks as plain tensors: autograd saves them as they are, and recomputation compares the shapes they report."""
+def _plain_mask(value: Any) -> Any:
+    """Make masks plain: autograd saves them as they are, and recomputation compares the shapes that they report."""
     return to_local(value) if isinstance(value, ShardedTensor) and value.dtype == torch.bool else value
 
 
 def _fits(other: Tensor, sharded: ShardedTensor, dims: int) -> bool:
-    """Whether a tensor is sharded in the same way, or has no dim where the other one is sharded: it is broadcast to the
-    shard as it is.
+    """Whether a tensor needs no alignment: it is sharded in the same way, or is broadcast along the sharded dims.
 
-    In the backward pass of a user's ``Function`` autograd hands in gradients of sharded tensors as plain shards.
+    In the backward of a user's ``Function``, autograd passes gradients of sharded tensors as plain shards.
     """
     count = other.dim()
     if isinstance(other, ShardedTensor):
@@ -96,7 +95,7 @@ def _aligned(call: Call, tensors: list[Tensor]) -> Any:
 
 
 def cast(call: Call) -> Any:
-    """``to``, ``type_as`` and their kind: of a sharded tensor; of a full one, like a sharded one."""
+    """Run ``to``, ``type_as`` and similar functions, of a sharded tensor, or of a full one like a sharded one."""
     return wrap_like(call, on_locals(call), call.args[0])
 
 
@@ -111,7 +110,7 @@ def _prelu(call: Call) -> Any:
 
 
 def _data(call: Call) -> Any:
-    """``data``: read, not written."""
+    """``data`` can be read, not written."""
     return refuse_write(call._replace(name="data_")) if len(call.args) > 1 else cast(call)
 
 
@@ -142,7 +141,7 @@ _CASTS = "to type type_as float double half bfloat16 int long short char bool by
 
 
 def _with_writing(names: str) -> str:
-    """The names, and those of the functions that write to their first argument."""
+    """Add the names of the functions that write to their first argument."""
     return " ".join([names, *(f"{name}_" for name in names.split() if not name.endswith("_"))])
 
 
@@ -158,13 +157,13 @@ HANDLERS: Mapping[str, Handler] = {
 }
 
 
-# Dropout: what belongs to one item each rank draws for its shard, the rest all ranks draw alike.
+# Dropout: each rank draws for the items of its shard; draws for samples or channels are the same on all ranks.
 #
 # Ranks of an image have the same random state: they work on the same samples, and code that draws for a sample or a
 # channel (stochastic depth, ``dropout2d``) must draw the same on all of them. Draws for single items must differ
-# between shards and still leave the state the same on all ranks, whatever the length of their shards. So every rank
-# draws one number from torch's CPU generator; with the rank's index it seeds a generator from which the shard is drawn.
-# Checkpointing restores the CPU's state, hence the same pattern.
+# between shards, but leave the same state on all ranks, whatever the length of their shards. So every rank draws one
+# number from torch's CPU generator; with the rank's index it seeds a generator for the shard. Checkpointing restores
+# the CPU's state, hence the same pattern.
 
 
 _SEEDS = 2**62
@@ -172,7 +171,7 @@ _PRIME = 1_000_003
 
 
 def _dropout(call: Call) -> Any:
-    """Items are dropped by themselves; the mask takes a byte an item until the backward pass, as torch's own."""
+    """Drop single items; the mask takes a byte an item until backward, as in torch."""
     call = input_first(call)
     with locals_only():
         shape = call.args[0].shape
@@ -180,7 +179,7 @@ def _dropout(call: Call) -> Any:
 
 
 def _channel_dropout(call: Call) -> Any:
-    """Channels of samples (dims 0 and 1) are dropped: the same ones on all ranks that hold pixels of them."""
+    """Drop channels of samples (dims 0 and 1), the same ones on all ranks with pixels of them."""
     call = input_first(call)
     tensor, training = call.args[0], argument(call, 2, "training", True)
     specs = tuple(spec for spec in tensor.specs if spec.dim <= 1)
@@ -193,7 +192,7 @@ def _channel_dropout(call: Call) -> Any:
 
 
 def _dropped(call: Call, shape: tuple[int, ...], specs: ShardSpecs, training: bool) -> Any:
-    """What is left of the input after drops by a mask of that local shape."""
+    """Drop items by a mask of local shape ``shape``, which is sharded by ``specs``."""
     tensor, rate = call.args[0], argument(call, 1, "p", 0.5)
     writes = argument(call, 3, "inplace", False) or call.name == "dropout_"
     if not 0 <= rate <= 1:
@@ -202,7 +201,7 @@ def _dropped(call: Call, shape: tuple[int, ...], specs: ShardSpecs, training: bo
         if not (training and rate):
             return wrap_like(call, tensor if writes else tensor.view_as(tensor), tensor)
         kept = torch.empty(shape, dtype=torch.bool, device=tensor.device)
-        seed = int(torch.randint(_SEEDS, (), device="cpu").item())  # torch's own generator advances alike on all ranks
+        seed = int(torch.randint(_SEEDS, (), device="cpu").item())  # advances torch's generator equally on all ranks
         for spec in specs:
             seed = (seed * _PRIME + spec.group.rank) % _SEEDS
         if not kept.is_meta:

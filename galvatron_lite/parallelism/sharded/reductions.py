@@ -1,7 +1,7 @@
-"""Functions along some dims that leave the others alone: softmax, sort, split, flip and their kind; reductions.
+"""Functions along some dims (softmax, sort, split, flip, reductions), products that sum over dims, and losses.
 
-Sums, means and norms over sharded dims are those of the shards, added over the ranks. Everything else is
-gathered along the sharded dims that it works along.
+Sums, means and norms over sharded dims are computed on shards and combined over the ranks. For all other functions the
+tensor is gathered along the dims that they work along.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from galvatron_lite.parallelism.sharded.tensor import (
 )
 
 HALF = (torch.float16, torch.bfloat16)
-"""Dtypes in which nothing is summed."""
+"""Dtypes whose sums are computed in float32."""
 
 
 def _from_front(dims: Any, count: int) -> tuple[int, ...]:
-    """Dims as they were passed (one, several; None or, of ``var``, a bool: all), counted from the front."""
+    """Count dims from the front; None or, for ``var``, a bool means all dims."""
     if dims is None or isinstance(dims, bool):
         return tuple(range(count))
-    several = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return tuple(dim % count for dim in several)
+    listed = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return tuple(dim % count for dim in listed)
 
 
 def along(position: int, default: Any = None, name: str = "dim", drops: bool = False, keepdim: int = 0) -> Handler:
-    """A handler of functions of one tensor that work along dims; along sharded ones the tensor is gathered first.
+    """Return a handler of functions that work along some dims of a tensor; sharded ones among these are gathered first.
 
     Args:
-        position: of the dims among the arguments.
-        default: the dims where none are passed; None: all.
-        name: of the argument.
+        position: of the argument with the dims.
+        default: of that argument; None means all dims.
+        name: of that argument.
         drops: whether the result lacks the dims.
-        keepdim: position of the argument that keeps them nevertheless; 0: none.
+        keepdim: position of the argument that keeps them nevertheless; 0 if there is none.
     """
 
     def handler(call: Call) -> Any:
@@ -110,7 +110,7 @@ class _Reduction(NamedTuple):
     keepdim: bool
     groups: list[AxisGroup]  # that shard the dims
     specs: ShardSpecs  # of the result
-    items: int  # of the global tensor in one of the result
+    items: int  # of the global tensor that one item of the result combines
 
 
 def _reduction(tensor: ShardedTensor, dims: Any, keepdim: bool) -> _Reduction:
@@ -124,27 +124,27 @@ def _reduction(tensor: ShardedTensor, dims: Any, keepdim: bool) -> _Reduction:
 
 
 def _sum_or_mean(call: Call) -> Any:
-    """Ranks add in fp32 what is of half precision: one process rounds once, when everything is summed."""
+    """Sum tensors of half precision in float32 over the ranks: one process rounds only the total, too."""
     call = input_first(call)
     tensor = call.args[0]
     if not isinstance(tensor, ShardedTensor):
         return on_full(call)
-    how = _reduction(tensor, argument(call, 1, "dim"), bool(argument(call, 2, "keepdim", False)))
+    reduction = _reduction(tensor, argument(call, 1, "dim"), bool(argument(call, 2, "keepdim", False)))
     with locals_only():
         dtype = call.kwargs.get("dtype") or (tensor.dtype if tensor.is_floating_point() else None)
-        if not how.groups or (call.name == "mean" and dtype is None):  # which torch refuses
-            return wrap_locals(call.function(*call.args, **call.kwargs), how.specs, call.rules)
+        if not reduction.groups or (call.name == "mean" and dtype is None):  # which torch refuses
+            return wrap_locals(call.function(*call.args, **call.kwargs), reduction.specs, call.rules)
         wide = torch.float32 if dtype in HALF else dtype
-        total = sum_over(tensor.sum(how.dims, how.keepdim, dtype=wide), how.groups)
-        total = total / how.items if call.name == "mean" else total
-        return wrap_locals(total if dtype is None else total.to(dtype), how.specs, call.rules)
+        total = sum_over(tensor.sum(reduction.dims, reduction.keepdim, dtype=wide), reduction.groups)
+        total = total / reduction.items if call.name == "mean" else total
+        return wrap_locals(total if dtype is None else total.to(dtype), reduction.specs, call.rules)
 
 
 _NORMED = along(2, drops=True, keepdim=3)
 
 
 def _norm(call: Call) -> Any:
-    """Norms of vectors of a finite order: the norm of the ranks' norms."""
+    """A vector norm of a finite order is the norm of the ranks' norms; other norms are computed on gathered tensors."""
     call = input_first(call)
     tensor, dims = call.args[0], argument(call, 2, "dim")
     order = argument(call, 1, "ord" if call.name.startswith("linalg") else "p")
@@ -152,20 +152,22 @@ def _norm(call: Call) -> Any:
     order = 2 if order in ("fro", None) else order
     if not isinstance(tensor, ShardedTensor) or matrix or isinstance(order, str) or not 0 < order < torch.inf:
         return _NORMED(call)
-    how = _reduction(tensor, dims, bool(argument(call, 3, "keepdim", False)))
-    if not how.groups:
+    reduction = _reduction(tensor, dims, bool(argument(call, 3, "keepdim", False)))
+    if not reduction.groups:
         return _NORMED(call)
     with locals_only():
-        result: Tensor = torch.linalg.vector_norm(tensor, order, how.dims, how.keepdim, dtype=call.kwargs.get("dtype"))
-        for group in how.groups:
-            every = gather_dims(result.unsqueeze(0), [ShardSpec(0, group.size, group)])
-            result = torch.linalg.vector_norm(every, order, 0)
-    return wrap_locals(result, how.specs, call.rules)
+        result: Tensor = torch.linalg.vector_norm(
+            tensor, order, reduction.dims, reduction.keepdim, dtype=call.kwargs.get("dtype")
+        )
+        for group in reduction.groups:
+            norms = gather_dims(result.unsqueeze(0), [ShardSpec(0, group.size, group)])
+            result = torch.linalg.vector_norm(norms, order, 0)
+    return wrap_locals(result, reduction.specs, call.rules)
 
 
 HANDLERS: Mapping[str, Handler] = {
     **handled_by(_sum_or_mean, "sum mean"),
-    # ``max(x)``, ``max(x, dim)`` (with places) and ``max(x, y)``
+    # ``max(x)``, ``max(x, dim)`` (with indices) and ``max(x, y)``
     **handled_by(lambda call: pointwise(call) if len(tensors_among(call)) > 1 else _REDUCED(call), "max min"),
     **handled_by(_REDUCED, "amax amin argmax argmin any all count_nonzero prod median"),
     **handled_by(along(1, drops=True, keepdim=3), "var std var_mean std_mean"),
@@ -187,31 +189,40 @@ HANDLERS: Mapping[str, Handler] = {
 
 # Products that sum over dims: ``linear``, ``matmul``, ``einsum``, and attention.
 #
-# Dims are named as in Einstein's convention. A dim that is sharded in one operand is sharded alike in all that have it.
-# Over a sharded dim that is summed every rank has a part of the sum, and the group adds them.
+# Dims have letters as in Einstein's convention. A dim that is sharded in one operand is sharded equally in all operands
+# with its letter. If it is summed over, every rank has a part of the sum, and the group adds the parts.
 
 
 def _contract(
     call: Call, function: Callable[..., Any], operands: Sequence[Tensor], labels: Sequence[str], result: str
 ) -> Any:
-    """A product on shards, of operands whose dims bear these letters; ``result``: the letters of what it returns."""
+    """Compute a product on shards.
+
+    Args:
+        call: of the product.
+        function: of the operands' shards.
+        operands: tensors.
+        labels: letters of the dims of each operand.
+        result: letters of the dims of the result.
+    """
     letters = sorted(set("".join(labels)))
     pairs = list(zip(operands, labels, strict=True))
     specs = {
         letters[spec.dim]: spec
         for spec in first_specs(
-            [spec.at_dim(letters.index(named[spec.dim])) for spec in specs_of(one)] for one, named in pairs
+            [spec.at_dim(letters.index(label[spec.dim])) for spec in specs_of(operand)] for operand, label in pairs
         )
     }
     if any(
-        global_shape(one)[named.index(letter)] != spec.extent
+        global_shape(operand)[label.index(letter)] != spec.extent
         for letter, spec in specs.items()
-        for one, named in pairs
-        if letter in named
+        for operand, label in pairs
+        if letter in label
     ):
         return on_full(call)
     with locals_only():
-        local = function(*(align(one, _specs_of_letters(named, specs), len(named)) for one, named in pairs))
+        aligned = (align(operand, _specs_of_letters(label, specs), len(label)) for operand, label in pairs)
+        local = function(*aligned)
         total = sum_over(local, [spec.group for letter, spec in specs.items() if letter not in result])
     return wrap_locals(total, _specs_of_letters(result, specs), call.rules)
 
@@ -236,7 +247,7 @@ def _matmul(call: Call) -> Any:
 
 
 def _linear(call: Call) -> Any:
-    """``linear``: the bias joins where the outputs are complete sums."""
+    """``linear``: the bias is added to complete sums."""
     call = input_first(call)
     tensor, weight, bias = call.args[0], argument(call, 1, "weight"), argument(call, 2, "bias")
     inner = ascii_letters[: len(global_shape(tensor)) - 1]
@@ -266,12 +277,12 @@ def _einsum(call: Call) -> Any:
 
 
 def _attention(call: Call) -> Any:
-    """``scaled_dot_product_attention``: every rank its queries, with the keys and values of all."""
+    """``scaled_dot_product_attention``: each rank has its queries, and the keys and values of all ranks."""
     options = named_arguments(call, ATTENTION)
     query, key, value, mask = (options.pop(name) for name in ("query", "key", "value", "attn_mask"))
     dims = len(global_shape(query))
     specs = tuple(spec for spec in specs_of(query) if spec.dim < dims - 1)
-    # where the pattern depends on the query's place, or on chance
+    # the pattern of masks and dropout depends on the position of queries
     if not specs or options["is_causal"] or options["dropout_p"] or options["enable_gqa"]:
         return on_full(call)
     samples = tuple(spec for spec in specs if spec.dim < dims - 2)
@@ -290,13 +301,13 @@ PRODUCTS: Mapping[str, Handler] = {
 }
 
 
-# Losses of sharded predictions: sums over the shards, added over the ranks; every rank has the reduced loss.
+# Losses of sharded predictions: every rank sums over its shard, and ranks add the sums. All have the reduced loss.
 
 
 CLASSES = 1
 """Dim of the classes in logits (samples, classes, ...)."""
 IGNORED = -100
-"""Class of targets that do not count, by torch's default."""
+"""Class of targets that do not count, torch's default."""
 
 _NAMES = {
     "cross_entropy": "input target weight size_average ignore_index reduce reduction label_smoothing",
@@ -314,7 +325,7 @@ _NAMES = {
 
 
 def _parsed(call: Call) -> tuple[Call, str]:
-    """The call with everything behind prediction and target by name, without its reduction; and the reduction."""
+    """Name all arguments after prediction and target, and take the reduction out of them."""
     call = input_first(call)
     names = _NAMES[call.name].split()[2 : len(call.args)]
     options = {**dict(zip(names, call.args[2:], strict=False)), **call.kwargs}
@@ -327,7 +338,7 @@ def _parsed(call: Call) -> tuple[Call, str]:
 
 
 def _itemwise(call: Call) -> Any:
-    """Losses of each item by itself, which are then averaged or summed over all."""
+    """Losses of single items, which are averaged or summed."""
     call, reduction = _parsed(call)
     if reduction == "none":
         return pointwise(call._replace(kwargs={**call.kwargs, "reduction": "none"}))
@@ -337,7 +348,7 @@ def _itemwise(call: Call) -> Any:
         specs = common_specs(tensors)
         local = align_all(call, specs, len(shape))
         held = prod(broadcast(*(arg.shape for arg in local.args)))
-        # the mean of a shard, weighed by its items: sums of half precision might overflow
+        # the mean of a shard, weighted by its items: sums of half precision might overflow
         average = reduction != "sum" and held > 0
         part = call.function(*local.args, **local.kwargs, reduction="mean" if average else "sum")
         count = {"sum": 1, "batchmean": shape[0] if shape else 1}.get(reduction, prod(shape))
@@ -348,35 +359,36 @@ def _classified(call: Call) -> Any:
     """``cross_entropy`` and ``nll_loss`` of logits (samples, classes, ...) not sharded along the classes."""
     call, reduction = _parsed(call)
     logits, target = call.args
-    shape, likely = global_shape(logits), global_shape(logits) == global_shape(target)
-    of_target = specs_of(target)
-    if not likely:  # classes (samples, ...)
-        of_target = tuple(spec.at_dim(spec.dim + (spec.dim >= CLASSES)) for spec in of_target)
-    specs = first_specs([specs_of(logits), of_target])
+    shape = global_shape(logits)
+    probabilities = shape == global_shape(target)  # of all classes; else the target has class indices (samples, ...)
+    target_specs = specs_of(target)
+    if not probabilities:
+        target_specs = tuple(spec.at_dim(spec.dim + (spec.dim >= CLASSES)) for spec in target_specs)
+    specs = first_specs([specs_of(logits), target_specs])
     if len(shape) < 2 or spec_at(specs, CLASSES) is not None or isinstance(call.kwargs.get("weight"), ShardedTensor):
         return on_full(call._replace(kwargs={**call.kwargs, "reduction": reduction}))
-    fewer, groups = without_dims(specs, [CLASSES]), [spec.group for spec in specs]
+    loss_specs, groups = without_dims(specs, [CLASSES]), [spec.group for spec in specs]
     with locals_only():
         local = align(logits, specs, len(shape))
-        classes = align(target, specs, len(shape)) if likely else align(target, fewer, len(shape) - 1)
-        each: Tensor = call.function(local, classes, **call.kwargs, reduction="none")
+        local_target = align(target, specs if probabilities else loss_specs, len(shape) - (not probabilities))
+        losses: Tensor = call.function(local, local_target, **call.kwargs, reduction="none")
         if reduction == "none":
-            return wrap_locals(each, fewer, call.rules)
+            return wrap_locals(losses, loss_specs, call.rules)
         # sums of half precision might overflow
-        total = sum_over(each.sum(dtype=torch.promote_types(each.dtype, torch.float32)), groups)
+        total = sum_over(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), groups)
         if reduction == "mean":
-            count = prod(shape) // shape[CLASSES] if likely else _weight(call, classes).to(total.dtype)
+            count = prod(shape) // shape[CLASSES] if probabilities else _weight(call, local_target).to(total.dtype)
             total = total / (sum_over(count, groups) if isinstance(count, Tensor) else count)
-        return total.to(each.dtype)
+        return total.to(losses.dtype)
 
 
 def _weight(call: Call, target: Tensor) -> Tensor:
-    """What the classes of the targets that count weigh together."""
+    """The total weight of the targets that count."""
     weight, counted = call.kwargs.get("weight"), target != call.kwargs.get("ignore_index", IGNORED)
     if weight is None:
         return torch.sum(counted)
-    weighed: Tensor = weight.detach()[target.clamp(0, len(weight) - 1)] * counted
-    return torch.sum(weighed)
+    weights: Tensor = weight.detach()[target.clamp(0, len(weight) - 1)] * counted
+    return torch.sum(weights)
 
 
 LOSSES: Mapping[str, Handler] = {

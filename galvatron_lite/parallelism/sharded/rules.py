@@ -1,10 +1,10 @@
-"""The handlers of everything that is neither a convolution's window nor a norm, for any dims that are sharded."""
+"""The handlers that all rules share: of all functions but windows (convolutions, pooling) and norms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from galvatron_lite.parallelism.sharded import metadata, pointwise, reductions, shapes
+from galvatron_lite.parallelism.sharded import indexing, metadata, pointwise, reductions, shapes
 from galvatron_lite.parallelism.sharded.tensor import Handler
 
 COMMON: Mapping[str, Handler] = {
@@ -13,9 +13,9 @@ COMMON: Mapping[str, Handler] = {
     **pointwise.HANDLERS,
     **pointwise.DROPOUT,
     **shapes.HANDLERS,
-    **shapes.INDEXING,
+    **indexing.HANDLERS,
     **reductions.HANDLERS,
     **reductions.PRODUCTS,
     **reductions.LOSSES,
 }
-"""By the function's name; every way to shard adds its own."""
+"""Handlers by function name, for any sharded dims."""

@@ -1,18 +1,16 @@
 """Functions that change the shape and keep the items: views, permutations, ``expand``, ``cat`` and ``stack``.
 
-A dim stays sharded through a reshape in three cases. It is kept as it is. It is merged with full dims behind it: a
-shard of rows is a range of the merged items. It is divided, with the rest behind it: ranges of complete groups of rows.
-In the last two the ranges may not be those of ``shares.share``; then a few items move between ranks.
+A dim stays sharded through a reshape in three cases: it is unchanged; it is merged with full dims behind it, so that a
+shard of rows is a range of the merged items; or it is divided, and a shard is a range of complete groups of rows. In
+the last two the ranges may not be those of ``shares.share``; then a few items move between ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -20,25 +18,21 @@ from torch import Tensor
 
 from galvatron_lite.parallelism.sharded.calls import (
     align,
-    argument,
     first_specs,
     handled_by,
     input_first,
     on_full,
-    refuse_write,
     same_group,
     spec_at,
     warn_gathered,
 )
-from galvatron_lite.parallelism.sharded.collectives import gather_dims, redistribute, sum_over
+from galvatron_lite.parallelism.sharded.collectives import gather_dims, redistribute
 from galvatron_lite.parallelism.sharded.groups import (
     OrderedGroup,
     Pieces,
-    RangeGroup,
     length_of,
     ordered_dim_after,
     shards_of,
-    take_pieces,
 )
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
@@ -51,14 +45,13 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
     wrap_locals,
 )
-from galvatron_lite.parallelism.shares import Range
 
 Shape = tuple[int, ...]
 
 
 @lru_cache(4096)
-def _order(function: Callable[..., Tensor], dims: int, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Shape:
-    """Which dim becomes each dim of what a function returns that permutes them."""
+def _dim_order(function: Callable[..., Tensor], dims: int, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Shape:
+    """For each dim of the result of a permutation, the dim of its argument."""
     probe = torch.empty_strided((1,) * dims, tuple(range(dims)), device="meta")
     return tuple(function(probe, *args, **dict(kwargs)).stride())
 
@@ -71,23 +64,23 @@ def _shape_after(
 
 
 def _key(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments behind the tensor, hashable."""
+    """The arguments after the tensor, hashable."""
     args = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in call.args[1:])
-    return args, tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in call.kwargs.items())
+    return args, tuple((name, tuple(arg) if isinstance(arg, list) else arg) for name, arg in call.kwargs.items())
 
 
 def _permuted(call: Call) -> Any:
-    """``permute``, ``transpose`` and their kind."""
+    """``permute``, ``transpose`` and similar functions."""
     call = input_first(call)
     tensor = call.args[0]
     with locals_only():
-        order = _order(call.function, tensor.dim(), *_key(call))
+        order = _dim_order(call.function, tensor.dim(), *_key(call))
         result = call.function(*call.args, **call.kwargs)
     specs = sorted((spec.at_dim(order.index(spec.dim)) for spec in tensor.specs), key=lambda spec: spec.dim)
     return wrap_locals(result, tuple(specs), call.rules)
 
 
-class _Kept(NamedTuple):
+class _KeptDim(NamedTuple):
     """A dim that stays sharded, before and after a reshape."""
 
     before: ShardSpec
@@ -99,7 +92,7 @@ class _Kept(NamedTuple):
         return self.before.extent != self.after.extent and not isinstance(self.before.group, OrderedGroup)
 
     def held(self) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
-        """The rows of the old dim that each rank must hold for the reshape, and the items of the new dim they are."""
+        """The rows of the old dim that each rank needs for the reshape, and the items of the new dim they become."""
         group, extent, later = self.before.group, self.before.extent, self.after.extent
         old, new = shards_of(extent, group), shards_of(later, group)
         return (old, _scaled(old, later // extent)) if later >= extent else (_scaled(new, extent // later), new)
@@ -110,7 +103,7 @@ def _scaled(shards: Sequence[Pieces], factor: int) -> tuple[Pieces, ...]:
 
 
 def _spec_after(before: Shape, after: Shape, spec: ShardSpec) -> ShardSpec | None:
-    """How a sharded dim is sharded in another shape; None where it does not stay so."""
+    """How a sharded dim is sharded in another shape; None if it must be gathered."""
     if 0 in before or spec.extent == 1:
         return None
     if isinstance(spec.group, OrderedGroup):
@@ -118,24 +111,24 @@ def _spec_after(before: Shape, after: Shape, spec: ShardSpec) -> ShardSpec | Non
         return None if dim_after is None else ShardSpec(dim_after[0], after[dim_after[0]], dim_after[1])
     outer, fewest = prod(before[: spec.dim]), spec.group.size
     for dim, extent in enumerate(after):
-        # no dim that leaves ranks without items, unless there are such before
+        # no rank is left without items, unless there are such ranks before
         divides = extent % spec.extent == 0 or spec.extent % max(extent, 1) == 0
         if (extent == spec.extent or (extent >= fewest and divides)) and prod(after[:dim]) == outer:
             return ShardSpec(dim, extent, spec.group)
     return None
 
 
-def _reshaped_local(local: Tensor, after: Shape, kept: Sequence[_Kept]) -> Tensor:
-    """The shard of the new shape; a view where nothing moves and memory allows it."""
-    shape = _local_shape(after, [one.after for one in kept])
-    moving = [(one, *one.held()) for one in kept if one.moves]
-    for one, old, new in moving:
-        spec = one.before
+def _reshaped_local(local: Tensor, after: Shape, kept: Sequence[_KeptDim]) -> Tensor:
+    """Reshape a shard; a view if no items move and memory allows it."""
+    shape = _local_shape(after, [dim.after for dim in kept])
+    moving = [(dim, *dim.held()) for dim in kept if dim.moves]
+    for dim, old, new in moving:
+        spec = dim.before
         local = redistribute(local, spec.dim, spec.shards, old, spec.group)
-        shape[one.after.dim] = length_of(new[spec.group.rank])
+        shape[dim.after.dim] = length_of(new[spec.group.rank])
     local = local.reshape(shape)
-    for one, _, new in moving:
-        spec = one.after
+    for dim, _, new in moving:
+        spec = dim.after
         local = redistribute(local, spec.dim, new, spec.shards, spec.group)
     return local
 
@@ -148,9 +141,9 @@ def _local_shape(shape: Shape, specs: Sequence[ShardSpec]) -> list[int]:
 
 
 def _reshaped(call: Call) -> Any:
-    """``view``, ``reshape``, ``flatten`` and their kind: dims stay sharded where they can; others are gathered.
+    """``view``, ``reshape``, ``flatten`` and similar functions: dims stay sharded if they can, and are gathered if not.
 
-    Gathers warn where more than rows of features remains: at the head of a classifier nothing else can be meant.
+    A gather warns unless rows of features remain, as at the head of a classifier, where it is expected.
     """
     call = input_first(call)
     tensor = call.args[0]
@@ -160,16 +153,16 @@ def _reshaped(call: Call) -> Any:
     with locals_only():
         after = _shape_after(call.function, before, *_key(call))
         pairs = [(spec, _spec_after(before, after, spec)) for spec in tensor.specs]
-        kept = [_Kept(spec, later) for spec, later in pairs if later is not None]
+        kept = [_KeptDim(spec, later) for spec, later in pairs if later is not None]
         lost = [spec for spec, later in pairs if later is None]
         result = _reshaped_local(gather_dims(tensor, lost), after, kept)
     if lost and len(after) > 2:
         warn_gathered(call, tensor)
-    return wrap_locals(result, tuple(one.after for one in kept), call.rules)
+    return wrap_locals(result, tuple(dim.after for dim in kept), call.rules)
 
 
 def _widened(call: Call) -> Any:
-    """``expand`` and ``repeat``: dims stay sharded where they keep their extent."""
+    """``expand`` and ``repeat``: dims stay sharded if they keep their extent."""
     call = input_first(call)
     tensor = call.args[0]
     before = global_shape(tensor)
@@ -192,7 +185,7 @@ def _joined_operands(call: Call) -> tuple[list[Tensor], int]:
 
 
 def joins_shards(call: Call) -> bool:
-    """Whether a ``cat`` joins tensors along the one dim along which all of them are sharded."""
+    """Whether ``cat`` joins tensors along their only sharded dim, which they all have."""
     tensors, dim = _joined_operands(call)
     first = specs_of(tensors[0])
     dim %= len(global_shape(tensors[0]))
@@ -203,14 +196,14 @@ def joins_shards(call: Call) -> bool:
 
 
 def _joined(call: Call) -> Any:
-    """``cat``: on shards along other dims; along the sharded dim, items move to where the result has them."""
+    """``cat``: on shards along other dims; along the sharded dim, items move to their ranks in the result."""
     tensors, dim = _joined_operands(call)
     first = tensors[0]
     if isinstance(first, ShardedTensor) and all(specs_of(tensor) == first.specs for tensor in tensors):
         with locals_only():
             if spec_at(first.specs, dim % first.dim()) is None:
                 return wrap_locals(call.function(tensors, dim), first.specs, call.rules)
-    # empty lists of numbers join with everything
+    # torch joins empty vectors with tensors of any shape
     tensors = [tensor for tensor in tensors if global_shape(tensor) != (0,)]
     dims = len(global_shape(tensors[0]))
     if joins_shards(call._replace(args=(tensors, dim), kwargs={})):
@@ -237,13 +230,13 @@ def _joined_shards(call: Call, tensors: Sequence[Tensor], dim: int) -> Any:
 
 
 def _within(shards: Sequence[Pieces], start: int, extent: int) -> tuple[Pieces, ...]:
-    """The rows of each rank that lie in a part of all rows, counted from the part's first."""
-    both = [[(max(low - start, 0), min(high - start, extent)) for low, high in pieces] for pieces in shards]
-    return tuple(tuple((low, high) for low, high in pieces if low < high) for pieces in both)
+    """The rows of each rank within a range of all rows, counted from ``start``."""
+    inside = [[(max(low - start, 0), min(high - start, extent)) for low, high in pieces] for pieces in shards]
+    return tuple(tuple((low, high) for low, high in pieces if low < high) for pieces in inside)
 
 
 def _stacked(call: Call) -> Any:
-    """``stack``: a new dim."""
+    """``stack``: add a dim."""
     tensors, dim = _joined_operands(call)
     dims = len(global_shape(tensors[0]))
     specs = first_specs(map(specs_of, tensors))
@@ -251,12 +244,12 @@ def _stacked(call: Call) -> Any:
         return on_full(call)
     with locals_only():
         result = call.function([align(tensor, specs, dims) for tensor in tensors], dim)
-    place = dim % (dims + 1)
-    return wrap_locals(result, tuple(spec.at_dim(spec.dim + (spec.dim >= place)) for spec in specs), call.rules)
+    dim %= dims + 1
+    return wrap_locals(result, tuple(spec.at_dim(spec.dim + (spec.dim >= dim)) for spec in specs), call.rules)
 
 
 def _match(tensors: Sequence[Tensor], specs: ShardSpecs) -> bool:
-    """Whether all have the extents of the specs."""
+    """Whether all tensors have the extents of the specs."""
     return all(global_shape(tensor)[spec.dim : spec.dim + 1] == (spec.extent,) for tensor in tensors for spec in specs)
 
 
@@ -269,184 +262,7 @@ HANDLERS: Mapping[str, Handler] = {
     **handled_by(_widened, "expand broadcast_to repeat tile"),
     **handled_by(_joined, JOINS),
     "stack": _stacked,
-    # the other tensor only gives its shape
+    # only the shape of the other tensor counts
     "view_as": lambda call: call.args[0].view(global_shape(call.args[1])),
     "reshape_as": lambda call: call.args[0].reshape(global_shape(call.args[1])),
 }
-
-
-# Parts of a sharded tensor: ``x[...]``, ``narrow`` and ``select``.
-#
-# Other dims are indexed on the shards. A slice of a sharded dim stays sharded: each rank takes what it holds of it, and
-# rows then move between ranks until they lie as ``shares.share`` says. A crop by a few pixels moves a few rows, where
-# gathering would move all. One row, or what an index made of tensors picks, every rank holds in full.
-
-
-@dataclass(frozen=True, slots=True)
-class _ParsedIndex:
-    """What an index means for a shard."""
-
-    local: tuple[Any, ...]  # index of the shard, in which sharded dims are taken in full; or of the one row left
-    sliced: dict[int, slice]  # slices of sharded dims, by dims of the tensor
-    chosen: dict[int, int]  # rows of sharded dims, by dims of the tensor
-    dims_after: dict[int, int]  # the dim of the result that each sharded dim becomes
-
-    def slices(self, specs: ShardSpecs) -> list[tuple[slice, ShardSpec]]:
-        """Slices of sharded dims, with their specs."""
-        return [(self.sliced[spec.dim], spec) for spec in specs if spec.dim in self.sliced]
-
-
-def _parsed(index: Any, specs: ShardSpecs, dims: int) -> _ParsedIndex | None:
-    """The meaning of an index of a tensor with ``dims`` dims; None where it must see the full tensor."""
-    entries = _expanded(index, dims)
-    lists = sum(map(_is_list, entries))
-    if lists > 1 or not all(entry is None or type(entry) in (int, slice) or _is_list(entry) for entry in entries):
-        return None
-    sharded, local = {spec.dim for spec in specs}, list[Any]()
-    sliced, chosen, dims_after = dict[int, slice](), dict[int, int](), dict[int, int]()
-    dim = after = 0
-    for entry in entries:
-        if entry is not None and dim in sharded:
-            if _is_list(entry):
-                return None
-            (chosen if isinstance(entry, int) else sliced)[dim] = entry
-            dims_after[dim] = after
-            local.append(0 if isinstance(entry, int) else slice(None))
-        else:
-            local.append(entry)
-        dim += entry is not None
-        after += entry.dim() if isinstance(entry, Tensor) else not isinstance(entry, int)
-    # torch moves the dim of a list to the front where a number stands apart from it
-    if lists and any(type(entry) is int for entry in local):
-        return None
-    return _ParsedIndex(tuple(local), sliced, chosen, dims_after)
-
-
-def _expanded(index: Any, dims: int) -> tuple[Any, ...]:
-    """An index with an entry for every dim, and numbers of other libraries as Python's."""
-    entries = [
-        int(one) if isinstance(one, Integral) and not isinstance(one, bool) else one
-        for one in (index if isinstance(index, tuple) else (index,))
-    ]
-    missing = [slice(None)] * (dims - sum(entry is not None and entry is not Ellipsis for entry in entries))
-    place = next((number for number, entry in enumerate(entries) if entry is Ellipsis), None)
-    return (*entries, *missing) if place is None else (*entries[:place], *missing, *entries[place + 1 :])
-
-
-def _is_list(entry: Any) -> bool:
-    """An index of many rows: a list of numbers, or a plain tensor of them."""
-    if isinstance(entry, Tensor):
-        return not (isinstance(entry, ShardedTensor) or entry.dtype.is_floating_point or entry.dtype == torch.bool)
-    return isinstance(entry, list) and all(type(item) is int for item in entry)
-
-
-def _get(call: Call) -> Any:
-    tensor, entries = call.args
-    if not isinstance(tensor, ShardedTensor):
-        return on_full(call)
-    with locals_only():
-        index = _parsed(entries, tensor.specs, tensor.dim())
-    if index is None or any(
-        isinstance(spec.group, OrderedGroup) and part.step not in (None, 1) for part, spec in index.slices(tensor.specs)
-    ):
-        return on_full(call)
-    result: Tensor = tensor
-    specs = list[ShardSpec]()
-    with locals_only():
-        for spec in tensor.specs:
-            if spec.dim in index.chosen:
-                result = _row(result, spec, index.chosen[spec.dim])
-            else:
-                result, after = _slice(result, spec, index.sliced[spec.dim])
-                specs.append(after.at_dim(index.dims_after[spec.dim]))
-        everything = all(isinstance(one, slice) and one == slice(None) for one in index.local)
-        result = result.view_as(result) if everything and result is tensor else result[index.local]
-    return wrap_locals(result, tuple(specs), call.rules)
-
-
-def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSpec]:
-    """A shard of the rows of a slice, and how these are sharded."""
-    start, stop, step = part.indices(spec.extent)
-    if step < 1:
-        raise ValueError("step must be greater than zero")
-    extent, group = len(range(start, stop, step)), spec.group
-    if extent == spec.extent:
-        return local, spec
-    if isinstance(group, OrderedGroup):
-        return _range(local, spec, start, extent), ShardSpec(spec.dim, extent, RangeGroup(group, spec.extent, start))
-    shards = spec.shards
-    held = [_numbers(rows, start, step, extent) for (rows,) in shards]
-    first, last = held[group.rank]
-    offset = start + first * step - spec.start if first < last else 0
-    index = [slice(None)] * spec.dim + [slice(offset, offset + max((last - first - 1) * step + 1, 0), step)]
-    rows = redistribute(local[tuple(index)], spec.dim, tuple((one,) for one in held), shards_of(extent, group), group)
-    return rows, ShardSpec(spec.dim, extent, group)
-
-
-def _range(local: Tensor, spec: ShardSpec, start: int, extent: int) -> Tensor:
-    """Neighbouring rows, which stay where they are."""
-    kept, before = list[Range](), 0
-    for low, high in spec.pieces:
-        first, last = max(low, start), min(high, start + extent)
-        kept += [(before + first - low, before + last - low)] if first < last else []
-        before += high - low
-    return take_pieces(local, spec.dim, tuple(kept))
-
-
-def _numbers(rows: Range, start: int, step: int, extent: int) -> Range:
-    """Which items of a slice lie in a range of rows."""
-    first, last = (min(max(-(-(row - start) // step), 0), extent) for row in rows)
-    return first, last
-
-
-def _row(local: Tensor, spec: ShardSpec, number: int) -> Tensor:
-    """One row of a sharded dim on every rank, as a dim of 1: the other ranks add nothing."""
-    if not -spec.extent <= number < spec.extent:
-        raise IndexError(f"index {number} is out of bounds for dimension {spec.dim} with size {spec.extent}")
-    row = _range(local, spec, number % spec.extent, 1)
-    return sum_over(row.sum(spec.dim, keepdim=True, dtype=local.dtype), [spec.group])
-
-
-def _narrow(call: Call) -> Any:
-    """``narrow(x, dim, start, length)``: a slice."""
-    names = enumerate(("", "dim", "start", "length"))
-    tensor, dim, start, length = (argument(input_first(call), number, name) for number, name in names)
-    if not isinstance(tensor, ShardedTensor):
-        return on_full(call)
-    shape = global_shape(tensor)
-    dim, begin = dim % len(shape), start + shape[dim] if start < 0 else start
-    if not 0 <= begin <= begin + length <= shape[dim]:
-        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
-    return tensor[(*[slice(None)] * dim, slice(begin, begin + length))]
-
-
-def _select(call: Call) -> Any:
-    """``select(x, dim, index)``: one row."""
-    tensor, dim, index = (argument(input_first(call), n, name) for n, name in enumerate(("", "dim", "index")))
-    if not isinstance(tensor, ShardedTensor):
-        return on_full(call)
-    return tensor[(*[slice(None)] * (dim % len(global_shape(tensor))), index)]
-
-
-def _set(call: Call) -> Any:
-    """``x[index] = value`` where the index takes all of the sharded dims."""
-    tensor, entries, value = call.args
-    if not isinstance(tensor, ShardedTensor):
-        return on_full(call)
-    with locals_only():
-        index = _parsed(entries, tensor.specs, tensor.dim())
-    everything = index is not None and not index.chosen
-    if (
-        index is None
-        or not everything
-        or any(part.indices(spec.extent) != (0, spec.extent, 1) for part, spec in index.slices(tensor.specs))
-    ):
-        return refuse_write(call)
-    with locals_only():
-        specs = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs)
-        dims = tensor[index.local].dim()
-        tensor[index.local] = align(value, specs, dims) if isinstance(value, Tensor) else value
-    return None
-
-
-INDEXING: Mapping[str, Handler] = {"__getitem__": _get, "__setitem__": _set, "narrow": _narrow, "select": _select}

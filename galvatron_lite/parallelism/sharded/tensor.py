@@ -1,12 +1,12 @@
-"""A tensor of which this rank holds a shard, and which knows how the global tensor is sharded.
+"""Sharded tensors: this rank holds a shard, and the tensor knows how the global tensor is sharded.
 
-Code that uses it sees the global tensor: it has the global shape, and every torch function called with it goes to the
-``Rules`` it carries, which say what the function means for shards. Only public extension points of torch are used
-(``__torch_function__``). Autograd, saved tensors and kernels see plain tensors of the local shape.
+A sharded tensor has the global shape. Every torch function that is called with it goes to the handlers of its
+``Rules``, by a public extension point of torch (``__torch_function__``). Autograd, saved tensors and kernels see plain
+tensors of the local shape.
 
-Gradients: the objective is the sum over ranks of what each starts its backward pass from, and the backward of every
-collective is its exact adjoint. So the gradient of a tensor or parameter that every rank of a group holds in full is a
-part on each rank; the sum of the parts over the group is the gradient.
+Gradients: the objective is the sum over ranks of what each starts backward from, and the backward of every collective
+is its exact adjoint. So for a tensor or parameter that every rank of a group holds in full, each rank has a part of the
+gradient, and the sum of the parts over the group is the gradient.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ class ShardSpec:
 
     @property
     def pieces(self) -> Pieces:
-        """The items that this rank holds, in order."""
+        """Items of this rank, in order."""
         return pieces_of(self.extent, self.group, self.group.rank)
 
     @property
     def shards(self) -> tuple[Pieces, ...]:
-        """The items of every rank."""
+        """Items of every rank."""
         return shards_of(self.extent, self.group)
 
     @property
     def start(self) -> int:
-        """The first item of this rank's only piece."""
+        """First item of this rank; it must hold a single piece."""
         ((start, _),) = self.pieces
         return start
 
     @property
     def length(self) -> int:
-        """Items that this rank holds."""
+        """Number of items of this rank."""
         return length_of(self.pieces)
 
     def at_dim(self, dim: int) -> ShardSpec:
-        """The same for another dim."""
+        """Return the spec for another dim."""
         return self if self.dim == dim else ShardSpec(dim, self.extent, self.group)
 
 
 locals_only = torch._C.DisableTorchFunctionSubclass
-"""Context in which torch treats sharded tensors as the plain local tensors that they hold.
+"""Context in which torch treats sharded tensors as their plain local tensors.
 
-New tensors are then plain, and in-place functions return the sharded tensor itself. Documented in "Extending PyTorch"
-as the way out of ``__torch_function__``.
+New tensors are plain in it, and in-place functions return the sharded tensor itself. See "Extending PyTorch" for this
+exit from ``__torch_function__``.
 """
 
 ShardSpecs = tuple[ShardSpec, ...]
-"""At most one a dim, in the order of dims."""
+"""At most one for each dim, in the order of dims."""
 
 PIXELS = 2
-"""Dim of an image (samples, channels, ...) where its pixels begin."""
+"""First dim of an image's pixels; the dims before are samples and channels."""
 
 
 class Call(NamedTuple):
@@ -79,34 +79,34 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rules: Rules  # of the first sharded tensor among the arguments
-    because: str = ""  # why the tensor is gathered, where that is by design
+    gather_reason: str = ""  # why the tensor is gathered, if no missing rule is the reason
 
 
 Handler = Callable[[Call], Any]
-"""Carries out a call: returns sharded tensors, and plain ones that every rank holds in full."""
+"""Runs a call, and returns sharded tensors, or plain ones that every rank holds in full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """What functions do with sharded tensors."""
+    """The handlers of torch functions for sharded tensors."""
 
     handlers: Mapping[str, Handler]  # by the function's name
-    otherwise: Handler  # of every other function
-    pins: tuple[str, ...] = ("depth", "height", "width")  # degrees of a plan that shard such tensors
-    what: str = "picture"  # what the tensors are, for messages
+    otherwise: Handler  # of all other functions
+    pins: tuple[str, ...] = ("depth", "height", "width")  # fields of ``Strategy`` that shard such tensors
+    what: str = "picture"  # what such tensors are, for messages
 
 
 class ShardedTensor(torch.Tensor):
-    """See the module. Made by ``from_local``; read by ``to_local``."""
+    """See the module. ``from_local`` makes one, ``to_local`` returns its shard."""
 
-    specs: ShardSpecs  # never empty
+    specs: ShardSpecs  # not empty
     rules: Rules
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Hand the call to the rules of the first sharded tensor among the arguments."""
+        """Run the handler of the first sharded tensor among the arguments."""
         named = {} if kwargs is None else kwargs
         first = args[0] if args else None
         rules = first.rules if isinstance(first, ShardedTensor) else next(sharded_tensors((args, named))).rules
@@ -115,13 +115,13 @@ class ShardedTensor(torch.Tensor):
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a torch function; of a property (``Tensor.shape.__get__``) the property's."""
+    """Return the name of a torch function, or of the property whose getter it is (``Tensor.shape.__get__``)."""
     name: str = getattr(function, "__name__", type(function).__name__)
     return str(function.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
 def sharded_tensors(value: Any) -> Iterator[ShardedTensor]:
-    """Every sharded tensor in a nest of tuples, lists and mappings."""
+    """Yield all sharded tensors in nested tuples, lists and mappings."""
     if isinstance(value, ShardedTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -132,15 +132,15 @@ def sharded_tensors(value: Any) -> Iterator[ShardedTensor]:
 
 
 def from_local(local: Tensor, specs: Sequence[ShardSpec], rules: Rules) -> Tensor:
-    """This rank's shard as a sharded tensor; the tensor itself where there are no specs.
+    """Turn this rank's shard into a sharded tensor; without specs, return it unchanged.
 
     Args:
-        local: a plain tensor that nobody else refers to; it becomes the sharded tensor.
-        specs: how the dims of the global tensor are sharded.
-        rules: what functions do with it.
+        local: a plain tensor without other references; it becomes the sharded tensor.
+        specs: of the global tensor.
+        rules: of the sharded tensor.
 
     Raises:
-        InputError: the shard has another length than its spec says.
+        InputError: the length of the shard is not that of its spec.
     """
     if not specs:
         return local
@@ -148,8 +148,8 @@ def from_local(local: Tensor, specs: Sequence[ShardSpec], rules: Rules) -> Tenso
         if local.shape[spec.dim] != spec.length:
             held = f"Rank {spec.group.rank} of {spec.group.size} holds {spec.length} of {spec.extent} items"
             raise InputError("shape of a shard", tuple(local.shape), f"{held} of dim {spec.dim}.")
-    # As torch's own parameters of unknown shape do when they take shape. `as_subclass` would make a view, and in-place
-    # functions on a view cost a copy in backward.
+    # As torch does with its uninitialized parameters. ``as_subclass`` would make a view, and in-place functions on a
+    # view cost a copy in backward.
     result: ShardedTensor = local  # type: ignore[assignment]
     result.__class__ = _sharded_kind(type(local))
     result.specs, result.rules = tuple(sorted(specs, key=lambda spec: spec.dim)), rules
@@ -157,9 +157,9 @@ def from_local(local: Tensor, specs: Sequence[ShardSpec], rules: Rules) -> Tenso
 
 
 def wrap_locals(result: Any, specs: ShardSpecs, rules: Rules) -> Any:
-    """What a function made of shards, as sharded tensors: ``from_local`` without the check, for tuples and lists too.
+    """Turn the result of a function of shards into sharded tensors: ``from_local`` for tuples and lists too, unchecked.
 
-    Tensors that are sharded already (an in-place function returns its argument) and other values stay as they are.
+    Other values, and tensors that are sharded already (an in-place function returns its argument), stay unchanged.
     """
     if _is_plain(result):
         if specs:
@@ -168,17 +168,17 @@ def wrap_locals(result: Any, specs: ShardSpecs, rules: Rules) -> Any:
             result.specs, result.rules = specs, rules
         return result
     if isinstance(result, (tuple, list)):
-        return type(result)([wrap_locals(_alias(one), specs, rules) for one in result])
+        return type(result)([wrap_locals(_alias(item), specs, rules) for item in result])
     return result
 
 
 def _alias(value: Any) -> Any:
-    """Indices (of ``topk``) as another tensor: autograd saves the first, and recomputation compares its shape."""
+    """Alias a tensor of indices (of ``topk``): autograd saves it, and recomputation compares its shape."""
     return value.view_as(value) if _is_plain(value) and not value.is_floating_point() else value
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor of torch's own, or of a mode that runs operations in another way (without data)."""
+    """Whether a value is a plain tensor, or a tensor of a dispatch mode (such as tensors without data)."""
     kind = type(value)
     if kind is Tensor or not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
         return kind is Tensor
@@ -191,7 +191,7 @@ def _sharded_kind(kind: type[Tensor]) -> type[ShardedTensor]:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """The same tensor, from now on a plain one of the local shape; for code that nobody else shares it with."""
+    """Turn a sharded tensor back into a plain tensor of the local shape, in place."""
     if isinstance(tensor, ShardedTensor):
         tensor.__class__ = type(tensor).__mro__[1 if type(tensor) is ShardedTensor else 2]
         del tensor.specs, tensor.rules
@@ -199,7 +199,7 @@ def unwrap(tensor: Tensor) -> Tensor:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The shard as a plain tensor (a view); plain tensors as they are."""
+    """Return the shard of a tensor as a plain tensor (a view); return plain tensors unchanged."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     with locals_only():
@@ -207,12 +207,12 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def specs_of(tensor: Tensor) -> ShardSpecs:
-    """How a tensor is sharded; nothing for a plain one."""
+    """Return how a tensor is sharded; empty for plain tensors."""
     return tensor.specs if isinstance(tensor, ShardedTensor) else ()
 
 
 def global_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the global tensor."""
+    """Return the shape of the global tensor."""
     if not isinstance(tensor, ShardedTensor):
         return tuple(tensor.shape)
     with locals_only():
@@ -223,11 +223,11 @@ def global_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def image_specs(shape: Sequence[int], groups: Sequence[AxisGroup | None]) -> ShardSpecs:
-    """How an image (samples, channels, [[depth,] height,] width) of that global shape is sharded.
+    """Return how an image (samples, channels, [[depth,] height,] width) is sharded.
 
     Args:
-        shape: of the image.
-        groups: along depth, height and width; None where a side is not sharded.
+        shape: global shape of the image.
+        groups: along depth, height and width; None for a side that is not sharded.
     """
     groups = groups[len(groups) - len(shape) + PIXELS :]
     sides = enumerate(zip(shape[PIXELS:], groups, strict=True), PIXELS)

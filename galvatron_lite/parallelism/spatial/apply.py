@@ -1,4 +1,4 @@
-"""Makes a module work on its shard of images: its forward runs on sharded tensors, its hooks see plain ones."""
+"""Split the pixels of a module: its forward runs on sharded tensors, and its hooks see plain tensors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from galvatron_lite.parallelism.spatial.convolution import ShardedConvolution
 from galvatron_lite.parallelism.spatial.norms import ShardedBatchNorm
 
 SPECS = "galvatron_specs"
-"""Name of the argument that tells a split module how its other arguments are sharded."""
+"""Name of the argument of a split module with the specs of its other arguments."""
 
 
 class SpecsAt:
-    """How tensors of a nest are sharded, by place (see ``map_places``); full ones are left out.
+    """The specs of sharded tensors in nested arguments, by their place (see ``map_places``).
 
-    No dataclass or mapping: ZeRO's hooks rebuild those with tensors in another precision; groups are compared by
-    identity.
+    It is no dataclass or mapping, as ZeRO's hooks rebuild those with tensors of another precision, while groups are
+    compared by identity.
     """
 
     def __init__(self, places: Mapping[str, ShardSpecs]) -> None:
@@ -42,16 +42,17 @@ class SpecsAt:
 def split_pixels(module: nn.Module, groups: Sequence[AxisGroup], rules: Rules) -> None:
     """Make a module work on shards of images, in place.
 
-    Its forward then takes plain tensors, this rank's shards, and under the name ``SPECS`` how they are sharded; it
-    returns its output as plain tensors, and how those are sharded: (output, ``SpecsAt``). So hooks, ZeRO and
-    recomputation see plain tensors, and what recomputation runs again has the same arguments.
+    Its forward then takes plain tensors, this rank's shards, and their specs in the argument ``SPECS``. It returns
+    plain tensors and their specs: (output, ``SpecsAt``). So hooks, ZeRO and recomputation see plain tensors, and
+    recomputation gets the same arguments again.
 
-    Full tensors have a complete gradient outside, on every rank, and a part of it inside (see ``sharded.tensor``).
+    Full tensors have a complete gradient on every rank outside the module, and a part of it inside (see
+    ``sharded.tensor``).
 
     Args:
-        module: any; its parameters stay full.
-        groups: ranks that share images in it.
-        rules: what functions do inside.
+        module: its parameters stay full.
+        groups: ranks that shard images in it.
+        rules: of the sharded tensors inside.
     """
     if rules.handlers.keys() >= {"conv2d", "batch_norm"}:
         bind_modules(module)
@@ -59,11 +60,11 @@ def split_pixels(module: nn.Module, groups: Sequence[AxisGroup], rules: Rules) -
 
 
 def bind_modules(module: nn.Module) -> None:
-    """Make torch's convolutions and batch norms within a module ones that know sharded tensors, in place."""
-    for one in module.modules():
-        kind = _SHARDED_KINDS.get(type(one))
-        if kind is not None and "forward" not in vars(one):
-            one.__class__ = kind
+    """Replace the classes of convolutions and batch norms within a module by those for sharded images, in place."""
+    for child in module.modules():
+        kind = _SHARDED_KINDS.get(type(child))
+        if kind is not None and "forward" not in vars(child):
+            child.__class__ = kind
 
 
 _SHARDED_KINDS: dict[type[nn.Module], type[nn.Module]] = {
@@ -89,8 +90,8 @@ def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: 
         leaving = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
 
         def outside(place: str, tensor: Tensor) -> Tensor:
-            # Itself made plain again, with no view between: code behind the module may change its input in place, and
-            # autograd would then forget hooks on a view, those of ZeRO among them.
+            # no view: code after the module may change the tensor in place, and autograd would then drop hooks on a
+            # view, such as those of ZeRO
             plain = unwrap(tensor) if place in leaving else tensor
             return leave(plain, _others(leaving.get(place, ()), groups)) if plain.requires_grad else plain
 
@@ -100,25 +101,25 @@ def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: 
 
 
 def entering(tensor: Tensor, specs: ShardSpecs, groups: Iterable[AxisGroup], rules: Rules) -> Tensor:
-    """A plain tensor for code in which gradients are parts on the ranks of groups that do not shard it."""
+    """Turn a plain tensor into a sharded one for code in which gradients are parts on ranks that do not shard it."""
     if tensor.requires_grad:
         tensor = enter(tensor, _others(specs, groups))
-    # an alias: whoever holds the tensor keeps a plain one
+    # an alias, so that other references stay plain
     return from_local(tensor.view_as(tensor), specs, rules) if specs else tensor
 
 
 def settled(tensor: Tensor, groups: Sequence[AxisGroup]) -> Tensor:
-    """A tensor of such code, gathered along dims that groups of another order shard (see ``sharded.groups``)."""
-    strange = [spec for spec in specs_of(tensor) if not any(spec.group is group for group in groups)]
-    if not strange:
+    """Gather a tensor of such code along dims that other groups shard (such as ``OrderedGroup``)."""
+    foreign = [spec for spec in specs_of(tensor) if not any(spec.group is group for group in groups)]
+    if not foreign:
         return tensor
-    kept = tuple(spec for spec in specs_of(tensor) if spec not in strange)
+    kept = tuple(spec for spec in specs_of(tensor) if spec not in foreign)
     with locals_only():
-        return wrap_locals(gather_dims(tensor, strange), kept, tensor.rules)  # type: ignore[attr-defined, no-any-return]
+        return wrap_locals(gather_dims(tensor, foreign), kept, tensor.rules)  # type: ignore[attr-defined, no-any-return]
 
 
 def leaving(tensor: Tensor, groups: Sequence[AxisGroup]) -> Tensor:
-    """A tensor of such code as a plain one whose gradient is complete on every rank that holds the same."""
+    """Turn a tensor of such code into a plain one, whose gradient is complete on every rank with the same items."""
     tensor = settled(tensor, groups)
     plain = to_local(tensor)
     return leave(plain, _others(specs_of(tensor), groups)) if plain.requires_grad else plain

@@ -1,9 +1,13 @@
-"""How pictures lie on grids of devices: whose pixels are whose, what is borrowed, which grids will do.
+"""Pictures on grids of devices: the pixels of each device, its halo, and the grids that a layer can use.
 
-Every extent is shared by the rule of ``parallelism.shares``, whether it divides or not: the first device of a side
-holds the most pixels of every picture, and so is the slowest. What outputs need beyond their device's own pixels is
-borrowed (``spatial.windows``). Only direct neighbours lend, so it may not be more than they hold, and everybody holds a
-pixel at least of every picture.
+Every extent is split by ``parallelism.shares``, evenly or not: the first device of a side holds the most pixels of
+every picture and is the slowest. Pixels that outputs need beyond those of their device are its halo, which neighbours
+send. Only direct neighbours do, so a halo may not be larger than what they hold, and every device holds at least one
+pixel of every picture.
+
+Windows are described along one side of a picture, with positions counted in the global picture. Output o of a window
+reads the positions o*s - before + d*j for j in [0, k). A transposed window is the adjoint: position i adds to the
+outputs i*s - before + d*j.
 """
 
 from __future__ import annotations
@@ -20,37 +24,30 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import Extents, KindKey, Window, extents_of, is_picture, windows_of
 from galvatron_lite.parallelism.shares import Range, share
 
-# Windows that slide along a side of an image which ranks share: what each rank needs for its outputs, and from whom.
-#
-# Pure arithmetic on one side. Inputs and outputs are shared by ``shares.share``; places are counted in the global
-# image. Output o of a window reads the places o*s - before + d*j for j in [0, k). A transposed window is the adjoint:
-# place i adds to the outputs i*s - before + d*j.
-
-
-Loan = tuple[int, Range]
-"""A rank, and the places that it lends or borrows."""
+PeerRange = tuple[int, Range]
+"""Another rank, and the positions that it sends or receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideWindow:
-    """A window along one side, as ``torch.nn.functional`` describes convolutions and pools."""
+    """A window along one side, with the arguments of convolutions and pools in ``torch.nn.functional``."""
 
-    kernel: int = 1  # places it reads
-    stride: int = 1  # places from one output to the next
-    before: int = 0  # places outside the image that the first output begins with
-    after: int = 0  # the same behind the image. Of a transposed window: padding less output padding
-    dilation: int = 1  # from one place it reads to the next
-    ceil: bool = False  # an incomplete last output that begins in the image, or before it, counts (pools)
+    kernel: int = 1
+    stride: int = 1
+    before: int = 0  # padding before the picture
+    after: int = 0  # padding after the picture; of a transposed window, less its output padding
+    dilation: int = 1
+    ceil: bool = False  # whether an incomplete last output counts if it begins in the picture or before it (pools)
     transposed: bool = False  # see the module
 
     @property
     def reach(self) -> int:
-        """Places from the first one it reads to the last."""
+        """Positions from the first that it reads to the last."""
         return self.dilation * (self.kernel - 1) + 1
 
 
 def output_extent(window: SideWindow, extent: int) -> int:
-    """Outputs along a side of ``extent`` places (as torch counts them); 0 or less where there are none."""
+    """Return the number of outputs along a side of ``extent`` positions, as torch counts them; 0 or less for none."""
     if window.transposed:
         return (extent - 1) * window.stride - window.before - window.after + window.reach
     free = extent + window.before + window.after - window.reach
@@ -59,20 +56,21 @@ def output_extent(window: SideWindow, extent: int) -> int:
 
 
 def shard_range(extent: int, degree: int, rank: int) -> Range:
-    """The places that a rank holds."""
+    """Return the positions that a rank holds."""
     start, length = share(extent, degree, rank)
     return start, start + length
 
 
 def output_range(window: SideWindow, extent: int, degree: int, rank: int) -> Range:
-    """The outputs of a rank."""
+    """Return the outputs of a rank."""
     return shard_range(output_extent(window, extent), degree, rank)
 
 
-def needed(window: SideWindow, extent: int, outputs: Range) -> Range:
-    """The places that outputs depend on: also those outside the image, but of a transposed window, which has none.
+def input_range(window: SideWindow, extent: int, outputs: Range) -> Range:
+    """Return the positions that outputs depend on.
 
-    The result is not empty unless the window is transposed.
+    They include padding outside the picture, which a transposed window does not have. Only for a transposed window the
+    range may be empty.
     """
     first, last = outputs[0], outputs[1] - 1
     if not window.transposed:
@@ -83,9 +81,9 @@ def needed(window: SideWindow, extent: int, outputs: Range) -> Range:
 
 
 def crop(window: SideWindow, outputs: Range, inputs: Range) -> tuple[int, int]:
-    """Of a transposed window that ran on ``inputs`` without padding: places to leave out before and after.
+    """Return how many results to cut before and after those of a transposed window on ``inputs`` without padding.
 
-    Less than zero: outputs that get nothing.
+    Negative numbers count outputs that no input adds to.
     """
     first = inputs[0] * window.stride - window.before
     last = first + (inputs[1] - inputs[0] - 1) * window.stride + window.reach
@@ -93,49 +91,49 @@ def crop(window: SideWindow, outputs: Range, inputs: Range) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def borrows(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[Loan, ...]:
-    """The places of other ranks that a rank's outputs need; by rank."""
-    wanted = needed(window, extent, output_range(window, extent, degree, rank))
-    both = ((peer, _overlap(wanted, shard_range(extent, degree, peer))) for peer in range(degree) if peer != rank)
-    return tuple((peer, places) for peer, places in both if places[0] < places[1])
+def received_ranges(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[PeerRange, ...]:
+    """Return the positions of other ranks that a rank's outputs need, by rank."""
+    inputs = input_range(window, extent, output_range(window, extent, degree, rank))
+    ranges = ((peer, _overlap(inputs, shard_range(extent, degree, peer))) for peer in range(degree) if peer != rank)
+    return tuple((peer, positions) for peer, positions in ranges if positions[0] < positions[1])
 
 
 @lru_cache(maxsize=4096)
-def lends(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[Loan, ...]:
-    """The places of a rank that the outputs of other ranks need; by rank."""
-    others = ((peer, borrows(window, extent, degree, peer)) for peer in range(degree) if peer != rank)
-    return tuple((peer, places) for peer, loans in others for lender, places in loans if lender == rank)
+def sent_ranges(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[PeerRange, ...]:
+    """Return the positions of a rank that the outputs of other ranks need, by rank."""
+    others = ((peer, received_ranges(window, extent, degree, peer)) for peer in range(degree) if peer != rank)
+    return tuple((peer, positions) for peer, ranges in others for sender, positions in ranges if sender == rank)
 
 
-def borrowed_by(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[int, int]:
-    """How many places a rank borrows from ranks below and above it; in backward as many gradients go back."""
-    loans = borrows(window, extent, degree, rank)
-    below = sum(stop - start for peer, (start, stop) in loans if peer < rank)
-    return below, sum(stop - start for peer, (start, stop) in loans if peer > rank)
-
-
-@lru_cache(maxsize=4096)
-def travels(window: SideWindow, extent: int, degree: int) -> bool:
-    """Whether any rank borrows."""
-    return any(borrows(window, extent, degree, rank) for rank in range(degree))
+def received_counts(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[int, int]:
+    """Return how many positions a rank receives from ranks below and above it; backward returns as many gradients."""
+    ranges = received_ranges(window, extent, degree, rank)
+    below = sum(stop - start for peer, (start, stop) in ranges if peer < rank)
+    return below, sum(stop - start for peer, (start, stop) in ranges if peer > rank)
 
 
 @lru_cache(maxsize=4096)
-def stays(window: SideWindow, extent: int, degree: int) -> bool:
-    """Whether every rank's outputs are just those of the window on its own shard."""
+def exchanges_halo(window: SideWindow, extent: int, degree: int) -> bool:
+    """Whether any rank receives positions of others."""
+    return any(received_ranges(window, extent, degree, rank) for rank in range(degree))
+
+
+@lru_cache(maxsize=4096)
+def runs_locally(window: SideWindow, extent: int, degree: int) -> bool:
+    """Whether every rank's outputs are those of the window on its shard alone."""
     if window.before or window.after:
         return False
-    return all(_stays(window, extent, degree, rank) for rank in range(degree))
+    return all(_runs_locally(window, extent, degree, rank) for rank in range(degree))
 
 
-def _stays(window: SideWindow, extent: int, degree: int, rank: int) -> bool:
+def _runs_locally(window: SideWindow, extent: int, degree: int, rank: int) -> bool:
     held, outputs = shard_range(extent, degree, rank), output_range(window, extent, degree, rank)
-    start, stop = needed(window, extent, outputs)
-    # the last window of a pool may end behind the image
+    start, stop = input_range(window, extent, outputs)
+    # the last window of a pool may end after the picture
     if start != held[0] or min(stop, extent) > held[1] or outputs[0] >= outputs[1]:
         return False
     if held[1] - held[0] < min(window.reach, extent) and not window.transposed:
-        # torch refuses images that are smaller than a window, of which the last one may be a part
+        # torch refuses pictures that are smaller than a window
         return False
     if window.transposed:
         return stop == held[1] and crop(window, outputs, held) == (0, 0)
@@ -144,19 +142,19 @@ def _stays(window: SideWindow, extent: int, degree: int, rank: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def window_refusal(window: SideWindow, extent: int, degree: int) -> str:
-    """Why ranks cannot share a side under a window, or nothing.
+    """Explain why ranks cannot split a side under a window; empty if they can.
 
-    They can where every rank has inputs and outputs, its outputs need some of the image, and what they need lies with
-    it and the ranks beside it.
+    They can if every rank has inputs and outputs, and its outputs need positions of the picture, all of which it or its
+    neighbours hold.
     """
     outputs = output_extent(window, extent)
     if min(extent, outputs) < degree:
         return f"an extent of {extent} -> {outputs} leaves a rank of {degree} without a share"
     for rank in range(degree):
-        start, stop = _overlap(needed(window, extent, output_range(window, extent, degree, rank)), (0, extent))
+        start, stop = _overlap(input_range(window, extent, output_range(window, extent, degree, rank)), (0, extent))
         if start >= stop:
             return f"the outputs of rank {rank} of {degree} lie outside the picture of {extent}"
-        for peer, (start, stop) in borrows(window, extent, degree, rank):
+        for peer, (start, stop) in received_ranges(window, extent, degree, rank):
             if abs(peer - rank) > 1:
                 return (
                     f"rank {rank} of {degree} needs {stop - start} of rank {peer}'s items of an extent of {extent}:"
@@ -166,7 +164,7 @@ def window_refusal(window: SideWindow, extent: int, degree: int) -> str:
 
 
 def interior(window: SideWindow, extent: int, degree: int, rank: int) -> Range:
-    """A rank's outputs that need nothing but its own shard; may be empty. Nothing of a transposed window."""
+    """Return a rank's outputs that need only its shard; may be empty. Always empty for a transposed window."""
     if window.transposed:
         return 0, 0
     start, stop = shard_range(extent, degree, rank)
@@ -176,8 +174,8 @@ def interior(window: SideWindow, extent: int, degree: int, rank: int) -> Range:
     return low, max(min(high, end), low)
 
 
-def _overlap(one: Range, other: Range) -> Range:
-    return max(one[0], other[0]), min(one[1], other[1])
+def _overlap(first: Range, second: Range) -> Range:
+    return max(first[0], second[0]), min(first[1], second[1])
 
 
 Grid = tuple[int, int, int]
@@ -186,36 +184,36 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SideTraffic:
-    """What devices exchange along one side in forward, a sample; or each of many layouts (arrays)."""
+    """What a device exchanges along one side for a sample; under many layouts, arrays."""
 
-    items: Whole = 0  # of all windows, in both directions together; the device that borrows most
-    sends: Whole = 0  # messages of a device
+    items: Whole = 0  # that it receives in forward for all windows, from both neighbours; the largest of all devices
+    sends: Whole = 0  # messages in forward
     returned: Whole = 0  # messages of gradients in backward
-    returned_items: Whole = 0  # their items
+    returned_items: Whole = 0  # items of these
 
 
 @dataclass(frozen=True, slots=True)
 class GridLayout:
-    """A layer on a grid of devices, or on each of many (arrays)."""
+    """A layer on a grid of devices; on many grids, arrays."""
 
     share: Real  # of a sample's pixels on the device that holds most
     borders: tuple[SideTraffic, ...]  # along depth, height and width
-    legal: Flag  # whether the grid can be used
+    legal: Flag  # whether the layer can use the grid
 
 
 def splits_pixels(kind: LayerKind) -> bool:
-    """Whether devices may share the pixels of a layer's images."""
-    return not _kept_full(KindKey(kind))
+    """Whether devices can split the pixels of a layer's pictures."""
+    return not _unsplit_reason(KindKey(kind))
 
 
 @lru_cache(maxsize=4096)
-def _kept_full(same: KindKey) -> str:
-    """Why devices may not share the pixels of a layer's images; empty where they may.
+def _unsplit_reason(key: KindKey) -> str:
+    """Why devices cannot split the pixels of a layer's pictures; empty if they can.
 
-    A layer without convolutions may take their mean; an image that enters a matmul as one row (a flattened one) is full
-    on every device.
+    A layer without convolutions can take the mean of pixels. A picture that enters a matmul as one row (flattened) is
+    full on every device.
     """
-    kind = same.kind
+    kind = key.kind
     if not is_picture(kind):
         return "it does not work on pictures pixel by pixel and window by window"
     if prod(extents_of(kind)) <= 1:
@@ -228,121 +226,121 @@ def _kept_full(same: KindKey) -> str:
 
 
 def layout_on(kind: LayerKind, grid: Grid) -> GridLayout:
-    """A layer on a grid of devices."""
+    """Return the layout of a layer on a grid of devices."""
     return _grid_layout(KindKey(kind), grid)
 
 
 @lru_cache(maxsize=2**16)
-def _grid_layout(same: KindKey, grid: Grid) -> GridLayout:
-    passing, extents = windows_of(same.kind.operators), extents_of(same.kind)
-    images = [*_images(passing)] or [(1, extents)]
+def _grid_layout(key: KindKey, grid: Grid) -> GridLayout:
+    windows, extents = windows_of(key.kind.operators), extents_of(key.kind)
+    images = [*_images(windows)] or [(1, extents)]
     pixels = sum(channels * prod(image) for channels, image in images)
-    held = sum(channels * prod(map(_most, image, grid)) for channels, image in images)
-    borders = tuple(_border(passing, grid, place) for place in range(len(SIDES)))
-    legal = not any(_refusal(same, place, degree) for place, degree in enumerate(grid))
+    held = sum(channels * prod(map(_largest_share, image, grid)) for channels, image in images)
+    borders = tuple(_side_traffic(windows, grid, axis) for axis in range(len(SIDES)))
+    legal = not any(_refusal(key, axis, degree) for axis, degree in enumerate(grid))
     return GridLayout(held / pixels, borders, legal)
 
 
-def _images(passing: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
-    """Channels (of all calls) and extents before and after every window."""
-    for window in passing:
+def _images(windows: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
+    """Channels (of all calls) and extents of the pictures before and after every window."""
+    for window in windows:
         for channels, name in zip(window.channels, ("extent", "output"), strict=True):
             depth, height, width = (getattr(side, name) for side in window.sides)
             yield window.count * channels, (depth, height, width)
 
 
-def _most(extent: int, degree: int) -> int:
+def _largest_share(extent: int, degree: int) -> int:
     """Pixels of the largest share."""
     return share(extent, degree, 0)[1]
 
 
-def _border(passing: tuple[Window, ...], grid: Grid, place: int) -> SideTraffic:
-    if grid[place] == 1:
+def _side_traffic(windows: tuple[Window, ...], grid: Grid, axis: int) -> SideTraffic:
+    if grid[axis] == 1:
         return SideTraffic()
     items = sends = returned = returned_items = 0
-    for window in passing:
-        pixels, lenders = borrowed(window.sides[place], grid[place])
-        size = window.count * window.channels[0] * pixels * _edge(window, grid, place)
-        calls = window.count * lenders
+    for window in windows:
+        pixels, senders = received_pixels(window.sides[axis], grid[axis])
+        size = window.count * window.channels[0] * pixels * _edge_pixels(window, grid, axis)
+        calls = window.count * senders
         items, sends = items + size, sends + calls
         if window.gradient:
             returned_items, returned = returned_items + size, returned + calls
     return SideTraffic(items, sends, returned, returned_items)
 
 
-def _edge(window: Window, grid: Grid, place: int) -> int:
-    """Pixels of one line that is borrowed: of the sides before, which have come, what outputs need; of those after, a
-    device's own."""
+def _edge_pixels(window: Window, grid: Grid, axis: int) -> int:
+    """Pixels of one line of the halo, with the halo of the sides before, which arrived earlier, not of those after."""
     sides = enumerate(zip(window.sides, grid, strict=True))
     return prod(
-        _needed(*pair) if other < place else _most(pair[0].extent, pair[1]) for other, pair in sides if other != place
+        _with_halo(side, degree) if other < axis else _largest_share(side.extent, degree)
+        for other, (side, degree) in sides
+        if other != axis
     )
 
 
 @lru_cache(maxsize=8192)
-def _needed(side: Side, degree: int) -> int:
-    """The most pixels that a device's outputs need, borrowed ones among them."""
+def _with_halo(side: Side, degree: int) -> int:
+    """The most pixels that a device's outputs need, with its halo."""
     if degree == 1:
         return side.extent
     window = window_along(side)
-    ranges = (needed(window, side.extent, output_range(window, side.extent, degree, rank)) for rank in range(degree))
-    return max(min(stop, side.extent) - max(start, 0) for start, stop in ranges)
+    outputs = (output_range(window, side.extent, degree, rank) for rank in range(degree))
+    inputs = (input_range(window, side.extent, positions) for positions in outputs)
+    return max(min(stop, side.extent) - max(start, 0) for start, stop in inputs)
 
 
 @lru_cache(maxsize=8192)
-def borrowed(side: Side, degree: int) -> tuple[int, int]:
-    """The most pixels that a device borrows of both neighbours together, and the most of them that lend it any."""
-    loans = [borrowed_by(window_along(side), side.extent, degree, rank) for rank in range(degree)]
-    return max(below + above for below, above in loans), max((below > 0) + (above > 0) for below, above in loans)
+def received_pixels(side: Side, degree: int) -> tuple[int, int]:
+    """Return the most pixels that a device receives, and the most neighbours that send it any."""
+    counts = [received_counts(window_along(side), side.extent, degree, rank) for rank in range(degree)]
+    return max(below + above for below, above in counts), max((below > 0) + (above > 0) for below, above in counts)
 
 
 @lru_cache(maxsize=8192)
 def window_along(side: Side) -> SideWindow:
-    """The window that passes along a side."""
+    """Return the window of an operator along a side."""
     padding = side.padding
     return SideWindow(side.kernel, side.stride, padding, padding, side.dilation, transposed=side.transposed)
 
 
-def refusal(kind: LayerKind, place: int, degree: int) -> str:
-    """Why so many devices cannot share a side (0 depth, 1 height, 2 width) of all pictures of a layer; empty where they
-    can."""
-    return _refusal(KindKey(kind), place, degree)
+def refusal(kind: LayerKind, axis: int, degree: int) -> str:
+    """Explain why devices cannot split a side (0 depth, 1 height, 2 width) of a layer's pictures; empty if they can."""
+    return _refusal(KindKey(kind), axis, degree)
 
 
 @lru_cache(maxsize=2**16)
-def _refusal(same: KindKey, place: int, degree: int) -> str:
+def _refusal(key: KindKey, axis: int, degree: int) -> str:
     if degree == 1:
         return ""
-    extent = extents_of(same.kind)[place]
-    if _kept_full(same):
-        return _kept_full(same)
+    extent = extents_of(key.kind)[axis]
+    if _unsplit_reason(key):
+        return _unsplit_reason(key)
     if extent < degree:
         return f"an extent of {extent} leaves a rank of {degree} without a share"
-    sides = (window.sides[place] for window in windows_of(same.kind.operators))
+    sides = (window.sides[axis] for window in windows_of(key.kind.operators))
     return next((reason for side in sides if (reason := window_refusal(window_along(side), side.extent, degree))), "")
 
 
 def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
-    """Of the grids of so many devices that can be used, the one with the least cut, and the one with the least cut that
-    shares one side only and so sends the fewest messages."""
-    return _sensible(KindKey(kind), devices)
+    """Return the legal grid with the smallest cut, and that of the grids that split one side, with fewer messages."""
+    return _sensible_grids(KindKey(kind), devices)
 
 
 @lru_cache(maxsize=2**16)
-def _sensible(same: KindKey, devices: int) -> tuple[Grid, ...]:
-    every = [
+def _sensible_grids(key: KindKey, devices: int) -> tuple[Grid, ...]:
+    grids = [
         (depth, height, devices // depth // height)
         for depth in divisors(devices)
         for height in divisors(devices // depth)
     ]
-    extents = extents_of(same.kind)
-    fits = [grid for grid in every if not any(_refusal(same, *pair) for pair in enumerate(grid))]
-    single = [grid for grid in fits if sum(degree > 1 for degree in grid) == 1]
-    grids = [min(group, key=lambda grid: (_cut(extents, grid), grid)) for group in (single, fits) if group]
-    return tuple(dict.fromkeys(grids))
+    extents = extents_of(key.kind)
+    legal = [grid for grid in grids if not any(_refusal(key, *pair) for pair in enumerate(grid))]
+    single = [grid for grid in legal if sum(degree > 1 for degree in grid) == 1]
+    best = [min(group, key=lambda grid: (_cut_pixels(extents, grid), grid)) for group in (single, legal) if group]
+    return tuple(dict.fromkeys(best))
 
 
-def _cut(extents: Extents, grid: Grid) -> int:
+def _cut_pixels(extents: Extents, grid: Grid) -> int:
     """Pixels along all cuts."""
     pixels = prod(extents)
     return sum((degree - 1) * (pixels // extent) for degree, extent in zip(grid, extents, strict=True))

@@ -1,12 +1,12 @@
-"""Normalisation of sharded images, with the statistics of the global ones.
+"""Normalisation of sharded images, with the statistics of the global image.
 
-Statistics over dims that ranks share are taken over all of them; where none is shared, torch's own function runs on the
-shard. Weights and running statistics may be full, of which a rank uses the channels it holds, or sharded as the image.
+Statistics over sharded dims are combined over the ranks; if no such dim is sharded, torch's function runs on the shard.
+Weights and running statistics may be full (a rank then uses those of its channels), or sharded like the image.
 
-Each rank takes mean and variance of its own items; those of all are combined pairwise (Chan, Golub and LeVeque 1979,
-"Updating formulae and a pairwise algorithm for computing sample variances"), which loses no digits where the mean is
-large. In forward a rank gives two numbers a statistic to each group of ranks, in backward two (sum of dy, sum of dy
-times the normalised input). Statistics are fp32 of inputs of 16 bits, and kept with the rank's shard of the input.
+Each rank computes mean and variance of its items; those of all ranks are combined pairwise (Chan, Golub and LeVeque
+1979, "Updating formulae and a pairwise algorithm for computing sample variances"), which loses no digits if the mean is
+large. A rank sends two numbers for each statistic in forward, and two in backward (sum of dy, sum of dy times the
+normalised input). Statistics are float32 for inputs of 16 bits, and are saved with the rank's shard of the input.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CHANNELS = 1
 """Dim of an image's channels."""
 _STATE = ("running_mean", "running_var", "weight", "bias")
 _BUILT_IN = ("input", "weight", "bias", "running_mean", "running_var")
-"""The first arguments of torch's built-in functions; those of ``torch.nn.functional`` have running statistics first."""
+"""First arguments of torch's built-in functions; in ``torch.nn.functional`` running statistics come first."""
 Affine = tuple[Tensor | None, Tensor | None]
 """Weight and bias."""
 
 
 def batch_norm(call: Call) -> Any:
-    """``torch.nn.functional.batch_norm``: statistics over samples and pixels."""
+    """Run ``torch.nn.functional.batch_norm``: statistics over samples and pixels."""
     options = arguments(call, functional.batch_norm, (*_BUILT_IN, "training", "momentum", "eps"))
     if not specs_of(options["input"]):
         return call.rules.otherwise(call)
@@ -56,7 +56,7 @@ def batch_norm(call: Call) -> Any:
 
 
 def instance_norm(call: Call) -> Any:
-    """``torch.nn.functional.instance_norm``: statistics over the pixels of each sample."""
+    """Run ``torch.nn.functional.instance_norm``: statistics over the pixels of each sample."""
     options = arguments(call, functional.instance_norm, (*_BUILT_IN, "use_input_stats", "momentum", "eps"))
     tensor = options["input"]
     channel, pixels = _split_specs(specs_of(tensor))
@@ -66,8 +66,8 @@ def instance_norm(call: Call) -> Any:
     local = to_local(tensor)
     if not pixels or not options["use_input_stats"]:
         kernel: Callable[..., Tensor] = functional.instance_norm
-        rest = {name: options[name] for name in ("use_input_stats", "momentum", "eps")}
-        return wrap_like(call, kernel(local, **state, **rest), tensor)
+        settings = {name: options[name] for name in ("use_input_stats", "momentum", "eps")}
+        return wrap_like(call, kernel(local, **state, **settings), tensor)
     samples, channels = local.shape[:2]
     _refuse_single(prod(global_shape(tensor)[2:]), tensor)
     result, statistics = _grouped(local, channels, (state["weight"], state["bias"]), tensor, options["eps"])
@@ -76,9 +76,9 @@ def instance_norm(call: Call) -> Any:
 
 
 def group_norm(call: Call) -> Any:
-    """``torch.nn.functional.group_norm``: statistics over the pixels of groups of channels of each sample.
+    """Run ``torch.nn.functional.group_norm``: statistics over the pixels of groups of channels of each sample.
 
-    Sharded channels must be split between groups; other images are gathered.
+    The image is gathered if a group of channels would be split between ranks.
     """
     options = arguments(call, functional.group_norm, ("input", "num_groups", "weight", "bias", "eps"))
     tensor, groups, eps = options["input"], options["num_groups"], options["eps"]
@@ -94,39 +94,39 @@ def group_norm(call: Call) -> Any:
 
 
 def _grouped(local: Tensor, groups: int, affine: Affine, tensor: Tensor, eps: float) -> tuple[Tensor, Moments]:
-    """A shard normalised in groups of its channels over the pixels of each sample, and the statistics of these."""
+    """Normalise groups of channels of a shard over the pixels of each sample; return the statistics too."""
     samples, channels, extent = *local.shape[:2], prod(local.shape[2:])
-    each, pixels = channels // groups, _split_specs(specs_of(tensor))[1]
-    rows = local.reshape(samples * groups, each * extent)
-    statistics = _over_specs(moments(rows, (1,)), pixels, each * prod(global_shape(tensor)[2:]))
-    form = NormForm((1, samples * channels, extent), each, _groups(pixels), eps)
-    weight, bias = (None if one is None else one.repeat(samples) for one in affine)
+    group_channels, pixels = channels // groups, _split_specs(specs_of(tensor))[1]
+    rows = local.reshape(samples * groups, group_channels * extent)
+    statistics = _over_specs(moments(rows, (1,)), pixels, group_channels * prod(global_shape(tensor)[2:]))
+    form = NormForm((1, samples * channels, extent), group_channels, _groups(pixels), eps)
+    weight, bias = (None if parameter is None else parameter.repeat(samples) for parameter in affine)
     return normalise(local, (weight, bias), statistics, form), statistics
 
 
 def layer_norm(call: Call) -> Any:
-    """``torch.nn.functional.layer_norm``: statistics over the last dims."""
+    """Run ``torch.nn.functional.layer_norm``: statistics over the last dims."""
     return _normalise_rows(call, functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
 
 
 def rms_norm(call: Call) -> Any:
-    """``torch.nn.functional.rms_norm``: root mean squares over the last dims."""
+    """Run ``torch.nn.functional.rms_norm``: root mean squares over the last dims."""
     return _normalise_rows(call, functional.rms_norm, ("input", "normalized_shape", "weight", "eps"))
 
 
 HANDLERS: Mapping[str, Handler] = {
-    **{one.__name__: one for one in (batch_norm, group_norm, instance_norm, layer_norm, rms_norm)},
+    **{handler.__name__: handler for handler in (batch_norm, group_norm, instance_norm, layer_norm, rms_norm)},
     "local_response_norm": along(5, 1),  # over neighbouring channels
 }
 
 
 def sync_batch_norm(module: nn.SyncBatchNorm, groups: Sequence[AxisGroup] = ()) -> None:
-    """Make a synchronised batch normalisation take its statistics over these ranks, on any device and back end.
+    """Make a synchronised batch norm take its statistics over some ranks, on any device and backend.
 
     Args:
-        module: its forward is replaced; parameters, buffers and state stay as they are.
-        groups: the ranks that work on other samples. Those that share the pixels of these are read from the sharded
-            tensor that arrives; plain tensors are full.
+        module: its forward is replaced; parameters, buffers and state do not change.
+        groups: ranks that process other samples. Ranks that split the pixels of these samples follow from the sharded
+            input.
     """
 
     def forward(tensor: Tensor) -> Tensor:
@@ -141,11 +141,10 @@ def sync_batch_norm(module: nn.SyncBatchNorm, groups: Sequence[AxisGroup] = ()) 
 
 
 class ShardedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """A batch norm that looks at sharded tensors itself, not through ``__torch_function__``: it saves host time in
-    every call."""
+    """A batch norm that handles sharded images without ``__torch_function__``, to save host time in every call."""
 
     def forward(self, image: Tensor) -> Tensor:
-        """As the batch norm does."""
+        """See ``torch.nn.BatchNorm2d``."""
         if not isinstance(image, ShardedTensor):
             return super().forward(image)
         local = to_local(image)
@@ -156,7 +155,7 @@ class ShardedBatchNorm(nn.modules.batchnorm._BatchNorm):
 def _normalised(
     module: nn.modules.batchnorm._BatchNorm, groups: tuple[AxisGroup, ...], tensor: Tensor, local: Tensor
 ) -> Tensor:
-    """What the module does with a batch; which statistics count, and how much, is as its documentation says."""
+    """Run a module on a batch, with the statistics and momentum that torch documents."""
     means, variances = module.running_mean, module.running_var
     training = module.training or means is None
     if module.training and not module.track_running_stats:
@@ -178,14 +177,14 @@ def _batch_norm(
     eps: float,
     others: tuple[AxisGroup, ...],
 ) -> Tensor:
-    """Batch normalisation over the ranks that share pixels, and over ``others``, which work on other samples.
+    """Normalise over samples and pixels of the ranks that split pixels, and of ``others``, which have other samples.
 
-    ``state``: running mean and variance, weight and bias.
+    ``state`` has running mean and variance, weight and bias.
     """
     specs = specs_of(tensor)
     channel, pixels = _split_specs(specs)
     if channel is not None:
-        state = [_local_channels(one, channel) for one in state]
+        state = [_local_channels(parameter, channel) for parameter in state]
     means, variances, weight, bias = state
     if not training or not (pixels or others):
         kernel: Callable[..., Tensor] = functional.batch_norm
@@ -206,11 +205,11 @@ def _batch_norm(
     return wrapped
 
 
-# What of the arguments this rank holds
+# This rank's part of arguments
 
 
 def _split_specs(specs: ShardSpecs) -> tuple[ShardSpec | None, ShardSpecs]:
-    """The spec of the channels, and those of pixels."""
+    """The spec of the channels, and those of pixels, of an image."""
     if specs and specs[0].dim > CHANNELS:
         return None, specs
     channel = next((spec for spec in specs if spec.dim == CHANNELS), None)
@@ -222,7 +221,7 @@ def _groups(specs: Sequence[ShardSpec]) -> tuple[AxisGroup, ...]:
 
 
 def _local_channels(parameter: Tensor | None, channel: ShardSpec | None) -> Tensor | None:
-    """Numbers of the channels that this rank holds."""
+    """Select the parameters of this rank's channels."""
     if parameter is None or channel is None:
         return parameter
     if specs_of(parameter) or parameter.shape[0] != channel.extent:
@@ -231,7 +230,7 @@ def _local_channels(parameter: Tensor | None, channel: ShardSpec | None) -> Tens
 
 
 def _local_items(parameter: Tensor | None, specs: Sequence[ShardSpec], first: int) -> Tensor | None:
-    """Numbers of the normalised items that this rank holds; ``first``: the dim of the image they begin at."""
+    """Select the parameters of this rank's items; ``first``: the first normalised dim of the image."""
     if parameter is None or specs_of(parameter):
         return parameter if parameter is None else to_local(parameter)
     for spec in specs:
@@ -240,7 +239,7 @@ def _local_items(parameter: Tensor | None, specs: Sequence[ShardSpec], first: in
 
 
 def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:
-    """Variances of one number are no use to train with; torch refuses them too."""
+    """Refuse variances of one item, as torch does."""
     if not isinstance(count, Tensor) and count <= 1:
         raise InputError("pixels a statistic", global_shape(tensor), "Train with more than one value per channel.")
 
@@ -251,18 +250,18 @@ def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:
 class Moments(NamedTuple):
     """Statistics of a tensor."""
 
-    mean: Tensor  # one number a statistic
-    variance: Tensor  # the mean squared deviation
-    items: float | Tensor  # of each statistic
+    mean: Tensor
+    variance: Tensor  # biased: the mean squared deviation
+    items: float | Tensor  # that each statistic is of
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In the type statistics are taken in: fp32, or fp64 of fp64."""
+    """Cast to the dtype of statistics: float64 for float64, else float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def as_autocast(tensor: Tensor) -> Tensor:
-    """In fp32 where autocast is on, on devices where it runs norms and interpolation in that: all but CPUs."""
+    """Cast to float32 if autocast does so for norms and interpolation: if it is on, except on CPUs."""
     kind = tensor.device.type
     if kind == "cpu" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensor
@@ -270,7 +269,7 @@ def as_autocast(tensor: Tensor) -> Tensor:
 
 
 def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
-    """Of this rank's own items: over ``dims``, one statistic an item of the other dims, in their order."""
+    """Return the statistics of this rank's items over ``dims``, in the shape of the other dims."""
     count = prod([tensor.shape[dim] for dim in dims])
     kept = [extent for dim, extent in enumerate(tensor.shape) if dim not in dims]
     statistics = _by_channel(tensor.detach().reshape(1, prod(kept), count))
@@ -278,11 +277,11 @@ def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
 
 
 def _by_channel(tensor: Tensor) -> Moments:
-    """Of this rank's own items, over all dims but the second."""
+    """Statistics of this rank's items over all dims but the second."""
     channels = tensor.shape[CHANNELS]
     if not tensor.numel():
-        nothing = _wide(tensor.new_zeros(channels))
-        return Moments(nothing, nothing, 0)
+        zeros = _wide(tensor.new_zeros(channels))
+        return Moments(zeros, zeros, 0)
     return Moments(*_statistics(tensor), tensor.numel() // channels)
 
 
@@ -291,8 +290,8 @@ def _statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if tensor.device.type not in ("cpu", "cuda"):
         variance, mean = torch.var_mean(_wide(tensor), [0, *range(2, tensor.dim())], correction=0)
         return mean, variance
-    # The first half of torch's own batch normalisation makes no wide copy of 16 bits. Running statistics in the
-    # wide type, which nobody needs, have it answer in that.
+    # This part of torch's batch norm makes no wide copy of 16 bits. It returns the dtype of running statistics, so pass
+    # some in the wide dtype.
     means = variances = None
     if tensor.dtype.itemsize < torch.float32.itemsize:
         means, variances = torch.zeros(2, tensor.shape[1], device=tensor.device)
@@ -301,19 +300,19 @@ def _statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _over_specs(statistics: Moments, specs: Sequence[ShardSpec], count: int) -> Moments:
-    """Of the items of all ranks that share dims, from each one's own; ``count``: items of them all."""
+    """Combine statistics over the ranks that shard dims; ``count``: items of all ranks."""
     for spec in specs:
         group, mean = spec.group, statistics.mean
         joined = group.all_gather(torch.stack((mean, statistics.variance)), 0)
         base, extra = divmod(spec.extent, group.size)
         if not extra:
-            # of both statistics their mean over ranks, and of means the variance over ranks
+            # the mean of both statistics over ranks, and the variance of means over ranks
             average, spread = _statistics(joined.view(group.size, -1))
             mean, variance = average.view(2, *mean.shape).unbind()
             statistics = Moments(mean, variance.add_(spread.narrow(0, 0, mean.numel()).view_as(mean)), count)
             continue
         means, variances = joined.view(group.size, 2, *mean.shape).unbind(1)
-        # filled in on the device, for which nobody needs to wait
+        # filled in on the device, without waiting for it
         weights = means.new_full((group.size,), base / spec.extent)
         weights[:extra] = (base + 1) / spec.extent
         statistics = Moments(*_merged(means, variances, weights), count)
@@ -321,7 +320,7 @@ def _over_specs(statistics: Moments, specs: Sequence[ShardSpec], count: int) -> 
 
 
 def _over_group(statistics: Moments, group: AxisGroup) -> Moments:
-    """Of the items of all ranks of a group, each of which has any number of them, unknown to the others."""
+    """Combine statistics over the ranks of a group, whose numbers of items may differ and are exchanged too."""
     flat = torch.stack((statistics.mean, statistics.variance)).flatten()
     count = torch.as_tensor(statistics.items, dtype=flat.dtype, device=flat.device).reshape(1)
     gathered = group.all_gather(torch.cat((flat, count))[None], 0)
@@ -331,14 +330,14 @@ def _over_group(statistics: Moments, group: AxisGroup) -> Moments:
 
 
 def _merged(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Chan et al.: squared deviations from the ranks' own means, and of these from the mean of all."""
+    """Combine as Chan et al.: squared deviations from each rank's mean, plus those of these means from their mean."""
     weights = weights.view(-1, *[1] * (means.dim() - 1))
     mean = (weights * means).sum(0)
     return mean, (weights * (variances + (means - mean).square())).sum(0)
 
 
 def _update(mean: Tensor | None, variance: Tensor | None, statistics: Moments, momentum: float, samples: int) -> None:
-    """Running statistics, of unbiased variances, the mean over samples that have their own."""
+    """Update running statistics, by unbiased variances, and by the mean over samples if these have statistics each."""
     if mean is None or variance is None:
         return
     means, variances, count = statistics
@@ -354,30 +353,30 @@ def _update(mean: Tensor | None, variance: Tensor | None, statistics: Moments, m
 
 
 class NormForm(NamedTuple):
-    """How an image is normalised, feature by feature."""
+    """The layout in which an image is normalised, feature by feature."""
 
     shape: tuple[int, ...]  # in which features are dim 1
-    each: int  # features that follow one another and share a statistic
-    groups: tuple[AxisGroup, ...]  # over which statistics were taken
+    features: int  # consecutive features with one statistic
+    groups: tuple[AxisGroup, ...]  # over which statistics were combined
     eps: float  # added to the variance
 
     def by_feature(self, statistics: Tensor) -> Tensor:
-        """One number a feature."""
-        return statistics if self.each == 1 else statistics.repeat_interleave(self.each)
+        """Repeat statistics for each of their features."""
+        return statistics if self.features == 1 else statistics.repeat_interleave(self.features)
 
 
 def normalise(tensor: Tensor, affine: Affine, statistics: Moments, form: NormForm) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias of this rank's shard, by torch's kernels, in its type.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias of this rank's shard, in its dtype, by torch's kernels.
 
     Args:
         tensor: the shard.
-        affine: one number a feature; their gradients are this rank's part.
+        affine: a number for each feature; their gradients are this rank's part.
         statistics: of all ranks.
-        form: which feature has which statistic.
+        form: layout of features and statistics.
     """
     weight, bias = affine
     if weight is not None and weight.dtype != statistics.mean.dtype:
-        weight, bias = (None if one is None else one.to(statistics.mean.dtype) for one in affine)
+        weight, bias = (None if parameter is None else parameter.to(statistics.mean.dtype) for parameter in affine)
     result: Tensor = apply_internal(_Normalise, tensor, weight, bias, statistics, form)
     return result
 
@@ -392,7 +391,7 @@ class _Normalise(Function):
         mean, variance = form.by_feature(statistics.mean), form.by_feature(statistics.variance)
         view = tensor if form.shape == tensor.shape else tensor.reshape(form.shape)
         result = torch.batch_norm(view, weight, bias, mean, variance, False, 0.0, form.eps, True)
-        # not a view, so that the function behind (ReLU) may work in place
+        # not a view, so that the next function (ReLU) can work in place
         return result if view is tensor else result.resize_(tensor.shape)
 
     @staticmethod
@@ -402,20 +401,20 @@ class _Normalise(Function):
         means, variances = form.by_feature(mean), form.by_feature(variance)
         view, arriving = tensor.reshape(form.shape), gradient.reshape(form.shape)
         slope = torch.ones_like(means) if weight is None else weight
-        # with fixed statistics the kernel's gradients are exact sums of this rank's own items
+        # with fixed statistics the kernel's gradients are exact sums over this rank's items
         passed, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
             arriving, view, slope, means, variances, None, None, False, form.eps, [True, True, True]
         )
         for_tensor, for_weight, for_bias, *_ = ctx.needs_input_grad
         if for_tensor:
             sums, scale = torch.stack((by_weight, by_bias)), (variance + form.eps).rsqrt_().div_(-ctx.count)
-            if form.each > 1:
-                sums = (slope * sums).view(2, -1, form.each).sum(2)
+            if form.features > 1:
+                sums = (slope * sums).view(2, -1, form.features).sum(2)
             elif weight is not None:
                 scale.mul_(weight)
             for group in form.groups:
                 sums = group.all_reduce(sums)
-            factor, offset = (form.by_feature(one) for one in (scale * sums).unbind())
+            factor, offset = (form.by_feature(part) for part in (scale * sums).unbind())
             passed += torch.batch_norm(view, factor, offset, means, variances, False, 0.0, form.eps, True)
         by_weight, by_bias = by_weight if for_weight else None, by_bias if for_bias else None
         return passed.view(tensor.shape), by_weight, by_bias, None, None
@@ -448,7 +447,7 @@ def _normalise_rows(call: Call, public: Callable[..., Any], built_in: Sequence[s
             for group in groups:
                 squares = group.all_reduce(squares)
             squares = squares / count
-        # without ``eps`` the smallest step of the shard's type, as in torch
+        # the default of torch: the machine epsilon of the shard's dtype
         inverse = (squares + (torch.finfo(local.dtype).eps if eps is None else eps)).rsqrt()
     weight, bias = affine["weight"], affine.get("bias")
     return wrap_like(
@@ -461,11 +460,11 @@ def _centred(tensor: Tensor, mean: Tensor | None, inverse: Tensor) -> Tensor:
 
 
 class _NormaliseRows(Function):
-    """(x - mean) * inverse * weight + bias of this rank's shard of rows (..., *normalised), in its type.
+    """(x - mean) * inverse * weight + bias of this rank's shard of rows (..., *normalised), in its dtype.
 
-    ``mean`` (None where only the root mean square is divided by) and ``inverse``, of the standard deviation or root
-    mean square, are those of global rows (..., 1, ...). ``dims`` are those of a row, counted from the back, and
-    ``count`` is its items, of all ranks of ``groups``. Gradients of weight and bias are this rank's part.
+    ``mean`` (None for RMSNorm) and ``inverse``, of the standard deviation or root mean square, are those of global rows
+    (..., 1, ...). ``dims`` are the dims of a row, counted from the back, and ``count`` is its items on all ranks of
+    ``groups``. Gradients of weight and bias are this rank's part.
     """
 
     @staticmethod

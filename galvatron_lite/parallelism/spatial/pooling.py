@@ -1,10 +1,10 @@
-"""Pools of images whose pixels ranks share: the largest or the mean of each window, or pools to an output size.
+"""Pools of images whose pixels are sharded: max and mean pools, and pools to an output size (adaptive pools).
 
-As convolutions do, they borrow borders and return their gradients. A max pool keeps which place of each window was the
-largest, and neither the shard nor the borders; a mean keeps nothing.
+They exchange borders like convolutions. A max pool saves the index of the largest item of each window, neither the
+shard nor the borders; a mean pool saves nothing.
 
-Along a sharded side a pool to an output size comes to 1 (every rank pools its shard, and the results are summed, or
-gathered and pooled again; every rank has them) or leaves the side as it is; to other sizes the image is gathered.
+Along a sharded side an adaptive pool either keeps the extent, or reduces it to 1: every rank pools its shard, and the
+results are summed, or gathered and pooled again, on all ranks. For other sizes the image is gathered.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from galvatron_lite.parallelism.sharded.tensor import (
     to_local,
     wrap_locals,
 )
-from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent, stays
+from galvatron_lite.parallelism.spatial.grids import SideWindow, input_range, output_extent, runs_locally
 from galvatron_lite.parallelism.spatial.halo import (
-    Borrowing,
     Halo,
+    HaloExchange,
     check_batched,
-    give_back,
     halo_of,
     halo_sides,
     layout_of,
     per_side,
+    return_gradients,
     shards_in,
     specs_after,
 )
@@ -50,11 +50,11 @@ from galvatron_lite.parallelism.spatial.halo import (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of an image."""
+    """A max or mean pool of an image."""
 
     name: str  # of torch's function
-    windows: tuple[SideWindow, ...]  # one a side of the image
-    halo: Halo  # sides that are shared
+    windows: tuple[SideWindow, ...]  # by side of the image
+    halo: Halo  # sharded sides
     extents: tuple[int, ...]  # of the global image
 
     @property
@@ -70,21 +70,21 @@ class Pool:
 
 
 def _sides(call: Call) -> int:
-    """Sides of the images that a function is for, by its name: 2 of ``max_pool2d``."""
+    """The number of sides of images that a function takes, from its name: 2 for ``max_pool2d``."""
     return int(call.name.removesuffix("_with_indices")[-2])
 
 
 def _has_full_pixels(image: Tensor, call: Call) -> bool:
-    """Whether an image is sharded along samples or channels only: every rank pools its shard."""
+    """Whether an image is sharded only along samples or channels, so that every rank pools its shard."""
     specs = specs_of(image)
     return bool(specs) and specs[-1].dim < len(global_shape(image)) - _sides(call)
 
 
 def _can_pool(image: Tensor, windows: Sequence[SideWindow], call: Call) -> bool:
-    """Whether ranks can share what a pool makes of an image; else it is gathered, as the last pool of a network is.
+    """Whether ranks can shard the output of a pool; if not, the image is gathered, as for the last pool of a network.
 
-    They can where it is sharded along sides only and holds floating-point numbers, torch allows the pads, and there is
-    an output for every rank.
+    They can if a floating-point image is sharded along sides only, torch allows the padding, and there is an output for
+    every rank.
 
     Raises:
         InputError: the image has no dim of samples.
@@ -118,34 +118,34 @@ _MEAN = {
 
 
 def max_pool(call: Call) -> Any:
-    """max_pool1d, 2d and 3d of a sharded image: a sharded image; with places of the largest the image is gathered.
+    """Run max_pool1d, 2d and 3d of a sharded image; with ``return_indices`` it is gathered.
 
     Raises:
-        InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
+        InputError: the image has no dim of samples, or a rank needs more than its neighbours hold.
     """
     options = named_arguments(call, _MAX)
     return _pooled(call, options, _MaxPool)
 
 
 def avg_pool(call: Call) -> Any:
-    """avg_pool1d, 2d and 3d of a sharded image: a sharded image; raises as ``max_pool``."""
+    """Run avg_pool1d, 2d and 3d of a sharded image; raises as ``max_pool``."""
     options = named_arguments(call, _MEAN)
     return _pooled(call, options, _MeanPool, options["count_include_pad"], options["divisor_override"])
 
 
-def _pooled(call: Call, options: Mapping[str, Any], function: type[Function], *more: Any) -> Any:
+def _pooled(call: Call, options: Mapping[str, Any], function: type[Function], *arguments: Any) -> Any:
     image, windows = options["input"], _windows(_sides(call), options)
     if _has_full_pixels(image, call):
         return wrap_like(call, on_locals(call), image)
     if options.get("return_indices") or not _can_pool(image, windows, call):
         return call.rules.otherwise(call)
     specs = specs_of(image)
-    if all(stays(windows[spec.dim - PIXELS], spec.extent, spec.group.size) for spec in specs):
-        # the same on all ranks, and so is what autograd keeps
+    if all(runs_locally(windows[spec.dim - PIXELS], spec.extent, spec.group.size) for spec in specs):
+        # equal on all ranks, as is what autograd saves
         return wrap_locals(on_locals(call), specs_after(specs, windows), call.rules)
     extents = global_shape(image)[PIXELS:]
     halo = halo_of(halo_sides(extents, windows, shards_in(specs), call.name), specs)
-    pooled = apply_internal(function, to_local(image), Pool(call.name, windows, halo, extents), *more)
+    pooled = apply_internal(function, to_local(image), Pool(call.name, windows, halo, extents), *arguments)
     return from_local(pooled, specs_after(specs, windows), call.rules)
 
 
@@ -157,19 +157,19 @@ def _windows(sides: int, options: Mapping[str, Any]) -> tuple[SideWindow, ...]:
     return tuple(SideWindow(k, s, pad, pad, d, options["ceil_mode"]) for k, s, pad, d in steps)
 
 
-def _with_places(call: Call) -> Any:
-    """``max_pool2d_with_indices`` and its kind: places are those of the global image where pixels are full."""
+def _with_indices(call: Call) -> Any:
+    """``max_pool2d_with_indices`` and similar functions: indices are those of the global image if pixels are full."""
     image = call.args[0] if call.args else call.kwargs["input"]
     return wrap_like(call, on_locals(call), image) if _has_full_pixels(image, call) else call.rules.otherwise(call)
 
 
-UNEQUAL = "gathers pictures of this size by design"
+SIZE_REASON = "gathers pictures of this size by design"
 
 
 def adaptive_pool(call: Call) -> Any:
-    """Pools of sharded images to an output size: full along sides that come to 1, sharded along the others.
+    """Run adaptive pools of a sharded image: the result is full along sides of extent 1, sharded along the others.
 
-    With places of the largest the image is gathered.
+    With ``return_indices`` the image is gathered.
 
     Raises:
         InputError: the image has no dim of samples.
@@ -179,20 +179,20 @@ def adaptive_pool(call: Call) -> Any:
     sizes = (size,) * sides if isinstance(size, int) or size is None else tuple(size)
     sizes = sizes * sides if len(sizes) == 1 else sizes
     extents = global_shape(image)[-sides:]
-    targets = tuple(extent if n is None else n for n, extent in zip(sizes, extents, strict=True))
+    targets = tuple(extent if target is None else target for target, extent in zip(sizes, extents, strict=True))
     if _has_full_pixels(image, call):
         return wrap_like(call, on_locals(call), image)
     largest = "max" in call.name
-    # torch's own function below the one of ``torch.nn.functional`` returns places too
-    places = options["return_indices"] or (largest and call.function.__module__ != functional.__name__)
-    if places or not _can_pool(image, [SideWindow()] * len(targets), call):
+    # torch's function beneath that of ``torch.nn.functional`` returns indices too
+    indices = options["return_indices"] or (largest and call.function.__module__ != functional.__name__)
+    if indices or not _can_pool(image, [SideWindow()] * len(targets), call):
         return call.rules.otherwise(call)
     specs = specs_of(image)
     reduced = tuple(spec for spec in specs if targets[spec.dim - PIXELS] == 1)
-    left = tuple(spec for spec in specs if spec not in reduced)
-    if any(targets[spec.dim - PIXELS] != spec.extent for spec in left):
-        return call.rules.otherwise(call._replace(because=UNEQUAL))
-    lengths = {spec.dim: spec.length for spec in left}
+    kept = tuple(spec for spec in specs if spec not in reduced)
+    if any(targets[spec.dim - PIXELS] != spec.extent for spec in kept):
+        return call.rules.otherwise(call._replace(gather_reason=SIZE_REASON))
+    lengths = {spec.dim: spec.length for spec in kept}
     local_sizes = tuple(lengths.get(dim, target) for dim, target in enumerate(targets, PIXELS))
     function: Callable[..., Tensor] = getattr(functional, call.name)
     local = function(to_local(image), local_sizes)
@@ -202,38 +202,38 @@ def adaptive_pool(call: Call) -> Any:
     elif reduced:
         weight = prod(spec.length / spec.extent for spec in reduced)
         local = sum_over(local * weight, [spec.group for spec in reduced])
-    return from_local(local, left, call.rules)
+    return from_local(local, kept, call.rules)
 
 
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
-        image = Borrowing(shard.detach(), pool.halo, fill=-torch.inf).arrive()
+        image = HaloExchange(shard.detach(), pool.halo, fill=-torch.inf).finish()
         dilation = tuple(window.dilation for window in pool.windows)
         function = getattr(functional, pool.name)
-        pooled, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
+        pooled, indices = function(image, **pool.steps, dilation=dilation, return_indices=True)
         ctx.pool, ctx.shape, ctx.layout = pool, image.shape, layout_of(shard)
-        ctx.save_for_backward(places)
+        ctx.save_for_backward(indices)
         return _no_view(pooled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         samples, channels, *extents = ctx.shape
         flat = gradient.new_zeros(samples, channels, prod(extents))
-        flat.scatter_add_(2, places.flatten(2), gradient.flatten(2))
+        flat.scatter_add_(2, indices.flatten(2), gradient.flatten(2))
         image = flat.view(ctx.shape).contiguous(memory_format=ctx.layout)
-        return give_back(image, ctx.pool.halo)(), None
+        return return_gradients(image, ctx.pool.halo)(), None
 
 
 class _MeanPool(Function):
-    """Nothing is kept on any rank: where recomputation may end early, it ends on all of them at the same place."""
+    """No rank saves anything, so that recomputation that may end early ends at the same point on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        means = _means(Borrowing(shard.detach(), pool.halo).arrive(), pool, divisor)
+        means = _means(HaloExchange(shard.detach(), pool.halo).finish(), pool, divisor)
         for factor in _factors(means, pool, counted, divisor):
             means *= factor
         return _no_view(means)
@@ -251,25 +251,25 @@ class _MeanPool(Function):
             image = gradient.new_zeros(()).expand(shape).requires_grad_()
             means = _means(image, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(means, image, gradient)
-        return give_back(back, halo)(), None, None, None
+        return return_gradients(back, halo)(), None, None, None
 
 
 def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Iterator[Tensor]:
-    """By output along a side: places of the kernel for one that counts; sides whose windows are complete left out."""
+    """By output along a side, the kernel over the positions that count; sides with complete windows are left out."""
     for dim, window in enumerate(pool.windows, PIXELS):
-        places = None if divisor else _places(pool, dim, window, counted, output.device)
-        if places is not None:
-            exact = places.to(torch.promote_types(output.dtype, torch.float32))
+        counts = None if divisor else _counted_positions(pool, dim, window, counted, output.device)
+        if counts is not None:
+            exact = counts.to(torch.promote_types(output.dtype, torch.float32))
             yield (window.kernel / exact).to(output.dtype).view(-1, *[1] * (output.dim() - 1 - dim))
 
 
-def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
-    """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
+def _counted_positions(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
+    """How many positions of each window along a side count, for this rank's outputs; None if all do."""
     outputs = {side.dim: side.outputs for side in pool.halo.sides}
     extent = pool.extents[dim - PIXELS]
     first, last = outputs.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)
-    start, stop = needed(window, extent, (first, last))
+    start, stop = input_range(window, extent, (first, last))
     if low <= start and stop <= high:
         return None
     starts = torch.arange(first, last, device=device) * window.stride - window.before
@@ -277,20 +277,17 @@ def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: tor
 
 
 def _means(image: Tensor, pool: Pool, divisor: int | None) -> Tensor:
-    """Sums of windows over their places, also those outside the image, or over ``divisor``."""
+    """Sums of windows over all their positions, with padding, or over ``divisor``."""
     function = getattr(functional, pool.name)
-    # one side has no divisor to give: it is cut, so its windows are complete
-    places = (
-        {}
-        if len(pool.windows) == 1
-        else {"divisor_override": divisor or prod(window.kernel for window in pool.windows)}
-    )
-    sums: Tensor = function(image, **pool.steps, **places)
-    return sums
+    options = pool.steps
+    if len(pool.windows) > 1:  # avg_pool1d has no such option; its side has been padded, so windows are complete
+        options["divisor_override"] = divisor or prod(window.kernel for window in pool.windows)
+    means: Tensor = function(image, **options)
+    return means
 
 
 def _no_view(output: Tensor) -> Tensor:
-    """The same memory, to autograd no view: pools of one side return views, which in-place functions cannot follow."""
+    """Alias a tensor without a view: pools of one side return views, on which in-place functions fail in autograd."""
     return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
@@ -301,8 +298,8 @@ HANDLERS: Mapping[str, Handler] = {
         ("avg_pool", "", avg_pool),
         ("adaptive_max_pool", "", adaptive_pool),
         ("adaptive_avg_pool", "", adaptive_pool),
-        ("max_pool", "_with_indices", _with_places),
-        ("adaptive_max_pool", "_with_indices", _with_places),
+        ("max_pool", "_with_indices", _with_indices),
+        ("adaptive_max_pool", "_with_indices", _with_indices),
     )
     for sides in (1, 2, 3)
 }

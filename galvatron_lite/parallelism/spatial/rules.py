@@ -1,4 +1,4 @@
-"""What functions do with images whose pixels are sharded."""
+"""The rules of images whose pixels are sharded."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from galvatron_lite.parallelism.spatial import convolution, norms, pooling, resi
 PIXELS_RULES = Rules(
     {**COMMON, **convolution.HANDLERS, **resizing.HANDLERS, **pooling.HANDLERS, **norms.HANDLERS}, otherwise=on_full
 )
-"""Of every image that is sharded along its depth, height or width."""
+"""For images that are sharded along depth, height or width."""

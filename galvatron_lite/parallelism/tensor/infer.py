@@ -1,4 +1,4 @@
-"""Infer how any layer can be split over a tensor-parallel group."""
+"""Infer how a layer can be split over a tensor-parallel group, without a list of models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from galvatron_lite.parallelism.tensor.regions import (
 NOT_OFFERED = "; therefore tensor parallelism is not offered for this block"
 MAX_INPUT_ITEMS = 1 << 22
 """Largest hidden state, in items, on which a block that cannot run on fewer tokens is checked."""
-MANY_WAYS = 5040
+MANY_DIVISORS = 5040
 """Divisible by all numbers up to 10: if any degree is legal, the degrees offered are divisors of a multiple of it."""
 
 
@@ -88,7 +88,7 @@ def infer_block(
         try:
             probe, reference = _observe(block, args, kwargs)
         except ProbeError as error:
-            return TensorPlan(reason=f"The block could not be examined: {error.why}{NOT_OFFERED}.")
+            return TensorPlan(reason=f"The block could not be examined: {error.reason}{NOT_OFFERED}.")
         return _with_experts(_plan(probe, reference), experts)
 
 
@@ -120,10 +120,10 @@ def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None)
     }
     if not split:
         reason = "nothing in it is split: every device of a tensor group does all of its work"
-        return TensorPlan(max_degree=MANY_WAYS << 6, reason=reason)
+        return TensorPlan(max_degree=MANY_DIVISORS << 6, reason=reason)
     embeddings = tuple(path for path, module in split.items() if isinstance(module, nn.Embedding))
     heads = tuple(path for path in split if path not in embeddings)
-    return TensorPlan((), embeddings, heads, _many_ways(min(map(_vocabulary, split.values()))))
+    return TensorPlan((), embeddings, heads, _with_many_divisors(min(map(_vocabulary, split.values()))))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
@@ -137,11 +137,11 @@ def is_plain_embedding(module: nn.Module) -> bool:
 def _plan(probe: Probe, reference: ReferenceRun) -> TensorPlan:
     proven, dropped = _prove_all(probe, reference)
     if not proven:
-        return TensorPlan(reason=_why_nothing(probe, dropped))
+        return TensorPlan(reason=_nothing_split_reason(probe, dropped))
     regions, degree = _agree(probe, proven)
-    wrong = check_ranks(probe, reference, regions, prime_factors(degree)[0], [0])
-    if wrong:
-        return TensorPlan(reason=f"Its regions cannot be split together: {wrong}{NOT_OFFERED}.")
+    failure = check_ranks(probe, reference, regions, prime_factors(degree)[0], [0])
+    if failure:
+        return TensorPlan(reason=f"Its regions cannot be split together: {failure}{NOT_OFFERED}.")
     placed = place_gathers(probe, reference, regions)
     notes = [*dropped, *_unsplit_layers(probe, regions, dropped)]
     if isinstance(placed, str):
@@ -158,22 +158,22 @@ def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         try:
             reference = run_reference(probe)
         except Exception as error:  # any error of the user's code means that the copy cannot run
-            why = f"a copy of it does not run on its own ({describe(error)})"
+            reason = f"a copy of it does not run on its own ({describe(error)})"
             continue
         if all(bool(output.isfinite().all()) for output in reference.outputs):
             return probe, reference
-        why = "its output on random input is not finite"
-    raise ProbeError(why)
+        reason = "its output on random input is not finite"
+    raise ProbeError(reason)
 
 
 def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region, int]], list[str]]:
     """Return the proven regions with their largest degrees, and why other candidates were dropped."""
     proven: list[tuple[Region, int]] = []
     candidates, dropped = find_candidates(probe, reference)
-    taken: set[str] = set()
+    used: set[str] = set()
     for candidate in candidates:
         linears = {*candidate.rows, *candidate.columns}
-        if taken & linears:
+        if used & linears:
             continue
         region = prove_region(probe, reference, candidate)
         if isinstance(region, str):
@@ -181,7 +181,7 @@ def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region
             dropped.append(f"{ends} cannot be split: {region}")
         elif region[1] > 1:
             proven.append(region)
-            taken |= linears
+            used |= linears
     order = list(reference.calls)
     return sorted(proven, key=lambda pair: order.index(pair[0].rows[0])), dropped
 
@@ -211,7 +211,7 @@ def _unsplit_layers(probe: Probe, regions: Sequence[Region], dropped: Sequence[s
     return notes + [f"{path} stays whole: nn.MultiheadAttention uses its weights directly" for path in fused]
 
 
-def _why_nothing(probe: Probe, dropped: list[str]) -> str:
+def _nothing_split_reason(probe: Probe, dropped: list[str]) -> str:
     if dropped:
         return "; ".join(dropped) + NOT_OFFERED + "."
     if not probe.weights:
@@ -227,7 +227,7 @@ def _expert_slices(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     try:
         hidden = find_hidden(args, kwargs).shape[-1]
     except ProbeError as error:
-        return f"The block could not be examined: {error.why}"
+        return f"The block could not be examined: {error.reason}"
     with torch.device("cpu"), torch.inference_mode(False):
         slices = [find_slices(block, mixture, hidden) for mixture in mixtures]
     reasons = [item for item in slices if isinstance(item, str)]
@@ -258,8 +258,8 @@ def _vocabulary(module: nn.Module) -> int:
     return rows
 
 
-def _many_ways(rows: int) -> int:
+def _with_many_divisors(rows: int) -> int:
     """A number up to ``rows`` with as many small divisors as possible."""
-    if rows < MANY_WAYS:
+    if rows < MANY_DIVISORS:
         return 1 << (rows.bit_length() - 1)
-    return MANY_WAYS << ((rows // MANY_WAYS).bit_length() - 1)
+    return MANY_DIVISORS << ((rows // MANY_DIVISORS).bit_length() - 1)

@@ -1,8 +1,8 @@
-"""A small double of a block whose linear layers can be watched and replaced, to infer how it can be split.
+"""A small double of a block, whose linear layers can be recorded and replaced, to infer how the block can be split.
 
-The double runs the block's own code on the CPU in float64. Each linear layer computes with a random weight of low rank,
-so a block of any size runs on a handful of tokens in milliseconds and without memory for its weights; a wrong split
-still gives wrong numbers. All other parameters are random.
+The double runs the block's code on the CPU in float64. Each linear layer has a random weight of low rank, so that a
+block of any size runs on a few tokens in milliseconds and without memory for its weights, while a wrong split still
+gives wrong numbers. All other parameters are random.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from galvatron_lite.parallelism.tensor.regions import is_linear, output_dim, wei
 RANK = 16
 """Rank of the random weights."""
 TOKENS_KEPT, SAMPLES_KEPT = 8, 2
-"""Extents of the hidden state that the double runs on, where the block allows it."""
+"""Tokens and samples of the hidden state that the double runs on, if the block allows it."""
 MAX_OTHER_ITEMS = 50_000_000
 """Most parameter items outside linear layers that are created for a check."""
 
 Handler = Callable[["LowRank", Tensor], Tensor]
-"""Replaces a linear layer of the double: (its weight, its input) → output."""
+"""Replaces a linear layer of the double: (weight, input) → output."""
 
 
 class ProbeError(TraceError):
-    """A block that cannot be run on its own."""
+    """A block that cannot be run separately."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__("block", why, "Give arguments with which the block runs on its own.")
-        self.why = why
+    def __init__(self, reason: str) -> None:
+        super().__init__("block", reason, "Give arguments with which the block runs on its own.")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Stand-in for a linear layer: x → (x @ into) @ out + bias, with into [inputs, RANK] and out [RANK, outputs]."""
+    """A stand-in for a linear layer: x → (x @ into) @ out + bias, with into [inputs, RANK] and out [RANK, outputs]."""
 
     into: Tensor
     out: Tensor
     bias: Tensor | None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The layer's output [..., outputs]."""
+        """Return the output [..., outputs]."""
         result = (tensor @ self.into) @ self.out
         return result if self.bias is None else result + self.bias
 
@@ -67,7 +67,7 @@ class LowRank:
         return self.out.shape[1]
 
     def columns(self, parts: Sequence[int], degree: int, rank: int) -> LowRank:
-        """A rank's columns, each fused part split by itself."""
+        """Return the columns of a rank; each fused part is split separately."""
         starts = [sum(parts[:index]) for index in range(len(parts))]
         shares = [share(part, degree, rank) for part in parts]
         index = torch.cat([torch.arange(s + o, s + o + n) for s, (o, n) in zip(starts, shares, strict=True)])
@@ -81,12 +81,12 @@ class Probe:
     block: nn.Module  # the double
     args: tuple[Any, ...]  # positional inputs, the hidden state among them
     kwargs: dict[str, Any]  # keyword inputs
-    hidden: Tensor  # the hidden state
+    hidden: Tensor  # hidden state
     weights: dict[str, LowRank]  # stand-in weights of its linear layers by path
     handlers: dict[str, Handler] = field(default_factory=dict)  # replacements in the current run, by path
 
     def run(self, handlers: Mapping[str, Handler], hidden: Tensor | None = None) -> list[Tensor]:
-        """Run with some linears replaced, perhaps on another hidden state; returns the output tensors."""
+        """Run the double with some linears replaced, and maybe another hidden state; return the output tensors."""
         self.handlers = dict(handlers)
 
         def swap(tensor: Tensor) -> Tensor:
@@ -97,27 +97,29 @@ class Probe:
         return list(tensors_of(output))
 
     def call(self, path: str, tensor: Tensor) -> Tensor:
-        """Forward of the linear at ``path``."""
+        """Run the linear at ``path``."""
         handler = self.handlers.get(path)
         return handler(self.weights[path], tensor) if handler else self.weights[path](tensor)
 
 
 def make_probe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], small: bool) -> Probe:
-    """The double of a block.
+    """Make the double of a block.
 
     Args:
-        block: on any device, meta included; not changed.
+        block: on any device, also meta; does not change.
         args: its positional inputs, on any device.
         kwargs: its keyword inputs. Key-value caches are left out.
-        small: whether to cut samples and tokens down.
+        small: whether to reduce samples and tokens.
 
     Raises:
-        ProbeError: the block cannot be copied, has no hidden state, or too much beside its linear layers.
+        ProbeError: the block cannot be copied, has no hidden state, or too many parameters outside linear layers.
     """
     shape = find_hidden(args, kwargs).shape
     generator = torch.Generator().manual_seed(0)
     fused = {id(module.out_proj) for module in block.modules() if isinstance(module, nn.MultiheadAttention)}
-    linears = {path: m for path, m in block.named_modules() if path and is_linear(m) and id(m) not in fused}
+    linears = {
+        path: module for path, module in block.named_modules() if path and is_linear(module) and id(module) not in fused
+    }
     double = _copy_block(block, linears, generator)
 
     def real(tensor: Tensor) -> Tensor:
@@ -143,12 +145,12 @@ def make_probe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def routed_experts(block: nn.Module) -> list[BlockMixture]:
-    """The mixtures of a block whose experts are called with tokens and what a router chose for them."""
+    """Return the mixtures of a block whose experts are called with tokens and the choices of a router."""
     return [mixture for mixture in find_mixtures(block) if not mixture.reason]
 
 
 def find_hidden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden state among a block's inputs: ``hidden_states``, or the first float tensor with a feature dim.
+    """Return the hidden state among a block's inputs: ``hidden_states``, or the first float tensor of two dims or more.
 
     Raises:
         ProbeError: there is none.
@@ -161,13 +163,13 @@ def find_hidden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def describe(error: Exception) -> str:
-    """An error in one short line."""
+    """Return an error as one short line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 def _experts_stand_in(mixture: BlockMixture, hidden: int, generator: torch.Generator) -> Callable[..., Tensor]:
-    """One low-rank product, scaled by a random number of each expert."""
+    """A low-rank product, scaled by a random number for each expert."""
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     into, out, scales = normal(hidden, RANK) / math.sqrt(hidden), normal(RANK, hidden) / 4, normal(mixture.experts)
 
@@ -178,7 +180,7 @@ def _experts_stand_in(mixture: BlockMixture, hidden: int, generator: torch.Gener
 
 
 def _without_caches(value: Any) -> Any:
-    """Key-value caches become None: training does not use them, and they grow with each run."""
+    """Replace key-value caches by None: training does not use them, and they grow with each run."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple(map(_without_caches, value))
     if isinstance(value, dict):
@@ -187,10 +189,10 @@ def _without_caches(value: Any) -> Any:
 
 
 def _small_shape(shape: torch.Size, hidden: torch.Size) -> tuple[int, ...]:
-    """Few samples and tokens, recognised by the extents of the hidden state [samples, tokens, hidden].
+    """The shape with fewer samples and tokens, whose dims have the extents of the hidden state's.
 
-    Tokens may come first, too: tables of rotary positions are (tokens, head size). Features of what is shaped like the
-    hidden state stay, also where there are as many tokens.
+    Tokens may also be the first dim: tables of rotary positions are (tokens, head size). In tensors with the shape of
+    the hidden state [samples, tokens, hidden], features stay even if there are as many tokens.
     """
     tokens = hidden[1] if len(hidden) == 3 else None
     kept = list(shape)
@@ -207,9 +209,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _example(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random floats; integers count 0, 1, 2, ... along the last dim. Masks alternate: no row is all true or all false,
-    whatever true means.
-    """
+    """Random floats, integers 0, 1, 2, ... along the last dim, or alternating masks without rows of one value."""
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
     if dtype == torch.bool:
@@ -218,7 +218,7 @@ def _example(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generato
 
 
 def _low_rank(linear: nn.Module, generator: torch.Generator) -> LowRank:
-    """Unit-variance inputs give unit-variance outputs."""
+    """A random weight that keeps the variance of unit-variance inputs."""
     weight, dim = weight_of(linear), output_dim(linear)
     inputs, outputs = weight.shape[1 - dim], weight.shape[dim]
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -227,7 +227,7 @@ def _low_rank(linear: nn.Module, generator: torch.Generator) -> LowRank:
 
 
 def _copy_block(block: nn.Module, linears: Mapping[str, nn.Module], generator: torch.Generator) -> nn.Module:
-    """A copy in which linear weights are on meta and all other parameters and buffers are real, in evaluation mode."""
+    """Copy a block in evaluation mode, with linear weights on meta and values for all other parameters and buffers."""
     bare = {id(parameter) for linear in linears.values() for parameter in linear.parameters()}
     for mixture in routed_experts(block):
         bare |= {id(block.get_submodule(mixture.path).get_parameter(name)) for name in mixture.parameters}
@@ -246,7 +246,7 @@ def _copy_block(block: nn.Module, linears: Mapping[str, nn.Module], generator: t
     except Exception as error:
         raise ProbeError(f"it cannot be copied ({describe(error)})") from error
     for module in double.modules():
-        # copied hooks belong to whoever watches the original; torch has no public way to list them
+        # copied hooks are meant for the original; torch has no public API to list them
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     return double.eval()

@@ -1,12 +1,12 @@
-"""Finds regions of a block that may be split, and proves or drops each by running shares of its double.
+"""Finds regions of a block that can be split, and tests each by running shards of its double.
 
-Candidates come from autograd: linears (columns) whose outputs reach one other linear (row), or several with the same
-columns (a row and its adapter), and nothing else. The proof of a region: with its columns cut to a rank's share and its
-attributes divided, the tensor that reaches a row equals that rank's slice of the unsplit one, so the row's partial
-products add up to the unsplit product; and with the unsplit product passed on, the block's output is unchanged. The
-proof that tokens can be shared: run on half of the tokens, with all tokens inside the regions, the block gives that
-half of its output. Inputs and weights are random, so that equality at one point is equality everywhere, gradients
-included.
+Candidates come from the autograd graph: linears (columns) whose outputs reach one other linear (row), or several rows
+with the same columns (a row and its adapter), and nothing else. A region can be split if, with its columns cut to a
+rank's shard and its attributes divided, the input of a row equals that rank's slice of the unsplit input, so that the
+row's partial products add up to the unsplit product; and if, with the unsplit product passed on, the block's output
+does not change. Tokens can be split if the block, run on half of the tokens, but on all of them inside the regions,
+returns that half of its output. Inputs and weights are random, so that equality at one point implies equality
+everywhere, and of gradients.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from galvatron_lite.parallelism.tensor.regions import AttributePatch, Column, Re
 TOLERANCE = 1e-4
 """Largest difference, relative to the largest value; blocks may compute parts of their work in float32."""
 MAX_TRIALS = 600
-"""Most combinations of fused parts and attributes that are tried for one region."""
+"""Most combinations of fused parts and attributes that are tested for one region."""
 MAX_PATCHED = 4
 """Most attributes that are divided together."""
 MAX_GATHERS = 64
-"""Most combinations of gathering places that are tried."""
+"""Most combinations of places to gather tokens that are tested."""
 _INPUT = ""
 """Label of the block's input."""
 
 
 class Mismatch(Exception):  # noqa: N818
-    """A rank's share does not do its part."""
+    """The shard of a rank does not compute its part."""
 
 
 @dataclass
 class ReferenceRun:
     """A run of the unsplit double."""
 
-    # of each linear, in running order: (input [..., inputs], output [..., outputs]) of each call
+    # (input [..., inputs], output [..., outputs]) of every call of each linear, in running order
     calls: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    outputs: list[Tensor] = field(default_factory=list)  # tensors the block returned
+    outputs: list[Tensor] = field(default_factory=list)  # of the block
     # positional and keyword inputs of every module call, by path
     arguments: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
-    integers: set[tuple[str, str]] = field(default_factory=set)  # (path, name) of integer attributes the code read
+    integers: set[tuple[str, str]] = field(default_factory=set)  # (path, name) of integer attributes that were read
 
 
 def run_reference(probe: Probe) -> ReferenceRun:
@@ -64,11 +64,15 @@ def run_reference(probe: Probe) -> ReferenceRun:
         reference.calls.setdefault(path, []).append((tensor, output.detach()))
         return _labelled(output if output.requires_grad else output.requires_grad_(), path)
 
-    def note(path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_arguments(path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reference.arguments.setdefault(path, []).append((args, kwargs))
 
     modules = list(probe.block.named_modules())
-    hooks = [m.register_forward_pre_hook(partial(note, path), with_kwargs=True) for path, m in modules if path]
+    hooks = [
+        module.register_forward_pre_hook(partial(record_arguments, path), with_kwargs=True)
+        for path, module in modules
+        if path
+    ]
     classes = [(module, type(module)) for _, module in modules]
     for path, module in modules:
         _record_integers(path, module, reference)
@@ -84,7 +88,7 @@ def run_reference(probe: Probe) -> ReferenceRun:
 
 
 def _record_integers(path: str, module: nn.Module, reference: ReferenceRun) -> None:
-    """Give the module a subclass, for the run, that records which of its own integers are read."""
+    """Give a module, for the run, a subclass that records which of its integer attributes are read."""
     original = type(module)
 
     def read(self: nn.Module, name: str) -> Any:
@@ -95,12 +99,12 @@ def _record_integers(path: str, module: nn.Module, reference: ReferenceRun) -> N
 
     try:
         module.__class__ = type(original.__name__, (original,), {"__getattribute__": read})
-    except TypeError:  # a class that cannot be derived from, such as a scripted module's
+    except TypeError:  # a class without subclasses, such as that of scripted modules
         return
 
 
 class _Label(Function):
-    """Identity that leaves its label in the autograd graph."""
+    """Identity with a label in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, label: str) -> Tensor:
@@ -109,7 +113,7 @@ class _Label(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        raise NotImplementedError("the graph is only looked at")
+        raise NotImplementedError("the graph is only searched")
 
 
 def _labelled(tensor: Tensor, label: str) -> Tensor:
@@ -118,7 +122,7 @@ def _labelled(tensor: Tensor, label: str) -> Tensor:
 
 
 def _sources(tensors: Iterable[Tensor]) -> tuple[set[str], set[int]]:
-    """The nearest labels, and identities of the parameters behind them, that tensors were computed from."""
+    """The nearest labels, and identities of parameters after these, from which tensors were computed."""
     labels: set[str] = set()
     parameters: set[int] = set()
     pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
@@ -140,17 +144,17 @@ def _sources(tensors: Iterable[Tensor]) -> tuple[set[str], set[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Linears that may form a region, unproven."""
+    """Linears that may form a region."""
 
     columns: tuple[str, ...]  # paths of linears whose outputs reach only the rows
-    rows: tuple[str, ...]  # paths of the linears that take in all columns and nothing else
+    rows: tuple[str, ...]  # paths of the linears that read all columns and nothing else
     inner: tuple[str, ...]  # names of parameters used between them
-    sources: tuple[int, ...]  # which tensor each column takes in
+    sources: tuple[int, ...]  # index of the tensor that each column reads
     feeders: tuple[str, ...]  # paths of linears whose outputs reach only columns
 
 
 def find_candidates(probe: Probe, reference: ReferenceRun) -> tuple[list[Candidate], list[str]]:
-    """Candidates, those with the largest weights first, and why linears that almost are such a group are not."""
+    """Return candidates, largest weights first, and the reasons why similar groups of linears are none."""
     once = {path for path, calls in reference.calls.items() if len(calls) == 1}
     reached = {path: _sources([tensor for tensor, _ in calls]) for path, calls in reference.calls.items()}
     result = _sources(reference.outputs)
@@ -162,13 +166,13 @@ def find_candidates(probe: Probe, reference: ReferenceRun) -> tuple[list[Candida
         rows = tuple(path for path in reference.calls if path in once and reached[path][0] == columns)
         inner = set().union(*(reached[path][1] for path in rows))
         if not columns or not columns <= reference.calls.keys() or not inner <= names.keys() or row != rows[0]:
-            continue  # the block's input reaches it past all linears, or it was seen
+            continue  # the block's input reaches it past all linears, or another row was first
         others = [reach for path, reach in reached.items() if path not in rows] + [result]
         ordered = tuple(path for path in reference.calls if path in columns)
         if any(columns & labels or inner & parameters for labels, parameters in others):
-            why = "what they compute is also used elsewhere in the block, or returned"
+            reason = "what they compute is also used elsewhere in the block, or returned"
         elif not columns <= once or tied & {*rows, *columns}:
-            why = "a weight is used more than once"
+            reason = "a weight is used more than once"
         else:
             tensors = list(dict.fromkeys(id(_input_of(reference, path)) for path in ordered))
             sources = tuple(tensors.index(id(_input_of(reference, path))) for path in ordered)
@@ -176,19 +180,20 @@ def find_candidates(probe: Probe, reference: ReferenceRun) -> tuple[list[Candida
             ends = (tuple(sorted(names[key] for key in inner)), sources, tuple(sorted(feeders)))
             candidates.append(Candidate(ordered, rows, *ends))
             continue
-        dropped.append(f"{', '.join(ordered)} → {', '.join(rows)} cannot be split: {why}")
-    return sorted(candidates, key=lambda one: -items_of(probe, (*one.columns, *one.rows))), dropped
+        dropped.append(f"{', '.join(ordered)} → {', '.join(rows)} cannot be split: {reason}")
+    candidates.sort(key=lambda candidate: -items_of(probe, (*candidate.columns, *candidate.rows)))
+    return candidates, dropped
 
 
 def _feeders(columns: Set[str], reached: Mapping[str, tuple[set[str], set[int]]], returned: Set[str]) -> set[str]:
-    """Linears that these columns take in and nothing else does."""
-    taken = set().union(*(reached[path][0] for path in columns)) & reached.keys()
+    """Linears that only these columns read."""
+    read = set().union(*(reached[path][0] for path in columns)) & reached.keys()
     elsewhere = set(returned).union(*(labels for path, (labels, _) in reached.items() if path not in columns))
-    return taken - elsewhere
+    return read - elsewhere
 
 
 def items_of(probe: Probe, paths: Iterable[str]) -> int:
-    """Items of the weights of these linears."""
+    """Count the items of the weights of linears."""
     return sum(probe.weights[path].inputs * probe.weights[path].outputs for path in paths)
 
 
@@ -200,23 +205,23 @@ def _modules_with_tied_parameters(block: nn.Module) -> set[str]:
 
 
 def prove_region(probe: Probe, reference: ReferenceRun, candidate: Candidate) -> tuple[Region, int] | str:
-    """The region and the largest degree it allows, or why it cannot be split.
+    """Return the region and the largest degree of its split, or why it cannot be split.
 
-    Every divisor of the degree is legal. Degrees are tested, the smallest with all ranks.
+    Every divisor of the degree is legal. Degrees are tested, the smallest on all ranks.
     """
     extents = [probe.weights[path].outputs for path in candidate.columns]
     extents += [probe.weights[path].inputs for path in candidate.rows]
-    why = f"its features {extents} have no common divisor"
+    reason = f"its features {extents} have no common divisor"
     for prime in prime_factors(math.gcd(*extents)):
         region = _prove_at(probe, reference, candidate, prime)
         if isinstance(region, Region):
             return region, _largest_degree(probe, reference, region)
-        why = region
-    return why
+        reason = region
+    return reason
 
 
 def prime_factors(number: int) -> list[int]:
-    """Distinct prime factors in rising order."""
+    """Return the distinct prime factors, ascending."""
     factors, divisor = [], 2
     while divisor * divisor <= number:
         if number % divisor == 0:
@@ -230,12 +235,12 @@ def prime_factors(number: int) -> list[int]:
 def check_ranks(
     probe: Probe, reference: ReferenceRun, regions: Sequence[Region], degree: int, ranks: Iterable[int]
 ) -> str:
-    """Why some rank's share of the regions, all split together, is wrong; empty where all are right."""
+    """Explain why a rank's shard of the regions, all split together, is wrong; empty if all are right."""
     for rank in ranks:
         handlers: dict[str, Handler] = {}
         for region in regions:
             for column in region.columns:
-                handlers[column.path] = partial(_share_of_columns, column, degree, rank)
+                handlers[column.path] = partial(_run_columns, column, degree, rank)
             for row in region.rows:
                 handlers[row] = partial(_compare_row, reference, row, degree, rank)
         try:
@@ -248,12 +253,12 @@ def check_ranks(
     return ""
 
 
-def _share_of_columns(column: Column, degree: int, rank: int, weight: LowRank, tensor: Tensor) -> Tensor:
+def _run_columns(column: Column, degree: int, rank: int, weight: LowRank, tensor: Tensor) -> Tensor:
     return weight.columns(column.parts, degree, rank)(tensor)
 
 
 def _compare_row(reference: ReferenceRun, path: str, degree: int, rank: int, weight: LowRank, tensor: Tensor) -> Tensor:
-    """Compare the row's input with the rank's slice of the reference, and pass the unsplit product on."""
+    """Compare the input of a row with the rank's slice of the reference, and return the unsplit product."""
     (expected, output), *_ = reference.calls[path]
     if not _close(tensor, expected.narrow(-1, *share(weight.inputs, degree, rank))):
         raise Mismatch("the shares, run one by one, do not add up to the whole")
@@ -269,7 +274,7 @@ def _close(left: Tensor, right: Tensor) -> bool:
 
 @contextmanager
 def _divided(block: nn.Module, regions: Sequence[Region], degree: int) -> Iterator[None]:
-    """The regions' attributes divided by the degree, for a while."""
+    """Divide the regions' attributes by the degree within the context."""
     patches = [(block.get_submodule(patch.path), patch) for region in regions for patch in region.attributes]
     if any(patch.value % degree for _, patch in patches):
         raise Mismatch(f"an attribute is not divisible by {degree}")
@@ -283,23 +288,23 @@ def _divided(block: nn.Module, regions: Sequence[Region], degree: int) -> Iterat
 
 
 def _prove_at(probe: Probe, reference: ReferenceRun, candidate: Candidate, degree: int) -> Region | str:
-    """The candidate with the fused parts and attributes that make all ranks right at this degree."""
+    """The region with the fused parts and attributes that are right on all ranks at a degree, or why there is none."""
     fused = [_possible_parts(probe, candidate, path, degree) for path in candidate.columns]
     patches = _possible_patches(probe, reference, candidate, degree)
     subsets = [chosen for size in range(MAX_PATCHED + 1) for chosen in combinations(patches, size)]
-    why = ""
+    reason = ""
     for parts, chosen in islice(product(product(*fused), subsets), MAX_TRIALS):
         columns = tuple(starmap(Column, zip(candidate.columns, parts, candidate.sources, strict=True)))
         region = Region(columns, candidate.rows, chosen, candidate.inner, candidate.feeders)
-        wrong = check_ranks(probe, reference, [region], degree, range(degree))
-        if not wrong:
+        failure = check_ranks(probe, reference, [region], degree, range(degree))
+        if not failure:
             return region
-        why = why or wrong
-    return why or f"its features cannot be shared by {degree}"
+        reason = reason or failure
+    return reason or f"its features cannot be shared by {degree}"
 
 
 def _possible_parts(probe: Probe, candidate: Candidate, path: str, degree: int) -> list[tuple[int, ...]]:
-    """Ways in which projections may be fused in a column: not, in equal parts, or query with fewer key-values."""
+    """Sizes of the projections that a column may fuse: one, equal parts, or a query with fewer keys and values."""
     outputs, inner = probe.weights[path].outputs, probe.weights[candidate.rows[0]].inputs
     options: list[tuple[int, ...]] = [(outputs,)]
     options += [(outputs // count,) * count for count in (2, 3) if outputs % count == 0]
@@ -310,7 +315,7 @@ def _possible_parts(probe: Probe, candidate: Candidate, path: str, degree: int) 
 
 
 def _possible_patches(probe: Probe, reference: ReferenceRun, candidate: Candidate, degree: int) -> list[AttributePatch]:
-    """Integers that the code read and that can be divided; those of modules near the region and heads first."""
+    """Integer attributes that were read and can be divided; those of modules near the region, and of heads, first."""
     near = {path.rpartition(".")[0] for path in (*candidate.columns, *candidate.rows)}
     near |= {path.rpartition(".")[0] for path in near if "." in path}  # around an adapter's module
     patches = []
@@ -322,62 +327,62 @@ def _possible_patches(probe: Probe, reference: ReferenceRun, candidate: Candidat
 
 
 def _largest_degree(probe: Probe, reference: ReferenceRun, region: Region) -> int:
-    """Product of the largest powers of primes that the region can be split by."""
+    """The product of the largest prime powers by which the region can be split."""
     extents = [part for column in region.columns for part in column.parts]
     extents += [probe.weights[path].inputs for path in region.rows]
     limit = math.gcd(*extents, *(patch.value for patch in region.attributes))
 
-    def holds(degree: int) -> bool:
+    def can_split(degree: int) -> bool:
         return not check_ranks(probe, reference, [region], degree, sorted({0, degree // 2, degree - 1}))
 
     largest = 1
     for prime in prime_factors(limit):
         degree = prime
-        while limit % degree == 0 and holds(largest * degree):
+        while limit % degree == 0 and can_split(largest * degree):
             degree *= prime
         largest *= degree // prime
     return largest
 
 
 def place_gathers(probe: Probe, reference: ReferenceRun, regions: Sequence[Region]) -> tuple[Region, ...] | str:
-    """The regions with the place where each gathers tokens, or why tokens cannot be shared."""
+    """Return the regions with the place where each gathers tokens, or why tokens cannot be split."""
     shape = probe.hidden.shape
     if probe.hidden.dim() != 3 or any(output.shape != shape for output in reference.outputs):
         return "its hidden states are not all [batch, tokens, hidden]"
     if shape[1] < 2 or shape[1] % 2:
         return f"{shape[1]} tokens cannot be halved to check it"
-    why = ""
+    reason = ""
     for places in islice(product(*(list(_gather_places(reference, region)) for region in regions)), MAX_GATHERS):
         placed = tuple(replace(region, gather=place) for region, place in zip(regions, places, strict=True))
-        wrong = _check_halves(probe, reference, placed)
-        if not wrong:
+        failure = _check_halves(probe, reference, placed)
+        if not failure:
             return placed
-        why = why or wrong
-    return why
+        reason = reason or failure
+    return reason
 
 
 def _gather_places(reference: ReferenceRun, region: Region) -> Iterator[TokenGather | None]:
-    """The columns themselves, then modules around them that take in the same tensor, innermost first.
+    """The columns, then modules around them that read the same tensor, innermost first.
 
-    Only the columns where these take in unlike tensors, as attention to another sequence does: a module around them
-    then has a tensor whose gradient the gathering of tokens would not sum. What feeders make of the same tensor is
-    none: each device has a part of its gradient, and so of the tensor's.
+    If columns read different tensors (attention to another sequence), only the columns: a module around them would have
+    a tensor whose gradient is not summed by the gather. Outputs of feeders do not count as different: each device has a
+    part of their gradient, and so of that of the feeders' input.
     """
     yield None
-    inside = taking_in(reference, region)
-    tensor = _input_of(reference, inside[0])
-    if any(_input_of(reference, path) is not tensor for path in inside):
+    readers = entry_linears(reference, region)
+    tensor = _input_of(reference, readers[0])
+    if any(_input_of(reference, path) is not tensor for path in readers):
         return
-    path = inside[0].rpartition(".")[0]
+    path = readers[0].rpartition(".")[0]
     while path:
         argument = _argument_holding(reference, path, tensor)
-        if argument is not None and all(one.startswith(f"{path}.") for one in inside):
+        if argument is not None and all(reader.startswith(f"{path}.") for reader in readers):
             yield TokenGather(path, argument)
         path = path.rpartition(".")[0]
 
 
-def taking_in(reference: ReferenceRun, region: Region) -> list[str]:
-    """Feeders of a region, and its columns that take in what no feeder makes."""
+def entry_linears(reference: ReferenceRun, region: Region) -> list[str]:
+    """Return the linears that read the input of a region: its feeders, and columns that read no feeder's output."""
     sources_of_tensors = (_sources([_input_of(reference, column.path)])[0] for column in region.columns)
     return [
         *region.feeders,
@@ -394,7 +399,7 @@ def _input_of(reference: ReferenceRun, path: str) -> Tensor:
 
 
 def _argument_holding(reference: ReferenceRun, path: str, tensor: Tensor) -> int | str | None:
-    """Position or keyword at which the module at ``path``, called once, takes in this very tensor."""
+    """Position or keyword of the argument of the module at ``path``, called once, that is this tensor."""
     calls = reference.arguments.get(path, [])
     if len(calls) != 1:
         return None
@@ -409,7 +414,9 @@ def _check_halves(probe: Probe, reference: ReferenceRun, regions: Sequence[Regio
     half = probe.hidden.shape[1] // 2
     for start in (0, half):
         hooks = [
-            _gather_hook(probe.block, _input_of(reference, taking_in(reference, region)[0]), region.gather, start, half)
+            _gather_hook(
+                probe.block, _input_of(reference, entry_linears(reference, region)[0]), region.gather, start, half
+            )
             for region in regions
             if region.gather is not None
         ]
@@ -432,30 +439,26 @@ def _check_halves(probe: Probe, reference: ReferenceRun, regions: Sequence[Regio
     return ""
 
 
-def _gather_hook(block: nn.Module, everything: Tensor, gather: TokenGather, start: int, length: int) -> Any:
-    """Give a module around the region all tokens."""
+def _gather_hook(block: nn.Module, full: Tensor, gather: TokenGather, start: int, length: int) -> Any:
+    """Replace the argument of a module around the region by that with all tokens."""
 
-    def give(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replace_argument(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: Any = kwargs if isinstance(gather.argument, str) else args
-        _expect(values[gather.argument], everything.narrow(1, start, length))
+        _expect(values[gather.argument], full.narrow(1, start, length))
         if isinstance(gather.argument, str):
-            return args, {**kwargs, gather.argument: everything}
-        return (*args[: gather.argument], everything, *args[gather.argument + 1 :]), kwargs
+            return args, {**kwargs, gather.argument: full}
+        return (*args[: gather.argument], full, *args[gather.argument + 1 :]), kwargs
 
-    return block.get_submodule(gather.path).register_forward_pre_hook(give, with_kwargs=True)
-
-
-def _column_of_half(
-    everything: Tensor, gathers: bool, start: int, length: int, weight: LowRank, tensor: Tensor
-) -> Tensor:
-    _expect(tensor, everything.narrow(1, start, length) if gathers else everything)
-    return weight(everything)
+    return block.get_submodule(gather.path).register_forward_pre_hook(replace_argument, with_kwargs=True)
 
 
-def _row_of_half(
-    everything: Tensor, output: Tensor, start: int, length: int, _weight: LowRank, tensor: Tensor
-) -> Tensor:
-    _expect(tensor, everything)
+def _column_of_half(full: Tensor, gathers: bool, start: int, length: int, weight: LowRank, tensor: Tensor) -> Tensor:
+    _expect(tensor, full.narrow(1, start, length) if gathers else full)
+    return weight(full)
+
+
+def _row_of_half(full: Tensor, output: Tensor, start: int, length: int, _weight: LowRank, tensor: Tensor) -> Tensor:
+    _expect(tensor, full)
     return output.narrow(1, start, length)
 
 

@@ -1,12 +1,10 @@
-"""Logits that are shares of the vocabulary, and losses of them: one small message a token, in forward.
+"""Logits whose vocabulary is sharded, and losses of them, with one small message for each token in forward.
 
-Such logits are a sharded tensor whose functions know what they mean for shares (``losses``). To code that uses them
-they are whole: what has no rule there is given whole logits, gathered once.
+The logits are a sharded tensor with the full shape. Functions without a rule here get full logits, gathered once.
 
-Source of the idea of the loss: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): ranks tell each other
-figures of a token, not logits. Here they all go in one all-gather. Gradients are complete on every rank, as everywhere
-in a tensor group and unlike those of other sharded tensors: that of the loss is the same on all, and each makes those
-of its own columns from it alone.
+The loss follows Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): ranks exchange a few figures of each
+token, not logits; here in one all-gather. Gradients are complete on every rank, as in all of a tensor group and unlike
+those of other sharded tensors: every rank has the gradient of the loss, and computes those of its columns from it.
 """
 
 from __future__ import annotations
@@ -51,81 +49,81 @@ WHAT = "vocabulary"
 
 
 def is_shared(value: object) -> bool:
-    """Whether a value is logits that are shares."""
-    # cut tensors that are yet to be brought into the layout of code between layers have no rules
+    """Whether a value is sharded logits."""
+    # tensors that have not been redistributed for code between layers have no rules
     return isinstance(value, ShardedTensor) and getattr(getattr(value, "rules", None), "what", "") == WHAT
 
 
 def full_logits(tensor: Tensor) -> Tensor:
-    """Logits as a plain tensor, gathered where they are shares and have not been before; others as they are."""
+    """Gather sharded logits, once for each version of them; return other tensors unchanged."""
     if not is_shared(tensor):
         return tensor
-    shares = cast("ShardedTensor", tensor)
+    logits = cast("ShardedTensor", tensor)
     with locals_only():
-        stamp = shares._version, torch.is_grad_enabled()
-    cached = getattr(shares, "gathered", None)
-    if cached is None or cached[0] != stamp:
-        (columns,) = shares.specs
-        cached = stamp, gather_last(_columns_last(shares), columns.group, columns.extent).movedim(-1, columns.dim)
-        shares.gathered = cached  # type: ignore[attr-defined]
+        version = logits._version, torch.is_grad_enabled()
+    cached = getattr(logits, "gathered", None)
+    if cached is None or cached[0] != version:
+        (columns,) = logits.specs
+        cached = version, gather_last(_columns_last(logits), columns.group, columns.extent).movedim(-1, columns.dim)
+        logits.gathered = cached  # type: ignore[attr-defined]
     return cast("Tensor", cached[1])
 
 
 def _columns_last(tensor: ShardedTensor) -> Tensor:
-    """The share as a plain tensor whose last dim are the columns."""
+    """The shard as a plain tensor, with the columns in the last dim."""
     return to_local(tensor).movedim(tensor.specs[0].dim, -1)
 
 
 FIGURES = 3
-"""Of a token, that a rank tells the others: the greatest of its logits, the sum of their exponentials over that one's,
-and the target's logit. With label smoothing there is one more."""
+"""Figures of a token that ranks exchange: the largest of its logits, the sum of exponentials relative to that, and the
+logit of the target. With label smoothing there is one more."""
 
 
-def _place(targets: Tensor, columns: ShardSpec) -> tuple[Tensor, Tensor]:
-    """Where targets lie among this rank's columns, and whether they do; the first place where they do not."""
-    local = targets - columns.start
-    here = (local >= 0) & (local < columns.length)
-    return local.masked_fill(~here, 0), here
+def _local_index(targets: Tensor, columns: ShardSpec) -> tuple[Tensor, Tensor]:
+    """The index of targets among this rank's columns (0 for others), and whether they are among them."""
+    index = targets - columns.start
+    is_local = (index >= 0) & (index < columns.length)
+    return index.masked_fill(~is_local, 0), is_local
 
 
 def _check_classes(targets: Tensor, extent: int) -> None:
-    """Let torch look whether targets are classes: an index into one item seen many times, which costs no memory.
+    """Check that targets are classes, by an index into an expanded tensor, which needs no memory.
 
     Raises:
-        IndexError: a target that is no class (on a GPU, an assertion there).
+        IndexError: a target is no class (on a GPU, an assertion there).
     """
     targets.new_zeros(1).expand(extent).index_select(0, targets.reshape(-1))
 
 
 def _log_total(logits: Tensor, columns: ShardSpec) -> Tensor:
-    """Logarithm of the sum of exponentials over the full vocabulary: (..., columns) to (...), on every rank."""
+    """Log of the sum of exponentials over the full vocabulary: (..., columns) to (...), on every rank."""
     total: Tensor = _LogTotal.apply(logits, columns)  # type: ignore[no-untyped-call]
     return total
 
 
 def _picked(values: Tensor, targets: Tensor, columns: ShardSpec) -> Tensor:
-    """From values (..., columns of this rank), those of classes (..., n) of the full vocabulary, on every rank."""
+    """Select values (..., columns of this rank) of classes (..., n) of the full vocabulary, on every rank."""
     _check_classes(targets, columns.extent)
-    place, here = _place(targets, columns)
-    return reduce_from_group(values.gather(-1, place).masked_fill(~here, 0), columns.group)
+    index, is_local = _local_index(targets, columns)
+    return reduce_from_group(values.gather(-1, index).masked_fill(~is_local, 0), columns.group)
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """Cast to at least float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _exponentials(wide: Tensor, is_copy: bool) -> tuple[Tensor, Tensor]:
-    """The greatest logit and the sum of exponentials over it, of this rank; a copy is written over."""
-    # tokens that a rank must not say anything for have -inf alone
+    """The largest logit of this rank, and the sum of exponentials relative to it; ``wide`` is overwritten if a copy."""
+    # all logits of a token may be -inf
     top = wide.amax(-1).clamp(min=torch.finfo(wide.dtype).min)
     beyond = wide.sub_(top.unsqueeze(-1)) if is_copy else wide - top.unsqueeze(-1)
     return top, beyond.exp_().sum(-1)
 
 
-def _total_of(everyone: Tensor) -> Tensor:
-    """The logarithm of the sum of all exponentials from every rank's figures, (ranks, figures, ...)."""
-    tops, sums = everyone[:, 0], everyone[:, 1]
+def _total_of(figures: Tensor) -> Tensor:
+    """The log of the sum of all exponentials, from every rank's figures (ranks, figures, ...)."""
+    tops, sums = figures[:, 0], figures[:, 1]
     top = tops.amax(0)
     return top + (sums * (tops - top).exp()).sum(0).log()
 
@@ -136,10 +134,10 @@ def _gather_figures(figures: list[Tensor], group: TensorGroup) -> Tensor:
 
 
 class _TokenLosses(Function):
-    """Cross entropy of each token (...), the same on every rank; in fp32 where logits are of half precision.
+    """Cross entropy of each token (...), equal on every rank; in float32 for logits of half precision.
 
-    Of logits (..., columns of this rank), targets (...), the class of targets that do not count, and how much of the
-    target is spread evenly over all classes.
+    Arguments are logits (..., columns of this rank), targets (...), their spec, the class of targets that do not count,
+    and label smoothing.
     """
 
     @staticmethod
@@ -147,32 +145,33 @@ class _TokenLosses(Function):
         ctx: Any, logits: Tensor, targets: Tensor, columns: ShardSpec, ignored: int, smoothing: float
     ) -> Tensor:
         wide = _wide(logits)
-        place, here = _place(targets, columns)
-        label_logits = [wide.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
+        index, is_local = _local_index(targets, columns)
+        label_logits = [wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0)]
         label_logits += [wide.sum(-1)] if smoothing else []
-        everyone = _gather_figures([*_exponentials(wide, wide is not logits), *label_logits], columns.group)
-        total = _total_of(everyone)
-        losses = total - (1 - smoothing) * everyone[:, 2].sum(0)
+        figures = _gather_figures([*_exponentials(wide, wide is not logits), *label_logits], columns.group)
+        total = _total_of(figures)
+        losses = total - (1 - smoothing) * figures[:, 2].sum(0)
         if smoothing:
-            losses = losses - smoothing / columns.extent * everyone[:, 3].sum(0)
+            losses = losses - smoothing / columns.extent * figures[:, 3].sum(0)
         ctx.save_for_backward(logits, total, targets)
-        ctx.how = columns, ignored, smoothing
+        ctx.settings = columns, ignored, smoothing
         return losses.masked_fill_(targets == ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, total, targets = ctx.saved_tensors
-        columns, ignored, smoothing = ctx.how
+        columns, ignored, smoothing = ctx.settings
         wide = _wide(logits)
         total = total.unsqueeze(-1)
-        likely = (wide - total if wide is logits else wide.sub_(total)).exp_()
+        # probabilities, less those of the targets: the gradient
+        result = (wide - total if wide is logits else wide.sub_(total)).exp_()
         if smoothing:
-            likely.sub_(smoothing / columns.extent)
-        place, here = _place(targets, columns)
-        likely.scatter_add_(-1, place.unsqueeze(-1), here.to(likely.dtype).mul_(smoothing - 1).unsqueeze(-1))
-        likely.mul_(gradient.masked_fill(targets == ignored, 0).unsqueeze(-1))
-        return likely.to(logits.dtype), None, None, None, None
+            result.sub_(smoothing / columns.extent)
+        index, is_local = _local_index(targets, columns)
+        result.scatter_add_(-1, index.unsqueeze(-1), is_local.to(result.dtype).mul_(smoothing - 1).unsqueeze(-1))
+        result.mul_(gradient.masked_fill(targets == ignored, 0).unsqueeze(-1))
+        return result.to(logits.dtype), None, None, None, None
 
 
 class _LogTotal(Function):
@@ -187,51 +186,49 @@ class _LogTotal(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, total = ctx.saved_tensors
-        likely = (_wide(logits) - total.unsqueeze(-1)).exp_()
-        return likely.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None
+        probabilities = (_wide(logits) - total.unsqueeze(-1)).exp_()
+        return probabilities.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None
 
 
-# What functions do with logits that are shares of the vocabulary; all that is not named here is given whole ones.
-#
-# Only Python tells where dims go: capture writes down every tensor that is made.
+# The rules of sharded logits. Dims are followed in Python, without tensors: capture records every tensor that is made.
 
 
 CLASSES = 1
-"""Dim of the classes in logits (samples, classes, ...); 0 in those of one sample, (classes)."""
+"""Dim of the classes in logits (samples, classes, ...); it is 0 in logits (classes) of one sample."""
 
 
 def _on_full_logits(call: Call) -> Any:
-    """On whole logits.
+    """Call the function with full logits.
 
     Raises:
-        InputError: the function would write to them: a gathered copy is not what it means.
+        InputError: the function would write to the logits.
     """
     refuse_write(call)
     return call.function(*map_tensors(call.args, full_logits), **map_tensors(call.kwargs, full_logits))
 
 
 def _with_columns_at(output: Tensor, logits: ShardedTensor, dim: int) -> Any:
-    """What a function made of the share, with the columns at a dim."""
+    """Turn the result of a function of the shard into logits with the columns at ``dim``."""
     with locals_only():
         alias = output.as_subclass(Tensor) if output is logits else output
     return wrap_locals(alias, (replace(logits.specs[0], dim=dim),), logits.rules)
 
 
 def _itemwise(call: Call) -> Any:
-    """A function of each logit by itself, and of numbers or other tensors that are broadcast to the logits."""
+    """Run a pointwise function of logits, and of numbers or tensors that are broadcast to them."""
     call = input_first(call)
-    operands = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
+    operands = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
     logits = next(operand for operand in operands if isinstance(operand, ShardedTensor))
     if (in_place(call) and logits is not operands[0]) or not all(_fits(operand, logits) for operand in operands):
         return _on_full_logits(call)
     with locals_only():
-        args = tuple(_beside(arg, logits) for arg in call.args)
-        options = {name: _beside(one, logits) for name, one in call.kwargs.items()}
+        args = tuple(_local_operand(arg, logits) for arg in call.args)
+        options = {name: _local_operand(arg, logits) for name, arg in call.kwargs.items()}
         return wrap_locals(call.function(*args, **options), logits.specs, call.rules)
 
 
 def _fits(other: Tensor, logits: ShardedTensor) -> bool:
-    """Whether a tensor is of the same shares, or is broadcast to the whole logits without making them larger."""
+    """Whether a tensor is sharded in the same way, or can be broadcast to the shape of the logits."""
     shape, other_shape = global_shape(logits), global_shape(other)
     if isinstance(other, ShardedTensor):
         return other_shape == shape and other.specs == logits.specs
@@ -239,8 +236,8 @@ def _fits(other: Tensor, logits: ShardedTensor) -> bool:
     return len(other_shape) <= len(shape) and all(extent in (1, full) for extent, full in pairs)
 
 
-def _beside(other: Any, logits: ShardedTensor) -> Any:
-    """The part of an operand that meets the share; of its gradient each rank has a part, too."""
+def _local_operand(other: Any, logits: ShardedTensor) -> Any:
+    """The part of an operand for this rank's shard; the ranks' gradients of it are summed."""
     if not isinstance(other, Tensor) or isinstance(other, ShardedTensor):
         return other
     if other.requires_grad:
@@ -251,7 +248,7 @@ def _beside(other: Any, logits: ShardedTensor) -> Any:
 
 
 def _reshaped(call: Call) -> Any:
-    """``view`` and ``reshape``, where the vocabulary is the last dim and stays it."""
+    """``view`` and ``reshape``; the vocabulary must be the last dim before and after."""
     call = input_first(call)
     logits = call.args[0]
     after = _sizes(call) if isinstance(logits, ShardedTensor) and not call.kwargs else None
@@ -271,9 +268,9 @@ def _as_shape(call: Call, logits: ShardedTensor, after: list[int]) -> Any:
 
 
 def _sizes(call: Call) -> list[int] | None:
-    """The shape that is asked for; None where that is not told in numbers."""
-    given = call.args[1:]
-    sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
+    """The shape among the arguments; None if it is not all numbers."""
+    shape = call.args[1:]
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
     if not all(isinstance(size, int) for size in sizes):
         return None
     rest = prod(size for size in sizes if size >= 0)
@@ -281,10 +278,10 @@ def _sizes(call: Call) -> list[int] | None:
 
 
 def _flattened(call: Call) -> Any:
-    """``flatten`` of dims in front of the vocabulary."""
+    """``flatten`` of dims before the vocabulary."""
     call = input_first(call)
     shape = global_shape(call.args[0])
-    first, last = (argument(call, *one) % len(shape) for one in ((1, "start_dim", 0), (2, "end_dim", -1)))
+    first, last = argument(call, 1, "start_dim", 0) % len(shape), argument(call, 2, "end_dim", -1) % len(shape)
     merged = [*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]]
     return _as_shape(call, call.args[0], merged)
 
@@ -298,7 +295,7 @@ def _permuted(call: Call) -> Any:
     order = list(range(output.dim()))
     if call.name == "permute":
         dims = call.args[1:] or (call.kwargs["dims"],)
-        order = [one % output.dim() for one in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+        order = [dim % output.dim() for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
     else:
         pair = (argument(call, 1, "dim0"), argument(call, 2, "dim1")) if call.name == "transpose" else (-2, -1)
         first, second = pair
@@ -307,7 +304,7 @@ def _permuted(call: Call) -> Any:
 
 
 def _indexed(call: Call) -> Any:
-    """``logits[...]`` of some tokens and all columns, which are the last dim."""
+    """``logits[...]`` of some tokens and all columns, which must be the last dim."""
     logits, index = call.args
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(logits, ShardedTensor) or not _keeps_last(parts, logits.specs[0].dim, len(global_shape(logits))):
@@ -318,44 +315,43 @@ def _indexed(call: Call) -> Any:
 
 
 def _keeps_last(parts: tuple[Any, ...], columns: int, dims: int) -> bool:
-    """Whether an index takes columns, which must be the last dim, as a whole and leaves them last."""
+    """Whether an index takes all columns, which must be the last dim, and leaves them last."""
     if columns != dims - 1 or any(isinstance(part, (ShardedTensor, list, bool)) for part in parts):
         return False
-    place = next((number for number, part in enumerate(parts) if part is Ellipsis), None)
-    behind = parts if place is None else parts[place + 1 :]
-    if place is None and sum(map(_dims_of, parts)) < dims:
+    dots = next((number for number, part in enumerate(parts) if part is Ellipsis), None)
+    after = parts if dots is None else parts[dots + 1 :]
+    if dots is None and sum(map(_dims_of, parts)) < dims:
         return True
-    return not behind or (isinstance(behind[-1], slice) and behind[-1] == slice(None))
+    return not after or (isinstance(after[-1], slice) and after[-1] == slice(None))
 
 
-def _dims_of(one: Any) -> int:
-    """Dims of a tensor that a part of an index is about."""
-    if one is None:
+def _dims_of(part: Any) -> int:
+    """How many dims of a tensor a part of an index is for."""
+    if part is None:
         return 0
-    return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
 
 
 def _loss(call: Call) -> Any:
-    """``cross_entropy`` and ``nll_loss`` of classes by their number; other targets (likelihoods) and weights of classes
-    are for full logits."""
+    """``cross_entropy`` and ``nll_loss`` of class indices; other targets and class weights need full logits."""
     options = arguments(call, getattr(functional, call.name))
-    if not _is_plain(options):
+    if not _has_class_indices(options):
         return _on_full_logits(call)
     logits, targets, ignored = options["input"], options["target"], options["ignore_index"]
     with locals_only():
-        local, (columns,), uncounted = _columns_last(logits), logits.specs, targets == ignored
-        counted = targets.masked_fill(uncounted, 0)
+        local, (columns,), is_ignored = _columns_last(logits), logits.specs, targets == ignored
+        classes = targets.masked_fill(is_ignored, 0)
         if call.name == "nll_loss":
-            likely = -_picked(local, counted.unsqueeze(-1), columns).squeeze(-1).masked_fill(uncounted, 0)
-            return _reduced(likely, targets, ignored, options["reduction"])
-        _check_classes(counted, columns.extent)
-        how = columns, ignored, options["label_smoothing"]
-        losses: Tensor = _TokenLosses.apply(local, targets, *how)  # type: ignore[no-untyped-call]
+            losses = -_picked(local, classes.unsqueeze(-1), columns).squeeze(-1).masked_fill(is_ignored, 0)
+            return _reduced(losses, targets, ignored, options["reduction"])
+        _check_classes(classes, columns.extent)
+        settings = columns, ignored, options["label_smoothing"]
+        losses = _TokenLosses.apply(local, targets, *settings)  # type: ignore[no-untyped-call]
         return _narrow(_reduced(losses, targets, ignored, options["reduction"]), local)
 
 
-def _is_plain(arguments: Mapping[str, Any]) -> bool:
-    """Whether classes are numbers, all weigh the same, and the logits' columns are the classes."""
+def _has_class_indices(arguments: Mapping[str, Any]) -> bool:
+    """Whether targets are class indices, classes have no weights, and the logits' columns are the classes."""
     logits, targets = arguments["input"], arguments["target"]
     if not isinstance(logits, ShardedTensor) or isinstance(targets, ShardedTensor) or targets.is_floating_point():
         return False
@@ -366,14 +362,14 @@ def _is_plain(arguments: Mapping[str, Any]) -> bool:
 
 
 def _reduced(losses: Tensor, targets: Tensor, ignored: int, reduction: str) -> Tensor:
-    """The losses of tokens, their sum, or their mean over those that count."""
+    """Reduce the losses of tokens; the mean is over those that count."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignored).sum()
 
 
 def _narrow(result: Tensor, logits: Tensor) -> Tensor:
-    """In the precision that torch gives: that of the logits, but fp32 under autocast."""
+    """Cast to the dtype that torch returns: that of the logits, or float32 under autocast."""
     device = logits.device.type
     widened = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return result if widened else result.to(logits.dtype)
@@ -394,16 +390,16 @@ def _softmax(call: Call) -> Any:
 
 
 def _is_over_columns(logits: Any, dim: Any) -> bool:
-    """Whether a function of a dim is one of the columns."""
+    """Whether ``dim`` is that of the columns."""
     if not isinstance(logits, ShardedTensor):
         return False
-    only = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    single = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     with locals_only():
-        return isinstance(only, int) and only % logits.dim() == logits.specs[0].dim
+        return isinstance(single, int) and single % logits.dim() == logits.specs[0].dim
 
 
 def _logsumexp(call: Call) -> Any:
-    """Over the vocabulary."""
+    """``logsumexp`` over the vocabulary."""
     call = input_first(call)
     logits, dim = call.args[0], argument(call, 1, "dim")
     if not _is_over_columns(logits, dim):
@@ -415,7 +411,7 @@ def _logsumexp(call: Call) -> Any:
 
 
 def _gather(call: Call) -> Any:
-    """Values of classes by their number, as many tokens as there are."""
+    """``gather`` along the vocabulary, for all tokens."""
     call = input_first(call)
     values, dim, index = call.args[0], argument(call, 1, "dim"), argument(call, 2, "index")
     if not _is_over_columns(values, dim) or isinstance(index, ShardedTensor):
@@ -430,8 +426,8 @@ LOGITS = Rules(
     {
         **metadata.METADATA,
         **metadata.GRADIENTS,
-        **{name: one for name, one in pointwise.HANDLERS.items() if one is pointwise.cast},
-        **dict.fromkeys([name for name, one in pointwise.HANDLERS.items() if one is pointwise.pointwise], _itemwise),
+        **{name: handler for name, handler in pointwise.HANDLERS.items() if handler is pointwise.cast},
+        **{name: _itemwise for name, handler in pointwise.HANDLERS.items() if handler is pointwise.pointwise},
         **handled_by(_reshaped, "view reshape"),
         **handled_by(_permuted, "transpose mT permute"),
         "flatten": _flattened,
@@ -445,10 +441,10 @@ LOGITS = Rules(
     pins=("tensor",),
     what=WHAT,
 )
-"""What functions do with a head's logits."""
+"""The rules of sharded logits."""
 
 
 def shared_logits(local: Tensor, group: TensorGroup, extent: int) -> Tensor:
-    """A head's own columns (..., columns), which nobody else holds, as logits (..., extent) of the whole vocabulary."""
-    # of a line of ranks only their number, the own place and all-gathers are asked for
+    """Turn this rank's columns (..., columns) of a head's output into logits (..., extent) of the full vocabulary."""
+    # only the size, rank and all-gathers of the group are used
     return from_local(local, (ShardSpec(local.dim() - 1, extent, cast("AxisGroup", group)),), LOGITS)

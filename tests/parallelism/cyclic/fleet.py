@@ -60,10 +60,10 @@ class MemoryMailbox(ProcessMailbox):
     def receive(self, message: CyclicMessage, likes: Sequence[Tensor]) -> list[Tensor]:
         return unpack(self._next(message), likes)
 
-    def tell(self, message: CyclicMessage, value: object) -> None:
+    def send_object(self, message: CyclicMessage, value: object) -> None:
         self.post.lanes[lane_of(message)].put((message, value))
 
-    def hear(self, message: CyclicMessage) -> Any:
+    def receive_object(self, message: CyclicMessage) -> Any:
         return self._next(message)
 
     def finish(self, which: Any = None) -> None:

@@ -249,9 +249,9 @@ def exchanged() -> dict[str, Any]:
         values, flag = mailbox.receive(message, [many, torch.tensor(False)])
         found[message.kind.value, message.step] = (float(values[-1]), bool(flag))
     if rank == 0:
-        mailbox.tell(CyclicMessage(MessageContent.ACTIVATION, 0, 0, 0, 0, 1), {"told": 1})
+        mailbox.send_object(CyclicMessage(MessageContent.ACTIVATION, 0, 0, 0, 0, 1), {"told": 1})
     else:
-        assert mailbox.hear(CyclicMessage(MessageContent.ACTIVATION, 0, 0, 0, 0, 1)) == {"told": 1}
+        assert mailbox.receive_object(CyclicMessage(MessageContent.ACTIVATION, 0, 0, 0, 0, 1)) == {"told": 1}
     mailbox.clear(2)
     mailbox.finish()
     return found

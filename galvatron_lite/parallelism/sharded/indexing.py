@@ -1,0 +1,203 @@
+"""Indexing of sharded tensors: ``x[...]``, ``narrow`` and ``select``.
+
+Unsharded dims are indexed on the shards. A slice of a sharded dim stays sharded: each rank takes what it holds of it,
+then rows move between ranks until they lie as ``shares.share`` says. So a crop by a few pixels moves a few rows instead
+of all. A single row, or the result of an index with a tensor, is held by every rank in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.parallelism.sharded.calls import align, argument, input_first, on_full, refuse_write
+from galvatron_lite.parallelism.sharded.collectives import redistribute, sum_over
+from galvatron_lite.parallelism.sharded.groups import OrderedGroup, RangeGroup, shards_of, take_pieces
+from galvatron_lite.parallelism.sharded.tensor import (
+    Call,
+    Handler,
+    ShardedTensor,
+    ShardSpec,
+    ShardSpecs,
+    global_shape,
+    locals_only,
+    wrap_locals,
+)
+from galvatron_lite.parallelism.shares import Range
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedIndex:
+    """The meaning of an index for a shard."""
+
+    local: tuple[Any, ...]  # index of the shard, after sharded dims have been indexed
+    sliced: dict[int, slice]  # slices of sharded dims, by dim of the tensor
+    chosen: dict[int, int]  # rows of sharded dims, by dim of the tensor
+    dims_after: dict[int, int]  # dims of the result, by sharded dim of the tensor
+
+    def slices(self, specs: ShardSpecs) -> list[tuple[slice, ShardSpec]]:
+        """Return the slices of sharded dims with their specs."""
+        return [(self.sliced[spec.dim], spec) for spec in specs if spec.dim in self.sliced]
+
+
+def _parsed(index: Any, specs: ShardSpecs, dims: int) -> _ParsedIndex | None:
+    """Parse an index of a tensor with ``dims`` dims; None if it needs the full tensor."""
+    entries = _expanded(index, dims)
+    lists = sum(map(_is_list, entries))
+    if lists > 1 or not all(entry is None or type(entry) in (int, slice) or _is_list(entry) for entry in entries):
+        return None
+    sharded, local = {spec.dim for spec in specs}, list[Any]()
+    sliced, chosen, dims_after = dict[int, slice](), dict[int, int](), dict[int, int]()
+    dim = after = 0
+    for entry in entries:
+        if entry is not None and dim in sharded:
+            if _is_list(entry):
+                return None
+            (chosen if isinstance(entry, int) else sliced)[dim] = entry
+            dims_after[dim] = after
+            local.append(0 if isinstance(entry, int) else slice(None))
+        else:
+            local.append(entry)
+        dim += entry is not None
+        after += entry.dim() if isinstance(entry, Tensor) else not isinstance(entry, int)
+    # torch moves the dim of a list to the front if a number is separate from it
+    if lists and any(type(entry) is int for entry in local):
+        return None
+    return _ParsedIndex(tuple(local), sliced, chosen, dims_after)
+
+
+def _expanded(index: Any, dims: int) -> tuple[Any, ...]:
+    """Return an entry for every dim, with numbers of other libraries as Python integers."""
+    entries = [
+        int(entry) if isinstance(entry, Integral) and not isinstance(entry, bool) else entry
+        for entry in (index if isinstance(index, tuple) else (index,))
+    ]
+    missing = [slice(None)] * (dims - sum(entry is not None and entry is not Ellipsis for entry in entries))
+    dots = next((position for position, entry in enumerate(entries) if entry is Ellipsis), None)
+    return (*entries, *missing) if dots is None else (*entries[:dots], *missing, *entries[dots + 1 :])
+
+
+def _is_list(entry: Any) -> bool:
+    """Whether an entry picks several rows: a list of numbers, or a plain tensor of them."""
+    if isinstance(entry, Tensor):
+        return not (isinstance(entry, ShardedTensor) or entry.dtype.is_floating_point or entry.dtype == torch.bool)
+    return isinstance(entry, list) and all(type(item) is int for item in entry)
+
+
+def _get(call: Call) -> Any:
+    tensor, entries = call.args
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    with locals_only():
+        index = _parsed(entries, tensor.specs, tensor.dim())
+    if index is None or any(
+        isinstance(spec.group, OrderedGroup) and part.step not in (None, 1) for part, spec in index.slices(tensor.specs)
+    ):
+        return on_full(call)
+    result: Tensor = tensor
+    specs = list[ShardSpec]()
+    with locals_only():
+        for spec in tensor.specs:
+            if spec.dim in index.chosen:
+                result = _row(result, spec, index.chosen[spec.dim])
+            else:
+                result, after = _slice(result, spec, index.sliced[spec.dim])
+                specs.append(after.at_dim(index.dims_after[spec.dim]))
+        takes_all = all(isinstance(entry, slice) and entry == slice(None) for entry in index.local)
+        result = result.view_as(result) if takes_all and result is tensor else result[index.local]
+    return wrap_locals(result, tuple(specs), call.rules)
+
+
+def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSpec]:
+    """Return this rank's shard of a slice, and its spec."""
+    start, stop, step = part.indices(spec.extent)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    extent, group = len(range(start, stop, step)), spec.group
+    if extent == spec.extent:
+        return local, spec
+    if isinstance(group, OrderedGroup):
+        return _range(local, spec, start, extent), ShardSpec(spec.dim, extent, RangeGroup(group, spec.extent, start))
+    shards = spec.shards
+    held = [_slice_items(rows, start, step, extent) for (rows,) in shards]
+    first, last = held[group.rank]
+    offset = start + first * step - spec.start if first < last else 0
+    index = [slice(None)] * spec.dim + [slice(offset, offset + max((last - first - 1) * step + 1, 0), step)]
+    rows = redistribute(
+        local[tuple(index)], spec.dim, tuple((items,) for items in held), shards_of(extent, group), group
+    )
+    return rows, ShardSpec(spec.dim, extent, group)
+
+
+def _range(local: Tensor, spec: ShardSpec, start: int, extent: int) -> Tensor:
+    """Return this rank's part of a range of rows; none of them moves."""
+    kept, before = list[Range](), 0
+    for low, high in spec.pieces:
+        first, last = max(low, start), min(high, start + extent)
+        kept += [(before + first - low, before + last - low)] if first < last else []
+        before += high - low
+    return take_pieces(local, spec.dim, tuple(kept))
+
+
+def _slice_items(rows: Range, start: int, step: int, extent: int) -> Range:
+    """The items of a slice that lie in a range of rows."""
+    first, last = (min(max(-(-(row - start) // step), 0), extent) for row in rows)
+    return first, last
+
+
+def _row(local: Tensor, spec: ShardSpec, number: int) -> Tensor:
+    """Return a row of a sharded dim on every rank, as a dim of extent 1: a sum to which other ranks add nothing."""
+    if not -spec.extent <= number < spec.extent:
+        raise IndexError(f"index {number} is out of bounds for dimension {spec.dim} with size {spec.extent}")
+    row = _range(local, spec, number % spec.extent, 1)
+    return sum_over(row.sum(spec.dim, keepdim=True, dtype=local.dtype), [spec.group])
+
+
+def _narrow(call: Call) -> Any:
+    """``narrow(x, dim, start, length)`` is a slice."""
+    names = enumerate(("", "dim", "start", "length"))
+    tensor, dim, start, length = (argument(input_first(call), number, name) for number, name in names)
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    shape = global_shape(tensor)
+    dim, begin = dim % len(shape), start + shape[dim] if start < 0 else start
+    if not 0 <= begin <= begin + length <= shape[dim]:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
+    return tensor[(*[slice(None)] * dim, slice(begin, begin + length))]
+
+
+def _select(call: Call) -> Any:
+    """``select(x, dim, index)`` is a row."""
+    names = enumerate(("", "dim", "index"))
+    tensor, dim, index = (argument(input_first(call), number, name) for number, name in names)
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    return tensor[(*[slice(None)] * (dim % len(global_shape(tensor))), index)]
+
+
+def _set(call: Call) -> Any:
+    """``x[index] = value``; refused unless the index takes all items of sharded dims."""
+    tensor, entries, value = call.args
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    with locals_only():
+        index = _parsed(entries, tensor.specs, tensor.dim())
+    if (
+        index is None
+        or index.chosen
+        or any(part.indices(spec.extent) != (0, spec.extent, 1) for part, spec in index.slices(tensor.specs))
+    ):
+        return refuse_write(call)
+    with locals_only():
+        specs = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs)
+        dims = tensor[index.local].dim()
+        tensor[index.local] = align(value, specs, dims) if isinstance(value, Tensor) else value
+    return None
+
+
+HANDLERS: Mapping[str, Handler] = {"__getitem__": _get, "__setitem__": _set, "narrow": _narrow, "select": _select}
