@@ -42,6 +42,7 @@ class Levels:
 MEDICAL = {
     "unet_medical": (1, (572, 572), Levels((64, 128, 256, 512, 1024), 2, padded=False)),
     "nnunet_2d": (4, (192, 160), Levels((32, 64, 128, 256, 512, 512), 4, strided=True, norm=True)),
+    "unet3d": (1, (128, 128, 128), Levels((32, 64, 128, 256, 320, 320), 3, strided=True, norm=True)),
     "nnunet_3d": (4, (128, 128, 128), Levels((32, 64, 128, 256, 320, 320), 4, strided=True, norm=True)),
 }
 """Channels and extent of the picture, and levels, by the names of published runs."""

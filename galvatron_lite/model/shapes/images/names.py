@@ -133,7 +133,7 @@ _NAMES: tuple[tuple[str, Callable[..., ModelGraph]], ...] = (
     (r"repvgg_(a[012]|b[0123])", branched_graph),
     (r"convmixer_(\d+)_(\d+)(?:_ks(\d+)_p(\d+))?", conv_mixer_graph),
     (r"xcit_(nano|tiny|small|medium|large)_(\d+)_p(8|16)_\d+(?:_dist)?", xcit_graph),
-    (r"(unet_medical|nnunet_2d|nnunet_3d)", medical_graph),
+    (r"(unet_medical|nnunet_2d|nnunet_3d|unet3d)", medical_graph),
     (r"ssd300_resnet50", detector_graph),
     (r"amoebanet_d_l(\d+)_d(\d+)", evolved_graph),
     (r"unet_b(\d+)_c(\d+)", pooled_graph),
