@@ -75,6 +75,11 @@ def chosen(hidden: Tensor, classes: Tensor) -> Tensor:
     return made
 
 
+def by_row(hidden: Tensor, centre: Tensor | float) -> Tensor:
+    """Each sample by what is read of it, and of the centre."""
+    return torch.stack([row * 2 if max((row - centre).tolist()) > -9 else row for row in hidden])
+
+
 REFUSED: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "mean": lambda model, hidden, _: hidden * 2 if hidden.mean() > 0 else hidden,
     "both": lambda model, hidden, _: hidden * 2 if (hidden.mean() > 0) & (hidden.std() > 0) else hidden,
@@ -82,6 +87,7 @@ REFUSED: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "buffer": lambda model, hidden, _: counted(model, hidden),
     "loop": lambda model, hidden, _: halved(hidden),
     "list": lambda model, hidden, _: hidden * 2 if max(hidden.mean(0).tolist()) > -9 else hidden,
+    "rows and the mean": lambda model, hidden, _: by_row(hidden, hidden.mean(0)),
     "array": lambda model, hidden, _: hidden * 2 if hidden.detach().mean(0).numpy().max() > -9 else hidden,
 }
 TOLD: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
@@ -95,6 +101,7 @@ FREE: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "parameter": lambda model, hidden, _: hidden * 2 if model.first.weight.norm() > 0 else hidden,
     "shape": lambda model, hidden, _: hidden * 2 if len(hidden) > 0 else hidden,
     "log": lambda model, hidden, _: logged(model, hidden),
+    "rows": lambda model, hidden, _: by_row(hidden, 0.0),
     "lengths": lambda model, hidden, classes: hidden * torch.tensor(classes.tolist()).unsqueeze(1),
     "experts": lambda model, hidden, classes: chosen(hidden, classes),
     "amount": lambda model, hidden, classes: hidden * 2 / ((classes >= 0).float().mean().item() + 1),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import isclose
 from time import monotonic
 from typing import Any
 
@@ -137,7 +138,9 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
         return buffers or other.loss != other.loss or _relative_error(full, [other], [1.0]) > TOLERANCE
 
     for site, read in full.reads.items():
-        if not any(_read_apart(trial, site) for trial in trials) and decides(read.values, partial(changes, site)):
+        if any(_read_apart(one, site) for one in trials) or all(_is_read_by_share(one, site) for one in trials):
+            continue
+        if decides(read.values, partial(changes, site)):
             (compares if read.compared else asks).append(name_of_site(site))
     return replace(findings, compares=tuple(dict.fromkeys(compares)), asks=tuple(dict.fromkeys(asks)))
 
@@ -146,6 +149,18 @@ def _read_apart(trial: Trial, site: Site) -> bool:
     """Whether shares of a batch read other truths at a site than the batch at once."""
     every = [one.reads[site].values if site in one.reads else [] for one in (trial.full, *trial.shares)]
     return isinstance(next((one[0] for one in every if one), None), bool) and any(one != every[0] for one in every)
+
+
+def _is_read_by_share(trial: Trial, site: Site) -> bool:
+    """Whether the batch reads at a site what its shares read, one after another, as where each sample is matched.
+
+    Only for real numbers: truths and whole numbers may be the same by chance.
+    """
+    shares = [share.reads[site].values if site in share.reads else [] for share in trial.shares]
+    values, together = trial.full.reads[site].values, [value for part in shares for value in part]
+    if len(together) != len(values) or not all(shares) or not all(isinstance(value, float) for value in values):
+        return False
+    return all(map(partial(isclose, rel_tol=1e-5, abs_tol=1e-6), values, together))
 
 
 def _fills(trial: Trial, weight: TargetCounts) -> bool:
