@@ -215,18 +215,17 @@ def auto_parallelize(
             assert uncaptured is not None
             chosen = _plan_uncaptured(model, layers, samples, mem, precision, pins, uncaptured)
         else:
-            user_pins = " ".join(f"--{name} {text}" for name, words in pins.items() for text in words)
-            if findings is not None:
-                pins = {name: (*findings.pins().get(name, ()), *words) for name, words in pins.items()}
+            needed = {} if findings is None else findings.pins()
             if settings is not None:
-                all_fix, all_forbid = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
+                all_fix = *settings.fix, *needed.get("fix", ()), *pins["fix"]
+                all_forbid = *settings.forbid, *needed.get("forbid", ()), *pins["forbid"]
                 settings = replace(settings, fix=all_fix, forbid=all_forbid)
             source, budget = correct_inputs(used_profile, earlier_corrections(settings, used_profile), mem)
             request: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
             request |= _mode_arguments(plan_mode, delay, pins["fix"])
             optional = {"backend": backend, "tolerance": tolerance}
             request |= {name: value for name, value in optional.items() if value is not None}
-            chosen = _search_plan(source, request, delay, findings, user_pins)
+            chosen = _search_plan(source, request, delay, findings)
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
@@ -401,31 +400,33 @@ def _mode_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanAr
     return {"mode": mode, "fix": (*fix, *rule), "allow_delay": delay is not None}
 
 
-def _search_plan(
-    profile: Profile, request: PlanArguments, delay: str | None, findings: Findings | None, user_pins: str
-) -> Plan:
-    """Search a plan on rank 0, and return it on every rank.
+def _search_plan(profile: Profile, request: PlanArguments, delay: str | None, findings: Findings | None) -> Plan:
+    """Search a plan on rank 0, and return it on every rank; the model's loss and buffers may need further pins.
 
     Errors about pins that the model's loss or buffers need, or about the delay, speak of these.
 
     Args:
         profile: of the model on this world.
-        request: arguments of ``plan``.
+        request: arguments of ``plan``, with the user's pins.
         delay: the delay that the user gives.
         findings: on the model; None: it was not tried.
-        user_pins: pins as the user wrote them.
     """
     from galvatron_lite.api import plan as find
 
     _warn(dead_note(profile.graph.dead, profile.graph.parameters, "an output or the loss"))
+    needed = {} if findings is None else findings.pins()
+    options = dict[str, Any](request)
+    pinned = options | {name: (*words, *texts(name, options[name])) for name, words in needed.items()}
     try:
-        plan: Plan = from_rank_zero(lambda: find(profile, **request))
+        plan: Plan = from_rank_zero(lambda: find(profile, **pinned))
     except InputError as error:
         if delay is not None and error.field == "--fix schedule":
             raise _delay_error(profile, delay, error) from error
-        if findings is None or not findings.pins() or error.field not in ("--fix", "--forbid"):
+        if findings is None or not needed or not error.field.startswith(("--fix", "--forbid")):
             raise
-        raise findings.without_plan(world_size(), pins=user_pins) from error
+        from_rank_zero(lambda: find(profile, **request))  # which raises what is wrong with the user's pins alone
+        pins = " ".join(f"--{name} {word}" for name in ("fix", "forbid") for word in texts(name, options[name]))
+        raise findings.without_plan(world_size(), pins=pins) from error
     _say(f"plan: {plan_line(plan)}")
     notes = () if findings is None else findings.notes()
     for note in (*(() if plan.provenance is None else plan.provenance.notes), *notes):

@@ -224,11 +224,18 @@ class MetaRunError(TraceError):
 class ValuesReadError(MetaRunError):
     """The model reads values of tensors to decide what to run, so it cannot be captured without data."""
 
+    instead = "let masks take the place of values (torch.where, or all experts on all tokens)."
+
     def __init__(self, field: str, value: object, reason: str) -> None:
-        super().__init__(field, value, reason if reason.endswith(_INSTEAD) else f"{reason.rstrip('.')}. {_INSTEAD}")
+        super().__init__(
+            field, value, reason if _TRAINS in reason else f"{reason.rstrip('.')}. {_TRAINS} {self.instead}"
+        )
 
 
-_INSTEAD = (
-    "auto_parallelize trains such a model, every rank all of it; for other plans let masks take the place of values "
-    "(torch.where, or all experts on all tokens)."
-)
+class MissingOperatorError(ValuesReadError):
+    """The model calls an operator for which PyTorch has no implementation without data."""
+
+    instead = "take another operator."
+
+
+_TRAINS = "auto_parallelize trains such a model, every rank all of it; for other plans"

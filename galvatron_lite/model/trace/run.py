@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, InputError, TraceError
 from galvatron_lite.model.batch import call_model, loss_of, map_tensors, places, resize_batch, tensors_of
+from galvatron_lite.model.frames import PACKAGE, TORCH
 from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.trace.flow import DataFlow
 from galvatron_lite.model.trace.meta import left_to_the_plan, meta_copy
 from galvatron_lite.model.trace.operators import ShapesOnly
-from galvatron_lite.model.trace.record import MetaRunError, Recorder, Recording, ValuesReadError
+from galvatron_lite.model.trace.record import MetaRunError, MissingOperatorError, Recorder, Recording, ValuesReadError
 
 
 @dataclass(slots=True)
@@ -147,6 +150,18 @@ def _autocast_on_meta() -> Iterator[None]:
         torch.autocast.__init__, torch.is_autocast_enabled = begin, is_enabled  # type: ignore
 
 
+_STALE = (
+    "Batch sizes change while a model is traced: if it keeps tensors of an earlier batch (a memory, a cache), let it "
+    "begin anew when the batch size changes."
+)
+
+
+def _place_of(error: Exception) -> str:
+    """Where the user's code raised an error: file and line."""
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((TORCH, PACKAGE))]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
 @contextmanager
 def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Iterator[None]:
     """Turn what goes wrong into a TraceError that names the module, or the innermost one entered inside it."""
@@ -160,10 +175,14 @@ def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Ite
         reason = cause.remedy if isinstance(cause, TraceError) else f"{type(cause).__name__}: {cause}".split(". ")[0]
         # torch has no type of error of its own for operators that would need values: nonzero, tolist, numpy
         values = isinstance(cause, (ValuesReadError, NotImplementedError)) or "meta " in str(cause)
+        kind = ValuesReadError if values else TraceError if isinstance(cause, TraceError) else MetaRunError
         if operator := re.search(r"register_meta function for (\S+)\(\)", reason):
             reason = f"{operator[1]} reads values of tensors."
+        elif operator := re.search(r"(aten::\w+).* no fake impl", reason):
+            kind, reason = MissingOperatorError, f"PyTorch has no {operator[1]} without data."
+        elif kind is MetaRunError:
+            reason = f"{reason}{_place_of(cause)}. {_STALE}"
         remedy = f"It does not run without data (on the meta device): {reason}"
-        kind = ValuesReadError if values else TraceError if isinstance(cause, TraceError) else MetaRunError
         raise kind(f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy) from cause
 
 

@@ -282,8 +282,8 @@ class Findings:
         if uncaptured:
             reasons.append(f"{uncaptured} does not run without data, so that ranks share nothing but the batch")
             remedies.append(
-                "stack experts in one module that takes hidden states, chosen experts and their weights "
-                "(model.zoo.moe.Experts), of which plans may keep the batch whole"
+                "make it run without data, so that plans may keep the batch whole (masks in place of values that "
+                "decide; for experts model.zoo.moe.Experts)"
             )
         remedies.append("train in one process; check=False trains the mean of the shares' losses")
         why, what = "; ".join(reasons), "; or ".join(remedies)
