@@ -173,8 +173,8 @@ def _check_parameters(
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     right = {id(p) for p in updated}
     wrong = listed & {id(p) for p in parameters} - right
-    if not wrong and (listed & right or not any(p.requires_grad for p in updated)):
-        return None
+    if not wrong and (not listed or listed & right or not any(p.requires_grad for p in updated)):
+        return None  # a stage may have none of the parameters
     remedy = (
         "Its parameters are not those that this rank updates under the plan. Make it of the split model: "
         "parallel.optimizer(torch.optim.AdamW, lr=...), or of parallel.parameters()."

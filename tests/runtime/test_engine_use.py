@@ -380,3 +380,28 @@ def test_what_is_loaded_or_frozen_after_an_evaluation_counts(pool: WorkerPool) -
         assert seen["before"] != pytest.approx(seen["expected"], rel=1e-3)
         assert [seen["loaded"], seen["trained"]] == pytest.approx([seen["expected"]] * 2, rel=1e-5)
         assert seen["frozen"] == 0
+
+
+def one_block_steps() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The full states, before and after a step of an optimizer of the first block, which one stage has."""
+    parallel, batch = make_parallel(Case([Strategy()] * 5, cuts=[3])), make_batch()
+    before = parallel.full_state_dict()
+    block = [parameter for name, parameter in parallel.named_parameters() if name.startswith("blocks.0.")]
+    optimizer = torch.optim.SGD(parallel.param_groups(block), lr=0.1)
+    parallel(batch).backward()
+    optimizer.step()
+    return before, parallel.full_state_dict()
+
+
+def test_an_optimizer_may_have_parameters_of_one_stage(pool: WorkerPool) -> None:
+    before, after = pool.run(2, one_block_steps)[0]
+    model = make_model("gpt-tiny")
+    model.load_state_dict(before)
+    model(**make_batch()).backward()
+    torch.optim.SGD([p for name, p in model.named_parameters() if name.startswith("blocks.0.")], lr=0.1).step()
+    expected = model.state_dict()
+    assert {name for name in after if torch.equal(after[name], before[name])} == {
+        name for name in after if not name.startswith("blocks.0.")
+    }
+    for name, value in after.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
