@@ -35,13 +35,6 @@ from galvatron_lite.runtime.optimizer import OptimizerSteps
 from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.pieces import entries_of
 from galvatron_lite.runtime.parameters.use import ParameterUse, check_hooks, guard_model, is_alone, retire
-from galvatron_lite.runtime.passes import (
-    accumulated_step,
-    output_count,
-    pipelined_loss,
-    pipelined_outputs,
-    pipelined_step,
-)
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.preparation import Examined, SetupOptions
 from galvatron_lite.runtime.reshard.original import OriginalModel
@@ -50,7 +43,16 @@ from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.split_model import SplitModel
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
 from galvatron_lite.runtime.stages import StageRuntime
-from galvatron_lite.runtime.step_end import PendingGradients, finish_step, sum_over_world
+from galvatron_lite.runtime.steps import (
+    PendingGradients,
+    accumulated_step,
+    finish_step,
+    output_count,
+    pipelined_loss,
+    pipelined_outputs,
+    pipelined_step,
+    sum_over_world,
+)
 from galvatron_lite.world import pick_device
 
 
@@ -193,7 +195,7 @@ class ParallelModel(SplitModel):
         """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
         The value is that of the full batch on every rank. Where the plan has a pipeline or micro-batches, and
-        gradients are wanted, the backward passes run inside this call (``runtime.step_end.PendingGradients``).
+        gradients are wanted, the backward passes run inside this call (``runtime.steps.PendingGradients``).
 
         Raises:
             InputError: the batch cannot be shared evenly, or requires gradients; there are gradients of another batch

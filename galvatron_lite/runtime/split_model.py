@@ -18,7 +18,7 @@ from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_f
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, multiply_gradients
 from galvatron_lite.runtime.parameters.use import ParameterCopies, moved_error
 from galvatron_lite.runtime.stages import StageRuntime
-from galvatron_lite.runtime.step_end import clip_factor, sum_over_world
+from galvatron_lite.runtime.steps import clip_factor, sum_over_world
 from galvatron_lite.runtime.user_names import UserNames
 
 if TYPE_CHECKING:
@@ -31,29 +31,17 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
 class SplitModel(Saving, Observable, UserNames):
-    """The parameters, gradients and state of a split model, as a training loop uses them.
+    """The parameters, gradients and state of a split model, as a training loop uses them."""
 
-    Attributes:
-        module: the user's model.
-        device: of this rank.
-        plan: the plan.
-        entries: of the full model's state.
-        runtimes: this rank's stages or branches, ready to train.
-        runtime: the first of them.
-        copies: the model's structure once more for each other runtime.
-        averages: copies of its parameters, see ``__deepcopy__``.
-        watch: tracks the phase of the step on this rank, and explains why a step fails.
-    """
-
-    module: nn.Module
-    device: torch.device
+    module: nn.Module  # the user's model
+    device: torch.device  # of this rank
     plan: Plan
-    entries: Entries
-    runtimes: Sequence[StageRuntime]
-    runtime: StageRuntime
-    copies: nn.ModuleList
-    averages: list[weakref.ref[ParameterCopies]]
-    watch: Watch
+    entries: Entries  # of the full model's state
+    runtimes: Sequence[StageRuntime]  # this rank's stages or branches, ready to train
+    runtime: StageRuntime  # the first of them
+    copies: nn.ModuleList  # the model's structure once more for each other runtime
+    averages: list[weakref.ref[ParameterCopies]]  # copies of its parameters, see ``__deepcopy__``
+    watch: Watch  # tracks the phase of the step on this rank, and explains why a step fails
     _optimizers: OptimizerSteps
 
     @property

@@ -204,16 +204,10 @@ def join_stages(
     pipeline = pipeline_of(prepared.plan)
     strategies = {placed.layer.name: placed.strategy for stage in prepared.stages for placed in stage}
     parameters = [managed for runtime in runtimes for managed in runtime.owned]
-    shared = SharedCopies(
-        {cut.number: cut.model for cut in cuts},
-        prepared.ties,
-        prepared.names,
-        strategies,
-        options.groups,
-        {managed.parameter: managed.reduced for managed in parameters},
-        {managed.parameter: managed.held for managed in parameters},
-        pipeline,
-    )
+    reduced = {managed.parameter: managed.reduced for managed in parameters}
+    held = {managed.parameter: managed.held for managed in parameters}
+    models = {cut.number: cut.model for cut in cuts}
+    shared = SharedCopies(models, prepared.ties, prepared.names, strategies, options.groups, reduced, held, pipeline)
     groups = pipeline_groups(pipeline.groups, options.groups, turns=pipeline.virtual > 1)
     runner = PipelineRunner(chunks, groups, pipeline, meshes.stage_index, options.device)
     for runtime in runtimes:

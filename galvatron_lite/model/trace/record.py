@@ -1,4 +1,4 @@
-"""What a run on the meta device does: every operator, every storage made and freed, every tensor autograd keeps."""
+"""Recording of a run on the meta device: operators, storages created and freed, and tensors that autograd keeps."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ from galvatron_lite.model.trace.operators import (
     statistics_of,
 )
 
-_KNOWN = OpCache()
-_FAULTS, _JOINED = {"isnan", "isinf"}, {"any", "logical_or", "bitwise_or"}
+_CACHE = OpCache()
+_FAULTS, _JOINS = {"isnan", "isinf"}, {"any", "logical_or", "bitwise_or"}
+"""Operators that look for numbers that are not finite, and those that join their results."""
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -51,54 +52,54 @@ def _lines_before_errors(file: str) -> frozenset[int]:
         nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:
         return frozenset()
-    raising = [one.test for one in nodes if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Raise)]
-    asserted = [one.test for one in nodes if isinstance(one, ast.Assert) and _negates(one.test)]
-    tests = [*(one for one in raising if not _negates(one)), *asserted]
-    return frozenset(line for one in tests for line in range(one.lineno, (one.end_lineno or one.lineno) + 1))
+    raising = [node.test for node in nodes if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)]
+    asserted = [node.test for node in nodes if isinstance(node, ast.Assert) and _negates(node.test)]
+    tests = [*(test for test in raising if not _negates(test)), *asserted]
+    return frozenset(line for test in tests for line in range(test.lineno, (test.end_lineno or test.lineno) + 1))
 
 
 def _negates(test: ast.expr) -> bool:
-    return any(isinstance(one, ast.Not) for one in ast.walk(test))
+    return any(isinstance(node, ast.Not) for node in ast.walk(test))
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
     """One operator call."""
 
-    path: str  # module it belongs to, relative to the region
+    path: str  # of the module whose code calls it, relative to the region
     name: str  # of the operator
-    kind: OperatorClass  # what bounds it
+    kind: OperatorClass  # what bounds its time
     shape: tuple[int, ...]  # as ``Operator.shape``; of attention with the samples before it
     flops: int  # multiply-adds counted as two; 0 for memory-bound operators
     moved: int  # bytes of its inputs and outputs
     backward: bool  # whether it ran in backward
     outputs: tuple[int, ...]  # storages of its outputs
     causal: bool = False  # of attention: whether a query sees no later key
-    statistics: int = 0  # items that are summed over all pixels of a picture before its result is known
-    groups: int = 1  # matmuls of that shape that it runs side by side, one an expert of a mixture
+    statistics: int = 0  # number of sums over all pixels of a picture on which its result depends
+    groups: int = 1  # number of matmuls of that shape, one for each expert of a mixture
     weight_bytes: int = 0  # of figures for one sample: bytes that do not grow with the samples
-    reads: int = 0  # of a matmul: storage of what stands left of the weight
+    reads: int = 0  # of a matmul: storage of the operand left of the weight
 
 
 @dataclass(slots=True)
 class Recording:
-    """One region's run. Storages are numbered in the order they are first seen."""
+    """The record of one region's run. Storages are numbered in the order of first use."""
 
     calls: list[OperatorCall] = field(default_factory=list)  # in order
     sizes: dict[int, int] = field(default_factory=dict)  # bytes by storage
-    # storages made (number) and freed (-number), in order; those that were there before do not appear
+    # storages created (number) and freed (-number), in order, without those that existed before
     events: list[int] = field(default_factory=list)
-    forward_events: int = 0  # how many of the events happened in forward
+    forward_events: int = 0  # number of events in forward
     kept: dict[int, None] = field(default_factory=dict)  # storages autograd keeps for backward, in order
     gradients: set[int] = field(default_factory=set)  # storages of parameter gradients
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes every operator call below autograd into ``target``; nothing while ``target`` is None.
+    """Records every operator call below autograd in ``target``, unless that is None.
 
-    Questions about the values of tensors (``mask.all()``) are answered with yes where they are boolean: checks of that
-    kind ask whether the simple case holds (no padding, no packing). That a number is infinite or none is answered with
-    no, as is what leads to nothing but an error (``if hidden.max() > 100: raise``). Others raise TraceError.
+    Values of boolean tensors (``mask.all()``) are true when they are read: such checks usually ask for the simple case
+    (no padding, no packing). They are false if they ask whether numbers are not finite, or if true would only raise an
+    error (``if hidden.max() > 100: raise``). Reads of other values raise ValuesReadError.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes: dict[Node, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator and note it."""
+        """Run an operator and record it."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype is torch.bool:
@@ -121,12 +122,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.target is None or self._ignored:
             return self._run(func, args, kwargs)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
-        seen = {self.number(tensor) for tensor in inputs}
+        input_numbers = {self.number(tensor) for tensor in inputs}
         output = self._run(func, args, kwargs)
         outputs, name = list(tensors_of(output)), name_of(func)
         numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
-        in_place = any(tensor is taken for tensor in outputs for taken in inputs)
-        if name not in _ALLOCATIONS and (in_place or not set(numbers) <= seen):
+        in_place = any(output is tensor for output in outputs for tensor in inputs)
+        if name not in _ALLOCATIONS and (in_place or not set(numbers) <= input_numbers):
             kind = classify(func)
             left = args[1 if name in ("addmm", "baddbmm") else 0] if kind is OperatorClass.MATMUL else None
             call = OperatorCall(
@@ -138,14 +139,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        output, name = _KNOWN.run(func, args, kwargs, func), name_of(func)
-        joins = name in _JOINED and any(one.untyped_storage() in self._faults for one in tensors_of(args))
+        output, name = _CACHE.run(func, args, kwargs, func), name_of(func)
+        joins = name in _JOINS and any(tensor.untyped_storage() in self._faults for tensor in tensors_of(args))
         if name in _FAULTS or joins:
             self._faults[output.untyped_storage()] = True
         return output
 
     def number(self, tensor: Tensor, created: bool = False) -> int:
-        """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``created``."""
+        """The number of a tensor's storage; a new storage gets the next, and an event if it was ``created``."""
         storage = tensor.untyped_storage()
         number = int(self._numbers.get(storage, 0))  # type: ignore[no-untyped-call]
         if not number:
@@ -158,35 +159,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Note that autograd keeps a tensor; the pack hook of ``saved_tensors_hooks``."""
+        """Record that autograd keeps a tensor; the pack hook of ``saved_tensors_hooks``."""
         if self.target is not None:
             self.target.kept.setdefault(self.number(tensor))
         return tensor
 
     def claim(self, output: Any, path: str) -> None:
-        """Book the autograd nodes above ``output`` that no module claimed yet to a module.
+        """Assign the autograd nodes above ``output`` to a module, unless they are assigned already.
 
-        Those of operators that are not written down are not in backward either.
+        Operators that are not recorded in forward are not recorded in backward either.
         """
-        waiting = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
-        while waiting:
-            node = waiting.pop()
+        pending = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
+        while pending:
+            node = pending.pop()
             if node in self._nodes:
                 continue
             self._nodes[node] = path
             node.register_prehook(partial(self._enter_backward, path, self.target is None))
-            waiting.extend(following for following, _ in node.next_functions if following is not None)
+            pending.extend(following for following, _ in node.next_functions if following is not None)
 
     def _enter_backward(self, path: str, ignored: bool, _: Any) -> None:
         self.path, self._ignored = path, ignored
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """While inside, book what runs in each submodule, forward and backward, to its path."""
+        """Inside, assign what runs in each submodule, forward and backward, to its path."""
         handles = []
-        for path, part in module.named_modules():
-            handles.append(part.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True))
-            handles.append(part.register_forward_hook(partial(self._leave, path)))
+        for path, child in module.named_modules():
+            handles.append(child.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True))
+            handles.append(child.register_forward_hook(partial(self._leave, path)))
         try:
             yield
         finally:
@@ -203,12 +204,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.path = self._callers.pop()
 
     def start_backward(self, target: Recording) -> None:
-        """From here on calls go to ``target`` as backward calls."""
+        """From here on record calls in ``target`` as backward calls."""
         target.forward_events = len(target.events)
         self.target, self.backward, self.path, self._ignored = target, True, "", False
 
     def finish(self, target: Recording, parameters: Iterable[nn.Parameter]) -> None:
-        """Note the gradients that parameters got, and let go of them."""
+        """Record the gradients of parameters, and release them."""
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self.target = target
         target.gradients = {self.number(p.grad) for p in trainable if p.grad is not None}
@@ -218,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class MetaRunError(TraceError):
-    """The model does not run without data; it may run on some."""
+    """The model does not run without data; it may run with data."""
 
 
 class ValuesReadError(MetaRunError):

@@ -64,12 +64,9 @@ class BoundaryLayout:
         Where tensor groups split a rank's tokens again, code inside sees as many tokens as all ranks of the line hold.
         """
         lines = dict(zip(self.axes, self.lines, strict=True))
-        specs = []
-        for dim, (axis, extent) in enumerate(zip(split.axes, shape, strict=True)):
-            line = lines.get(replace(axis, inner=1))
-            if line is not None:
-                specs.append(ShardSpec(dim, extent // axis.inner, line))
-        return tuple(specs)
+        dims = enumerate(zip(split.axes, shape, strict=True))
+        outer = [(dim, replace(axis, inner=1), extent // axis.inner) for dim, (axis, extent) in dims]
+        return tuple(ShardSpec(dim, extent, lines[axis]) for dim, axis, extent in outer if axis in lines)
 
     def split(self, cuts: ShardSpecs, shape: Sequence[int]) -> AxisSplit:
         """How the stage shares a tensor that is sharded inside; its samples are shared."""

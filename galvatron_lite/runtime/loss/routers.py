@@ -1,12 +1,12 @@
-"""Losses that balance the experts of a mixture, right for the global batch.
+"""Losses that balance the experts of a mixture, for the global batch.
 
-Such a loss multiplies two means over tokens, for each expert the share of tokens that chose it and its mean
-probability (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). The mean of ranks' products is another figure than
-the product of the means over all tokens, so every rank is given the routers' logits of all tokens: transformers' models
-return them from the module that holds the blocks, and make the loss of them outside. Tokens that an ``attention_mask``
-leaves out are in neither mean: the module that makes the loss is called with the mask of all samples, the modules
-inside it with that of this rank's own. With micro-batches the loss is the mean of theirs, as it is of one process that
-adds up their gradients.
+Such a loss multiplies two means over tokens: for each expert the share of tokens that chose it, and its mean
+probability (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). The mean of the ranks' products is not the product
+of the means over all tokens, so every rank gathers the routers' logits of all tokens: transformers' models return them
+from the module that contains the blocks, and compute the loss outside of it. Tokens that an ``attention_mask`` masks
+are in neither mean: the module that computes the loss is called with the mask of all samples, the modules inside it
+with the mask of this rank's samples. With micro-batches the loss is the mean of theirs, as in one process that
+accumulates their gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GATHERED, _MASK = "_of_all_tokens", "attention_mask"
 
 
 def check_router_losses(model: nn.Module, batch: Any, plan: Plan) -> None:
-    """Raise InputError for a loss on routers' logits under a plan whose stages have those of their own blocks alone."""
+    """Raise InputError for a loss of routers' logits under a pipeline, whose stages have only those of their blocks."""
     if len(plan.stages) > 1 and asks_balance(model, batch):
         remedy = (
             f"Its loss needs the routers' logits of all blocks, which no one of {len(plan.stages)} stages has. Plan it "
@@ -46,24 +46,24 @@ def check_router_losses(model: nn.Module, batch: Any, plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """How the ranks of a stage have a block's tokens between them."""
+    """How the ranks of a stage share a block's tokens."""
 
-    group: dist.ProcessGroup | None  # ranks with other tokens; None: each has all of them
-    scale: float  # how many times too small the ranks' gradients of a loss of all tokens are together
-    samples: tuple[int, int]  # this rank's share of the samples, of how many
-    tokens: tuple[int, int]  # this rank's share of those tokens of its samples that a tensor group has, of how many
+    group: dist.ProcessGroup | None  # ranks with other tokens; None: each has all tokens
+    scale: float  # factor of the sum of the ranks' gradients of a loss of all tokens
+    samples: tuple[int, int]  # index of this rank's share of the samples, and number of shares
+    tokens: tuple[int, int]  # index of its share of the tokens that its tensor group has, and number of shares
 
 
 @dataclass(slots=True)
 class _Masks:
-    """The attention mask of a call: of all samples for the loss, of this rank's for everything else."""
+    """The attention mask of a call: that of all samples for the loss, that of this rank's samples for the rest."""
 
     group: dist.ProcessGroup | None
     full: Tensor | None = None
     local: Tensor | None = None
 
     def widen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pre-hook of the module that makes the loss."""
+        """Pre-hook of the module that computes the loss."""
         named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         self.local = self.full = named.get(_MASK)
         if self.local is not None and self.group is not None:
@@ -85,27 +85,28 @@ class _Masks:
 def install_router_losses(
     model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, experts: Collection[str] = ()
 ) -> None:
-    """Have the modules around the blocks return the routers' logits of all tokens, in place."""
+    """Let the modules around the blocks return the routers' logits of all tokens, in place."""
     spread = {name.rpartition(".")[0] for name in experts}
 
     def is_mixed(path: str) -> bool:
         return bool(find_mixtures(model.get_submodule(path))) or any(name.startswith(f"{path}.") for name in spread)
 
-    mixed = [one for one in stage if one.layer.role is Role.BLOCK and is_mixed(one.layer.modules[0])]
+    mixed = [placed for placed in stage if placed.layer.role is Role.BLOCK and is_mixed(placed.layer.modules[0])]
     glue = glue_of(stage)
     shares = [_shares(placed, glue, meshes) for placed in mixed]
     if all(share.group is None and share.scale == 1 for share in shares):
         return
     paths = {path.rpartition(".")[0] for placed in mixed for path in placed.layer.modules}
     around = {".".join(path.split(".")[:depth]) for path in paths for depth in range(len(path.split(".")) + 1)}
-    # the outermost module whose calls say whether it makes the loss
-    takes = {path: inspect.signature(model.get_submodule(path).forward).parameters for path in sorted(around)}
-    maker = next((path for path, names in takes.items() if {f"output_{LOGITS}", _MASK} <= set(names)), None)
-    masks = None if maker is None else _Masks(meshes.groups(glue.strategy).batch)
-    if masks is not None and maker is not None:
-        model.get_submodule(maker).register_forward_pre_hook(masks.widen, with_kwargs=True)
-        for inner in model.get_submodule(maker).children():
-            inner.register_forward_pre_hook(masks.narrow, with_kwargs=True)
+    # the outermost module whose arguments say whether it computes the loss
+    arguments = {path: inspect.signature(model.get_submodule(path).forward).parameters for path in sorted(around)}
+    computing = next((path for path, names in arguments.items() if {f"output_{LOGITS}", _MASK} <= set(names)), None)
+    masks = None
+    if computing is not None:
+        masks = _Masks(meshes.groups(glue.strategy).batch)
+        model.get_submodule(computing).register_forward_pre_hook(masks.widen, with_kwargs=True)
+        for child in model.get_submodule(computing).children():
+            child.register_forward_pre_hook(masks.narrow, with_kwargs=True)
     hook = _Hook(tuple(shares), masks)
     for path in sorted(around, reverse=True):
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
@@ -123,7 +124,9 @@ def _shares(placed: LayerAssignment, glue: LayerAssignment, meshes: Meshes) -> _
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    shares: tuple[_Shares, ...]
+    """Hook of a module around the blocks, which gathers the logits that it returns."""
+
+    shares: tuple[_Shares, ...]  # by block with experts
     masks: _Masks | None
 
     def __call__(self, _module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
@@ -140,41 +143,42 @@ class _Hook:
             )
             raise InputError(f"output_{LOGITS}", f"{len(logits)} {LOGITS}", remedy)
         mask = None if self.masks is None else self.masks.full
-        every = (_of_all_tokens(one, shares, mask) for one, shares in zip(logits, self.shares, strict=True))
-        output[LOGITS] = tuple(every)
+        pairs = zip(logits, self.shares, strict=True)
+        output[LOGITS] = tuple(_gathered(local, shares, mask) for local, shares in pairs)
         return output
 
 
-def _of_all_tokens(logits: Tensor, shares: _Shares, mask: Tensor | None) -> Tensor:
-    """The logits (tokens, experts) of all ranks of a group, in the order of a mask (samples, tokens) of them all."""
+def _gathered(logits: Tensor, shares: _Shares, mask: Tensor | None) -> Tensor:
+    """The logits (tokens, experts) of all ranks of a group, in the order of the full mask (samples, tokens)."""
     for cut in specs_of(logits):
         if cut.extent % cut.group.size:
             remedy = f"A loss on the {LOGITS} needs tokens that {cut.group.size} ranks can share evenly: pad the batch."
             raise InputError("tokens", cut.extent, remedy)
-    every: Tensor = _Gather.apply(to_local(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
+    full: Tensor = _Gather.apply(to_local(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
     if mask is not None:
-        if mask.dim() != 2 or mask.numel() != every.shape[0]:
-            remedy = f"With output_{LOGITS} give one of shape (samples, tokens), for {every.shape[0]} tokens in all."
+        if mask.dim() != 2 or mask.numel() != full.shape[0]:
+            remedy = f"With output_{LOGITS} give one of shape (samples, tokens), for {full.shape[0]} tokens in all."
             raise InputError(_MASK, tuple(mask.shape), remedy)
-        every = every[_order(logits, shares, mask)] if shares.group is not None else every
-    setattr(every, _GATHERED, True)
-    return every
+        full = full[_order(logits, shares, mask)] if shares.group is not None else full
+    setattr(full, _GATHERED, True)
+    return full
 
 
 def _order(logits: Tensor, shares: _Shares, mask: Tensor) -> Tensor:
-    """Where each token of the mask, read row by row, is among those gathered from the ranks of a group."""
+    """The index of each token of the mask, row by row, among those gathered from the ranks of a group."""
     assert shares.group is not None
     samples, tokens = mask.shape
-    (sample, of), (part, parts) = shares.samples, shares.tokens
-    places = torch.arange(mask.numel(), device=mask.device).view(of, samples // of, tokens)[sample].flatten()
+    (sample_share, sample_shares), (token_share, token_shares) = shares.samples, shares.tokens
+    rows = samples // sample_shares
+    places = torch.arange(mask.numel(), device=mask.device).view(sample_shares, rows, tokens)[sample_share].flatten()
     for cut in specs_of(logits):  # whose extent is that of one of the parts
         places = take_pieces(places, 0, pieces_of(len(places), cut.group, cut.group.rank))
-    places = places.view(samples // of, parts, -1)[:, part].flatten()
+    places = places.view(rows, token_shares, -1)[:, token_share].flatten()
     return ProcessTensorGroup(shares.group).all_gather(places, 0).argsort()
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank has the same loss of all tokens; their gradients together are ``scale`` times too small."""
+    """Gathers logits. All ranks compute the same loss of them; the sum of their gradients is multiplied by a scale."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup | None, scale: float) -> Tensor:

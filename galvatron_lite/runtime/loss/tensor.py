@@ -1,8 +1,8 @@
-"""The loss that a training loop gets: its backward pass starts there, and reaches parameters through the model alone.
+"""The loss that a training loop receives, whose backward pass must reach parameters through the model only.
 
-What a loop adds to the loss (a penalty over ``parallel.parameters()``) would be summed over ranks as the gradient of
-the model's own loss is, or meet shares of parameters; ``torch.autograd.grad`` and ``backward(inputs=...)`` would leave
-gradients unreduced. Each is refused where the loop does it.
+The gradient of a term that the loop adds (a penalty of ``parallel.parameters()``) would be summed over ranks, or be
+that of shares of parameters; ``torch.autograd.grad`` and ``backward(inputs=...)`` would not reduce gradients. Both are
+errors.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ _GRADIENTS = "Gradients are reduced over ranks by loss.backward() alone: call it
 
 
 class LossTensor(Tensor):
-    """A loss that requires a gradient; what is made of it with a gradient is one, too, all else is plain."""
+    """A loss that requires a gradient. Results of functions of it that require one are ``LossTensor``, too."""
 
-    parameters: Callable[[], frozenset[int]]
+    parameter_ids: Callable[[], frozenset[int]]  # identities of the model's parameters
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        losses = [one for one in tensors_of((args, options)) if isinstance(one, LossTensor)]
+        inputs = list(tensors_of((args, options)))
+        losses = [tensor for tensor in inputs if isinstance(tensor, LossTensor)]
         if func is torch.autograd.grad:
             raise InputError("loss", "torch.autograd.grad", _GRADIENTS)
         if func is Tensor.backward and (options.get("inputs") is not None or options.get("create_graph")):
             raise InputError("loss.backward", "inputs or create_graph", _GRADIENTS)
         with torch._C.DisableTorchFunctionSubclass():
-            every = tensors_of((args, options))
-            others = [one for one in every if one.requires_grad and not isinstance(one, LossTensor)]
-            ids = losses[0].parameters() if others else frozenset()
-            if any(id(leaf) in ids for one in others for leaf in _leaves(one)):
+            others = [tensor for tensor in inputs if tensor.requires_grad and not isinstance(tensor, LossTensor)]
+            ids = losses[0].parameter_ids() if others else frozenset()
+            if any(id(leaf) in ids for tensor in others for leaf in _leaves(tensor)):
                 raise InputError("loss", "a term that the training loop adds", _PENALTY)
             result = func(*args, **options)
-            for one in tensors_of(result):
-                if one.requires_grad:
-                    guard_loss(one, losses[0].parameters)
-                elif isinstance(one, LossTensor):
-                    one.__class__ = Tensor  # type: ignore[assignment]
+            for output in tensors_of(result):
+                if output.requires_grad:
+                    guard_loss(output, losses[0].parameter_ids)
+                elif isinstance(output, LossTensor):
+                    output.__class__ = Tensor  # type: ignore[assignment]
         return result
 
 
-def guard_loss(loss: Tensor, parameters: Callable[[], frozenset[int]]) -> Tensor:
-    """The same tensor as a ``LossTensor``; as it is where it requires no gradient."""
+def guard_loss(loss: Tensor, parameter_ids: Callable[[], frozenset[int]]) -> Tensor:
+    """Turn a loss that requires a gradient into a ``LossTensor``, in place."""
     if type(loss) is Tensor and loss.requires_grad:
         loss.__class__ = LossTensor
     if isinstance(loss, LossTensor):
-        loss.parameters = parameters
+        loss.parameter_ids = parameter_ids
     return loss
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Leaves that a backward pass from a tensor gives gradients to."""
+    """The leaves of a tensor's autograd graph."""
     if tensor.grad_fn is None:
         yield tensor
         return
-    waiting, met = [tensor.grad_fn], {tensor.grad_fn}
-    while waiting:
-        node = waiting.pop()
+    pending, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while pending:
+        node = pending.pop()
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
-        new = {other for other, _ in node.next_functions if other is not None} - met
-        met |= new
-        waiting += new
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        pending += new
 
 
 def global_mean(loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
-    """The mean of equal shares' losses; backward gives each rank its own share's part."""
+    """The mean of the losses of equal shares; in backward each rank receives the gradient of its own loss."""
     mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
     return mean
 

@@ -1,8 +1,8 @@
-"""How much the loss of each share of a batch counts, so that their mean is the loss of the batch.
+"""Weights of the losses of the shares of a batch, so that their mean is the loss of the batch.
 
-A mean over samples is the mean of its equal shares' means. One over labels that count, or weighted by class, is not: a
-share's mean counts as much as the labels in it. Every rank sees the global batch, so every rank computes these weights
-for all shares before the step, and nothing is sent.
+A mean over samples is the mean of the means of equal shares. A mean over labels that are not ignored, or weighted by
+class, is not: each share's mean has the weight of its labels. Every rank has the global batch, so it computes the
+weights of all shares before the step, without communication.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from galvatron_lite.model.batch import ITEMS, batch_size, places, slice_batch
 
 REDUCTIONS = ("mean", "sum")
 EVEN = 1e-6
-"""Relative difference up to which weights are alike."""
+"""Relative difference up to which weights are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetCount:
-    """What a mean cross-entropy divides by: its targets that are not ignored, each times the weight of its class."""
+    """The divisor of a mean cross-entropy: the number of targets that are not ignored, weighted by class."""
 
     place: str  # of the targets in a batch; see ``model.batch.map_places``
     shift: int  # how many tokens at the start of each sample are no target (1: the next token is predicted)
-    ignored: int  # the target that does not count
-    classes: Tensor | None = None  # weight of each class; None: all alike
+    ignored: int  # the target that is ignored
+    classes: Tensor | None = None  # weight of each class; None: equal
 
     def by_sample(self, batch: Any) -> Tensor | None:
-        """The weight of each sample (samples,); None where the batch has no such targets."""
+        """The weight of each sample (samples,); None if the batch has no such targets."""
         targets = dict(places(batch)).get(self.place)
         if targets is None:
             return None
@@ -49,27 +49,31 @@ class TargetCount:
 
 @dataclass(frozen=True, slots=True)
 class TargetCounts:
-    """A loss weight found by itself: a loss made of mean cross-entropies."""
+    """The weight of a loss of mean cross-entropies, as the trial of the loss determines it."""
 
-    counts: tuple[TargetCount, ...]  # of each one with targets, or weights of classes, of its own
-    even: bool = False  # whether the loss has other terms, whose shares weigh alike: so must these
-    filled: bool = False  # whether the loss, or its gradient, is not finite where nothing counts: no share may be so
+    counts: tuple[TargetCount, ...]  # of each cross-entropy with other targets, or other weights of classes
+    even: bool = False  # whether the loss has other terms, so that all shares must have equal weights
+    filled: bool = False  # whether the loss, or its gradient, is not finite for a share with no weight: none may be so
 
     def __call__(self, batch: Any) -> Tensor:
         """The weight of some samples."""
         return self.of_shares(batch, 1).sum()
 
     def of_shares(self, batch: Any, shares: int) -> Tensor:
-        """The weights of equal shares of a batch (shares,)."""
-        samples = [one for count in self.counts if (one := count.by_sample(batch)) is not None]
-        if not samples:
+        """The weights of equal shares of a batch (shares,).
+
+        Raises:
+            InputError: a share has no weight and the loss is then not finite, or terms would need different weights.
+        """
+        by_sample = [weights for count in self.counts if (weights := count.by_sample(batch)) is not None]
+        if not by_sample:
             return torch.ones(shares, dtype=torch.float64)
-        each = [sample.reshape(shares, -1).sum(1) for sample in samples]
-        if self.filled and any((one <= 0).any() for one in each):
+        by_share = [weights.reshape(shares, -1).sum(1) for weights in by_sample]
+        if self.filled and any((weights <= 0).any() for weights in by_share):
             raise InputError("loss", "0/0", EMPTY)
-        relative = [one / one.mean() for one in each]
-        relative = [torch.ones_like(each[0]), *relative] if self.even else relative
-        if any(not torch.allclose(one, relative[0], rtol=EVEN, atol=EVEN) for one in relative[1:]):
+        relative = [weights / weights.mean() for weights in by_share]
+        relative = [torch.ones_like(by_share[0]), *relative] if self.even else relative
+        if any(not torch.allclose(weights, relative[0], rtol=EVEN, atol=EVEN) for weights in relative[1:]):
             names = ", ".join(count.place.lstrip(".") or "the batch" for count in self.counts)
             remedy = (
                 f"It is a sum of {'a mean' if self.even else 'means'} over {'' if self.even else 'different '}targets "
@@ -78,7 +82,7 @@ class TargetCounts:
                 "one micro-batch)."
             )
             raise InputError("loss", "several means", remedy)
-        return each[0]
+        return by_share[0]
 
 
 EMPTY = (
@@ -89,15 +93,15 @@ EMPTY = (
 
 @dataclass(frozen=True, slots=True)
 class TermCounts:
-    """Weights found for the terms of a loss: its mean cross-entropies, in the order in which the model calls them.
+    """The weights of a loss's mean cross-entropies, in the order in which the model calls them.
 
     All other terms are means over samples.
     """
 
-    terms: tuple[TargetCount | None, ...]  # None: it weighs as a mean over samples
+    terms: tuple[TargetCount | None, ...]  # None: a mean over samples
 
     def of_shares(self, batch: Any, shares: int) -> list[Tensor | None]:
-        """What each term of equal shares is multiplied by, each (shares,); None: 1 everywhere."""
+        """The factors of each term, by equal share (shares,); None: all 1."""
         factors: list[Tensor | None] = []
         for term in self.terms:
             samples = None if term is None else term.by_sample(batch)
@@ -107,11 +111,11 @@ class TermCounts:
 
 
 LossWeight = Callable[[Any], Tensor | float] | TermCounts
-"""``loss_weight(batch)`` of some samples: what their mean loss is a mean over (a number of labels that count)."""
+"""``loss_weight(batch)`` is the divisor of the mean loss of some samples (the number of labels that count)."""
 
 
 def mean_of_targets(function: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Arguments of a mean cross-entropy over classes, by name; None: the call is none."""
+    """The arguments of a mean cross-entropy over classes, by name; None for any other call."""
     if function not in (F.cross_entropy, F.nll_loss):
         return None
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
@@ -121,7 +125,7 @@ def mean_of_targets(function: Any, args: Any, kwargs: Any) -> dict[str, Any] | N
 
 
 class ScaledTerms(TorchFunctionMode):
-    """Multiplies the mean cross-entropies of a share, in the order of their calls."""
+    """Multiplies the mean cross-entropies of a share by factors, in the order of their calls."""
 
     def __init__(self, factors: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -135,24 +139,23 @@ class ScaledTerms(TorchFunctionMode):
         if self._count > len(self._factors):
             remedy = "This batch makes the model call more of them than the example did: pass loss_weight=."
             raise InputError("cross-entropies of a loss", self._count, remedy)
-        factor = self._factors[self._count - 1]
-        return weighted(result, factor)
+        return weighted(result, self._factors[self._count - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class ShareScale:
-    """What the loss of a share of a batch, or terms of it, are multiplied by."""
+    """The factor of the loss of a share of a batch, or those of its terms."""
 
     total: Tensor | None = None
     terms: tuple[Tensor | None, ...] = ()
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Around the calls of the model and of ``loss_fn``."""
+        """The context in which to call the model and ``loss_fn``."""
         return ScaledTerms(self.terms) if self.terms else nullcontext()
 
 
 def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: int) -> list[ShareScale]:
-    """The scale of each of the equal shares of a batch; arguments and errors as of ``share_factors``."""
+    """The scales of the equal shares of a batch; arguments and errors as of ``share_factors``."""
     if isinstance(weight, TermCounts):
         if shares == 1 or _has_count(batch):
             return [ShareScale()] * shares
@@ -166,13 +169,13 @@ def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: 
 def share_factors(
     weight: Callable[[Any], Tensor | float] | None, reduction: str, batch: Any, shares: int
 ) -> Tensor | None:
-    """Factors (shares,) on the loss of each share, so that the mean over shares is the loss of the batch; None: all 1.
+    """The factors (shares,) of the losses of shares with which their mean is the loss of the batch; None: all 1.
 
-    Shares are equal, one after the other, over all micro-batches of the global batch; where that says
-    ``num_items_in_batch``, they have their part of it already. Without a weight all weigh the same.
+    Shares are equal and consecutive, over all micro-batches of the global batch. If the batch has
+    ``num_items_in_batch``, each share has its part of it already. Without a weight all shares have the same.
 
     Raises:
-        InputError: a weight that is negative or no number.
+        InputError: a weight is negative or not finite.
     """
     if shares == 1:
         return None
@@ -189,7 +192,7 @@ def _has_count(batch: Any) -> bool:
 
 
 def check_reduction(reduction: str, weight: LossWeight | None) -> None:
-    """Raise InputError for an unknown reduction, or a sum that is weighted."""
+    """Raise InputError for an unknown reduction, or a sum with a weight."""
     if reduction not in REDUCTIONS:
         raise InputError("loss_reduction", reduction, "Give 'mean' or 'sum'.")
     if reduction == "sum" and weight is not None:
@@ -207,7 +210,7 @@ def _called(weight: Callable[[Any], Tensor | float], batch: Any, shares: int) ->
 
 
 def weighted(loss: Tensor, factor: Tensor | None) -> Tensor:
-    """The loss of a share times its factor; of a share in which nothing counts, whose mean is 0/0, zero."""
+    """The loss of a share times its factor; zero if the factor is zero, as the mean is then 0/0."""
     if factor is None:
         return loss
     factor = factor.to(loss.device)
@@ -216,7 +219,7 @@ def weighted(loss: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def check_even(scales: Sequence[ShareScale], trainer: str) -> None:
-    """Raise InputError where shares weigh unlike, for a trainer that takes them all alike."""
+    """Raise InputError if shares have different weights, for a trainer that supports only equal weights."""
     factors = torch.tensor([float(one) for scale in scales for one in (scale.total, *scale.terms) if one is not None])
     if not torch.allclose(factors, torch.ones_like(factors), rtol=EVEN):
         few = ", ".join(f"{float(factor):.3g}" for factor in factors[:4]) + (", ..." if len(factors) > 4 else "")
