@@ -7,7 +7,7 @@ are in that precision already (ZeRO-1 with float32 masters) need none.
 
 from __future__ import annotations
 
-from galvatron_lite.arrays import Real, Whole, is_option, largest, least, up, where
+from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, least, up, where
 from galvatron_lite.cost.points import LayerFigures
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.parallelism.base import LayerWork
@@ -53,8 +53,9 @@ def layer_bytes(
     full_gradients, used_items = up(reduced_items * gather_width), work.gathered_items + transient_items
     gathered = used_items * gather_width + full_gradients if grouped else work.gathered_items * gather_width
     updated_items = work.state_items - work.host_items
-    copies, frozen_copies, pass_copies = _weight_copies(profile, kind, work, strategy)
-    largest_gradient, new_gradient, cast_gradient = _largest_gradient(profile, kind, work, strategy)
+    narrow = strategy.keeps_masters  # parameters are in the precision of compute
+    copies, frozen_copies, pass_copies = _weight_copies(profile, kind, work, strategy, narrow)
+    largest_gradient, new_gradient, cast_gradient = _largest_gradient(profile, kind, work, strategy, narrow)
     offloaded = work.host_kept > 0
     return {
         "parameters": up(work.parameter_items * width - work.narrow_items * (width - profile.copied_bytes))
@@ -93,7 +94,9 @@ def _bucket_copy(profile: Profile, strategy: Either, largest_gradient: Whole, mo
     return up(sent_bucket(strategy, least(bucket_of(model_gradients) + largest_gradient, model_gradients)))
 
 
-def _weight_copies(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole, Whole]:
+def _weight_copies(
+    profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either, narrow: Flag
+) -> tuple[Whole, Whole, Whole]:
     """Bytes of copies of weights in the precision of compute: those held through a step, those among them without
     gradient, and those that each pass makes for itself."""
     if not profile.copied_bytes:
@@ -102,7 +105,7 @@ def _weight_copies(profile: Profile, kind: LayerKind, work: LayerWork, strategy:
     unsharded, frozen_share = work.parameters - sharded_items(work, strategy), _frozen_share(kind)
     cast = _cast_items(profile, kind, work, strategy)
     beside_masters = cast * frozen_share + work.parameters - work.frozen_items - work.narrow_items
-    items = where(wrapped, unsharded, where(strategy.keeps_masters, beside_masters, cast))
+    items = where(wrapped, unsharded, where(narrow, beside_masters, cast))
     frozen = where(wrapped, unsharded, cast) * frozen_share
     lasting, copies = is_option(work.recompute, Recompute.NONE), up(items * profile.copied_bytes)
     return where(lasting, copies, 0), where(lasting, up(frozen * profile.copied_bytes), 0), where(lasting, 0, copies)
@@ -130,7 +133,7 @@ def _cast_items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Ei
 
 
 def _largest_gradient(
-    profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either
+    profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either, narrow: Flag
 ) -> tuple[Whole, Whole, Whole]:
     """Bytes of the largest gradient of one weight: in the precision of the gradient buffer; in that of its parameter;
     and together with the gradient in the precision of compute that it is cast from.
@@ -141,7 +144,7 @@ def _largest_gradient(
     if profile.unbuffered or (profile.stack and not profile.copied_bytes):
         return 0, 0, 0
     item, total = activation_bytes(profile.graph.precision), kind.trainable
-    width, narrow = ITEM_BYTES[profile.parameter_precision], strategy.keeps_masters
+    width = ITEM_BYTES[profile.parameter_precision]
     trained = [operator for operator in kind.operators if operator.weight_bytes and not operator.frozen]
     largest_weight = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     embedding = total - sum(operator.weight_bytes for operator in trained) / item
