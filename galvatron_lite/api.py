@@ -97,7 +97,7 @@ def plan(
         InfeasibleError: no plan fits; names the smallest budget that would be enough.
     """
     request = PlanRequest.parse(profile, setup, ("certify", "runners_up", "tolerance"))
-    setting = request.setting
+    setting = request.resolved
     devices = setting.profile.cluster.devices
     return ask(
         setting, devices, batch_for(setting, devices, request.batch), certify=certify, runners_up=runners_up,
@@ -123,7 +123,7 @@ def best_batch(
     request = PlanRequest.parse(profile, setup, ("max_batch",))
     if request.batch is not None:
         raise InputError("--batch", request.batch, "The best one is looked for; --max-batch limits it.")
-    return sweeps.best_batch(request.setting, integer("max_batch", max_batch), request.progress)
+    return sweeps.best_batch(request.resolved, integer("max_batch", max_batch), request.progress)
 
 
 def fewest_devices(
@@ -156,7 +156,7 @@ def fewest_devices(
         raise InputError("target", ", ".join(target.goal for target in targets), "Give one of them.")
     request = PlanRequest.parse(profile, setup, ("step", "samples", "tokens"))
     target = targets[0] if targets else sweeps.Target(sweeps.Goal.FIT)
-    return sweeps.fewest_devices(request.setting, target, request.batch, request.progress)
+    return sweeps.fewest_devices(request.resolved, target, request.batch, request.progress)
 
 
 def cheapest(
@@ -191,7 +191,7 @@ def cheapest(
     run = sweeps.TrainingAmount(number("samples", samples), number("tokens", tokens), number("steps", steps))
     cost, deadline = number("price", price) or 0.0, seconds("within", within)
     return sweeps.cheapest(
-        request.setting, run, cost, batch=request.batch, deadline=deadline, progress=request.progress
+        request.resolved, run, cost, batch=request.batch, deadline=deadline, progress=request.progress
     )
 
 
@@ -211,7 +211,7 @@ def pareto_front(
     """
     request = PlanRequest.parse(profile, setup, ("memory_step",))
     step = size("memory_step", memory_step)
-    return sweeps.pareto_front(request.setting, request.batch, step=step, progress=request.progress)
+    return sweeps.pareto_front(request.resolved, request.batch, step=step, progress=request.progress)
 
 
 def plan_phases(
@@ -263,7 +263,7 @@ def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
 
 def _phase_case(phase: Phase, request: PlanRequest) -> planner.PhaseCase:
     profile = _phase_profile(phase, request)
-    setting, devices = request.on(profile).setting, profile.cluster.devices
+    setting, devices = request.on(profile).resolved, profile.cluster.devices
     best = ask(setting, devices, phase.batch, progress=request.progress)
     return planner.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 

@@ -154,7 +154,7 @@ def _setting_of(plan: Plan, request: PlanRequest, setup: PlanArguments) -> tuple
         request = replace(request, backend=plan.backend.value)
     if "margin" not in setup and source is not None:
         request = replace(request, margin=source.margin)
-    setting = request.setting
+    setting = request.resolved
     if budget is not None:
         setting = replace(setting, budget=budget, memory=None)
     if plan.cyclic is not None and setting.delay is None:

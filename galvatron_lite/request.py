@@ -1,7 +1,8 @@
 """Requests for a plan or a sweep of plans, from Python and from the command line.
 
-``PlanRequest.parse`` parses and checks the arguments of callers. ``setting`` finds the profile, the pins and the budget
-that a search needs.
+``PlanRequest.parse`` parses and checks the arguments of callers. ``resolved`` finds the profile, the pins and the budget
+that a search needs. Every command and function that plans does both once, and then searches (``analysis.setting.ask``,
+or a sweep of it).
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class PlanRequest:
         )  # fmt: skip
 
     @cached_property
-    def setting(self) -> PlanSetting:
+    def resolved(self) -> PlanSetting:
         """The profile, pins, schedules and budget of this request, for searches.
 
         Raises:

@@ -124,32 +124,33 @@ def plan_command(
 
 
 def _run(options: SimpleNamespace) -> None:
-    from galvatron_lite import api
+    """Parse the request, search what it resolves to, and show the result."""
     from galvatron_lite.request import PlanRequest
 
     question = _question(vars(options))
     _check(options, question)
     setup = {**opts.arguments(vars(options)), "shape": _shape_flags(options)}
-    best = api.RUNNERS_UP if options.best is None else options.best
     with search_progress(quiet=options.as_json) as progress:
         request = PlanRequest.parse(options.profile, cast("Any", {**setup, "progress": progress}))
-        if options.phases is not None:
-            phased = api.plan_phases(options.phases, request)
-        elif question:
-            answer = _ask(options, question, request)
-        else:
-            plan = api.plan(request, certify=options.certify, runners_up=best, tolerance=options.tolerance)
-    if options.phases is not None:
-        _show_phases(options, phased)
-    elif question:
-        _show_answer(options, answer, _source(options, request, question), request.setting.profile)
+        result = _search(options, question, request)
+    _show(options, question, request, result)
+
+
+def _show(options: SimpleNamespace, question: str, request: PlanRequest, result: Plan | PhasedPlan | Answer) -> None:
+    from galvatron_lite.plans.phases import PhasedPlan
+    from galvatron_lite.plans.schema import Plan
+
+    if isinstance(result, PhasedPlan):
+        _show_phases(options, result)
+    elif isinstance(result, Plan):
+        _show_plan(options, result, _source(options, request), request.resolved.profile)
     else:
-        _show_plan(options, plan, _source(options, request), request.setting.profile)
+        _show_answer(options, result, _source(options, request, question), request.resolved.profile)
 
 
 def _source(options: SimpleNamespace, request: PlanRequest, question: str = "") -> str:
     """The profile that a plan is made from, in words."""
-    profile = request.setting.profile
+    profile = request.resolved.profile
     name = "the shape given" if request.shape else profile.name
     if not request.shape and options.profile is None and options.model is None:
         name += " (the last profile made here)"
@@ -278,13 +279,19 @@ def _show_answer(options: SimpleNamespace, answer: Answer, source: str, profile:
         written(options.plot)
 
 
-def _ask(options: SimpleNamespace, question: str, request: PlanRequest) -> Answer:
+def _search(options: SimpleNamespace, question: str, request: PlanRequest) -> Plan | PhasedPlan | Answer:
+    """Search for what is asked: the fastest plan, a plan of every phase, or the answer to a question."""
     from galvatron_lite import api
 
     def read(name: str, parse: Callable[[str, str], Any]) -> Any:
         text = getattr(options, name)
         return None if text is None else parse(text, _flag(name))
 
+    if options.phases is not None:
+        return api.plan_phases(options.phases, request)
+    if not question:
+        best = api.RUNNERS_UP if options.best is None else options.best
+        return api.plan(request, certify=options.certify, runners_up=best, tolerance=options.tolerance)
     if question == "best_batch":
         return api.best_batch(request, max_batch=options.max_batch)
     if question == "pareto":

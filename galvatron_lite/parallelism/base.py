@@ -248,6 +248,12 @@ class Dimension:
         """Return the ranks of parameters that it places on other ranks than the rest (experts); None for none."""
         return None
 
+    def split_module(self, module: Any, group: Any) -> None:
+        """Split a module of a layer in place, with torch, beyond what its axes say; of added dimensions (``registry``).
+
+        ``group``: the process group of the ranks along its axis.
+        """
+
     def fault(self, strategy: Strategy) -> tuple[str, str] | None:  # noqa: ARG002
         """Return a field whose value contradicts its other fields, and the remedy; None if they agree."""
         return None

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from galvatron_lite.parallelism.axes import SLICES, MeshAxis, ParameterSpread, Part, Purpose, RankAxis, RankLine
 from galvatron_lite.parallelism.ranks import strides_of
-from galvatron_lite.parallelism.registry import dimensions
+from galvatron_lite.parallelism.registry import added_degrees, dimensions
 from galvatron_lite.parallelism.strategy import Strategy, degree_names
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class StageLines(StageRanks[RankLine]):
 
     states: ParameterSpread  # of most parameters
     spread: ParameterSpread | None  # of parameters that a dimension spreads over other ranks (experts)
+    added: tuple[RankLine, ...] = ()  # of each added dimension
 
     def lines(self) -> tuple[RankLine, ...]:
         """The lines of the fields of ``StageRanks``, in their order."""
@@ -51,7 +52,7 @@ class StageLines(StageRanks[RankLine]):
 
     def __iter__(self) -> Iterator[RankLine]:
         """All lines."""
-        yield from self.lines()
+        yield from (*self.lines(), *self.added)
         for spread in (self.states, self.spread):
             if spread is not None:
                 yield from (spread.shards, spread.replicas, spread.gradients)
@@ -99,4 +100,5 @@ def lines_of(strategy: Strategy) -> StageLines:
         line(Purpose.ACTIVATIONS, axes),
         states=states,
         spread=next((spread for spread in spreads if spread is not None), None),
+        added=tuple(line(Purpose.ACTIVATIONS, dimension.axes) for dimension, _ in added_degrees(strategy)),
     )

@@ -48,6 +48,7 @@ class StrategyGroups(StageRanks[Group]):
     weights_index: int  # index of its slice of the parameters
     states: StateGroups
     spread: StateGroups | None  # of parameters that a dimension spreads over other ranks
+    added: tuple[Group, ...]  # of each added dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ def _strategy_groups(
         weights_index=lines.weights.index(place),
         states=states(lines.states),
         spread=None if lines.spread is None else states(lines.spread),
+        added=tuple(map(group, lines.added)),
     )
 
 

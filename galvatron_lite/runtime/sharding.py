@@ -17,6 +17,7 @@ from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_expe
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.offload.apply import ActivationOffloader
+from galvatron_lite.parallelism.registry import added_degrees
 from galvatron_lite.parallelism.rng.modules import draw_inside, draw_nothing, pass_keys
 from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
@@ -125,6 +126,9 @@ class StageSplitter:
             draw_inside(module)
         if border.lines:
             split_pixels(module, border.lines, rules_under(placed.strategy))
+        groups = self.meshes.groups(placed.strategy)
+        for (dimension, _), group in zip(added_degrees(placed.strategy), groups.added, strict=True):
+            dimension.split_module(module, group)
         wrap_forward(module, placed.strategy, self.offloader)
         if has_draws and draws is not None:
             pass_keys(module, path, draws, sample_slice(placed, self.meshes))

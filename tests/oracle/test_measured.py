@@ -22,7 +22,7 @@ from galvatron_lite.oracle.measured import (
 )
 from galvatron_lite.oracle.rows import Method
 
-from ..docs.pages import ROOT
+from ..docs.pages import ROOT, text_of
 
 
 def row(strategy: Method, seconds: float, **changes: object) -> MeasuredRow:
@@ -125,6 +125,15 @@ def test_means_and_rows(tmp_path: Path) -> None:
     bounds = re.findall(r"^\| (.+) \| \d+ \| ([\d.]+) % \| ([\d.]+) % \| one set", told, re.MULTILINE)
     assert {name: float(most) < 80 for name, _, most in bounds}["data+spatial, logs"]
     assert all(float(reached) <= float(most) for _, reached, most in bounds)
+
+
+def test_the_tables_of_the_page_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script, page = importlib.import_module("oracle_accuracy"), text_of("docs/oracle-accuracy.md")
+    rows = list(script.scored(ROOT / "profiles" / "published" / "runs.jsonl"))
+    written = script.replaced(page, "accuracy", script.means_table(rows))
+    written = script.replaced(written, "bounds", script.bounds_table(rows))
+    assert written == page, "run scripts/oracle_accuracy --write"
 
 
 def test_no_order_of_devices_beats_the_isotonic_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from galvatron_lite.plans.written import parse_strategy
 from tests.equivalence import plans as written
 from tests.equivalence.training import SAMPLES, Case, Reference, make_case, train_alone, train_under_plans
 from tests.pool import WorkerPool
+from tests.toys.lanes import LANES
 from tests.toys.pods import PODS
 from tests.toys.test_schedule import MODEL, run
 
@@ -39,20 +40,21 @@ def strategies(plan: Plan) -> set[Strategy]:
     return {run.strategy for stage in plan.stages for run in stage.runs}
 
 
-@pytest.mark.usefixtures("pods")
-def test_it_is_planned_with_pinned_printed_exported_and_explained(tmp_path: Path) -> None:
-    saved, settings = str(tmp_path / "plan.yaml"), str(tmp_path / "settings")
-    text = run("plan", *COMMAND, "--fix", "islands=2", "--fix", "pp=1", "-o", saved)
-    assert "pods2 " in text
-    plan = read_plan(Path(saved))
-    assert all(dict(one.more) == {"pods": 2} and one.devices == 4 for one in strategies(plan))
-    assert all(parse_strategy(str(one)) == one for one in strategies(plan))
-    assert "pods2 " in run("explain", saved)
-    assert "pods" in run("export", saved, "--to", "torchtitan", "-o", settings)
-    assert not any(one.more for one in strategies(make_plan(**SETUP, forbid="pods")))
-    assert not any(one.more for one in strategies(make_plan(**SETUP, backend="torchtitan")))
-    with pytest.raises(InputError, match="Backend torchtitan cannot run pods of devices"):
-        make_plan(**SETUP, fix="pods=2", backend="torchtitan")
+@pytest.mark.parametrize("toy", [PODS, LANES], ids=lambda toy: toy.name)
+def test_it_is_planned_with_pinned_printed_exported_and_explained(toy: Dimension, tmp_path: Path) -> None:
+    saved, settings, word = str(tmp_path / "plan.yaml"), str(tmp_path / "settings"), f"{toy.name}2 "
+    with added(toy):
+        text = run("plan", *COMMAND, "--fix", f"{toy.aliases[0]}=2", "--fix", "pp=1", "-o", saved)
+        assert word in text
+        plan = read_plan(Path(saved))
+        assert all(dict(one.more) == {toy.name: 2} and one.devices == 4 for one in strategies(plan))
+        assert all(parse_strategy(str(one)) == one for one in strategies(plan))
+        assert word in run("explain", saved)
+        assert toy.name in run("export", saved, "--to", "torchtitan", "-o", settings)
+        assert not any(one.more for one in strategies(make_plan(**SETUP, forbid=toy.name)))
+        assert not any(one.more for one in strategies(make_plan(**SETUP, backend="torchtitan")))
+        with pytest.raises(InputError, match=f"Backend torchtitan cannot run {toy.means}"):
+            make_plan(**SETUP, fix=f"{toy.name}=2", backend="torchtitan")
 
 
 @pytest.mark.usefixtures("pods")
@@ -72,15 +74,15 @@ def test_its_axis_says_how_activations_lie_and_which_ranks_work_together() -> No
     assert (lines.states.shards.through(5), lines.states.replicas.through(5)) == ((5, 7), (1, 5))
 
 
-@pytest.mark.usefixtures("pods")
-@pytest.mark.parametrize("strategy", ["pods2 zero3x2", "pods2 zero1x2", "pods2 tensor2"])
+@pytest.mark.parametrize("strategy", ["pods2 zero3x2", "pods2 zero1x2", "pods2 tensor2", "lanes2 data2"])
 def test_it_is_verified(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(MODEL)
     names = ["before", "blocks.0", "blocks.1", "after"]
-    plan = written.write_plan([names], dict.fromkeys(names, parse_strategy(strategy)), devices=4, batch=8)
-    write_plan(plan, Path("plan.yaml"))
-    found = json.loads(run("verify", "plan.yaml", "--model", "train.py:make_model", "--checks", "dry", "--json"))
+    with added(PODS), added(LANES):
+        plan = written.write_plan([names], dict.fromkeys(names, parse_strategy(strategy)), devices=4, batch=8)
+        write_plan(plan, Path("plan.yaml"))
+        found = json.loads(run("verify", "plan.yaml", "--model", "train.py:make_model", "--checks", "dry", "--json"))
     verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
     assert found["passed"], found
     assert verdicts["gradients are summed"] == "passed"
@@ -103,7 +105,7 @@ def test_it_is_unknown_before_and_after(tmp_path: Path) -> None:
 
 def trained(case: Case, reference: Reference, texts: list[str]) -> list[str]:
     """What goes wrong under each strategy of the blocks; layers around them are plain data parallel."""
-    with added(PODS):
+    with added(PODS), added(LANES):
         every = []
         for text in texts:
             block = parse_strategy(text)
@@ -116,7 +118,11 @@ def trained(case: Case, reference: Reference, texts: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "texts"), [(2, ["pods2"]), (4, ["pods2 zero3x2", "pods2 tensor2+sp", "pods2 data2"])]
+    ("world", "texts"),
+    [
+        (2, ["pods2", "lanes2", "lanes2 recompute"]),
+        (4, ["pods2 zero3x2", "pods2 tensor2+sp", "pods2 data2", "lanes2 data2"]),
+    ],
 )
 def test_ranks_train_under_it_like_one_process(pool: WorkerPool, world: int, texts: list[str]) -> None:
     found = pool.run(world, trained, timeout=180.0, case=make_case("gpt2"), reference=train_alone("gpt2"), texts=texts)
