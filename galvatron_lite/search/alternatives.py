@@ -154,7 +154,7 @@ def _add_well_known(options: list[Finalist], request: Request, pricer: LayerPric
         if looked_for and all(request.space.offers(kind, request.devices, pins) for kind, pins in unlike):
             narrowed = replace(request, fixed=fixed)
             good = _good_plan(narrowed, pricer, name)
-            _add(options, good or _good_plan(replace(narrowed, budget=UNBOUNDED), pricer, name))
+            _add(options, good or _good_plan(narrowed, pricer, name, within_budget=False))
 
 
 def _families(request: Request) -> Iterator[tuple[str, Fixed]]:
@@ -300,9 +300,12 @@ def _name(shape: Shape) -> str:
     return f"pipeline {shape.stages}{schedule}"
 
 
-def _good_plan(request: Request, pricer: LayerPricer, name: str, below: float = ANY_TIME) -> Finalist | None:
+def _good_plan(
+    request: Request, pricer: LayerPricer, name: str, below: float = ANY_TIME, *, within_budget: bool = True
+) -> Finalist | None:
     """A good plan, quickly; None where none is met that takes less than so many picoseconds."""
-    solved = search(request, pricer, below=below, effort=_FEW_LABELS)
+    searched = request if within_budget else replace(request, budget=UNBOUNDED)
+    solved = search(searched, pricer, below=below, effort=_FEW_LABELS)
     return None if solved is None else finalist(request, pricer, name or _name(solved.problem.shape), solved)
 
 
