@@ -23,7 +23,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, backend_named, target_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.pins import Pins, check_backend, read_pins, schedules_named
+from galvatron_lite.search.pin_names import check_backend, schedules_named
+from galvatron_lite.search.pins import Pins, read_pins
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:

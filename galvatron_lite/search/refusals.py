@@ -25,7 +25,7 @@ from galvatron_lite.parallelism.registry import REFUSING, choosing
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import ANY_TIME, QUICK, finished, plain, search
-from galvatron_lite.search.pins import typed_name
+from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request, Session

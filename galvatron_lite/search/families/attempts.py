@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.strategy import changed
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.families.family import PlanTask, seconds_of, with_others
-from galvatron_lite.search.pins import typed_name
+from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.refusals import infeasible
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
