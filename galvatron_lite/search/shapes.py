@@ -251,7 +251,7 @@ def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[Para
 
 @dataclass(slots=True)
 class Session:
-    """Prices of a profile; repeated calls of ``find_plan`` with one session are quicker and return the same plans."""
+    """Prices of a profile, shared by calls of ``find_plan``: they return the same plans, only sooner."""
 
     profile: Profile  # what layers and communication cost
     mode: Mode = Mode.TRAINING  # what plans are for
