@@ -189,7 +189,7 @@ def shaped(request: Request, shape: Shape) -> Request:
 def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: bool) -> Iterator[Shape]:
     """Shapes of pipelines whose best plan a simulation may put first: those of near bounds, if they are wanted, and
     those of fewer stages a group, which the closed form knows less of where stages are uneven."""
-    chosen, compute_bounds = best.problem.shape, request.prices.compute_bounds(pricer.profile)
+    chosen, compute_bounds = best.problem.shape, request.compute_bounds(pricer.profile)
     for shape in shapes_of(request) if near and best.gap == 0.0 else ():
         below = int(best.partition.time * (1.0 + _reach(shape)))
         if shape.stages == 1 or shape == chosen or compute_bounds.bound(request.graph, shape) >= below:

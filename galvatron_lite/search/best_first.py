@@ -194,7 +194,7 @@ class _Walk:
 
     def _push_shapes(self, shapes: Sequence[Shape]) -> None:
         request = self.request
-        compute_bounds = request.prices.compute_bounds(self.pricer.profile)
+        compute_bounds = request.compute_bounds(self.pricer.profile)
         for shape in shapes:
             bound = compute_bounds.bound(request.graph, shape)
             if request.wider is not None and bound < self.limit:
@@ -311,11 +311,8 @@ class _Walk:
     ) -> StageBounds:
         """Sharper bounds, by solving the stages of the cut that looks best until another one does.
 
-        Args:
-            problem: of the bounds.
-            bounds: to begin with.
-            feasible: whether the stages of a cut make a plan.
-            exact: whether stages are solved exactly where shortest paths leave a gap.
+        ``feasible``: whether the stages of a cut make a plan; ``exact``: whether stages are solved exactly where
+        shortest paths leave a gap.
         """
         before = problem.work
         for _ in range(_MOST_STAGES):

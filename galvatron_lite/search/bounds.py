@@ -181,14 +181,10 @@ class _RowFigures:
     def theta(
         self, in_flight: int, filled: bool, room: float, ends: tuple[bool, bool], stage: tuple[int, ...]
     ) -> FloatArray:
-        """(L + 1, L + 1): bound on theta of the layers i..j-1.
+        """(L + 1, L + 1): bound on theta of the layers i..j-1 within some bytes.
 
-        Args:
-            in_flight: micro-batches.
-            filled: see ``Problem.filled``.
-            room: bytes.
-            ends: whether the first layer and the last are next to a boundary, where layers have the wire's layout.
-            stage: the only i and j that are not infinite; empty: any.
+        ``ends``: whether there are boundaries before and behind, next to which layers have the wire's layout;
+        ``stage``: the only i and j of interest; empty: all.
         """
         inside = np.s_[stage[0] : stage[0] + 1, stage[1] : stage[1] + 1] if stage else np.s_[:, :]
         theta = np.full((len(self.kind) + 1,) * 2, np.inf)
@@ -236,14 +232,8 @@ def _wired(
     """Two bounds of a stage with boundaries at these ends, of which the lower one counts: all of its layers in the
     wire's layout, or those at its ends; and where the first is infinite.
 
-    Each as what layers come to up to a start and up to an end.
-
-    Args:
-        free: (K, L) least of each layer in any layout.
-        last: the same of the last layer of a stage.
-        kept: as ``free``, in the wire's layout.
-        kept_last: as ``last``, in the wire's layout.
-        ends: whether there is a boundary before and behind the stage.
+    Each as what layers come to up to a start and up to an end. ``free``: (K, L) least of each layer in any layout,
+    ``kept``: in the wire's; ``last``, ``kept_last``: where it is the last of its stage.
     """
     never, start = ~np.isfinite(kept[0]), _prefix_sums(free)
     missing = _prefix_sums(never)
@@ -272,11 +262,7 @@ def _prefix_sums(values: FloatArray | BoolArray) -> FloatArray:
 
 def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
     """Picoseconds that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out.
-
-    Args:
-        problem: the shape.
-        tables: as of ``relaxed``.
-    """
+    ``tables``: as of ``relaxed``."""
     form, rows = problem.form, list({id(row): row for row in tables}.values())
     kinds = {id(table): table for row in rows for table in row}
     if not all(map(len, kinds.values())):

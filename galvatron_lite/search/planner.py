@@ -268,9 +268,9 @@ def request_of(
     if profile.graph.undivided:  # its loss is another one with several
         fixed = replace(fixed, microbatches=fixed.microbatches or 1)
     orders = schedules_for(fixed, schedules, backend)
-    space, answers = session.space(backend)
+    space, prices = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
-    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, answers, unlike)
+    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, prices, unlike)
     check_layers(request)
     return request
 

@@ -27,7 +27,7 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chain.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.chain.chain import MEMORY, Chain, ChainLayer, Path
 from galvatron_lite.search.chain.net import Net, good_net_path, net_paths
 from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, remembered, ticks
 
@@ -367,34 +367,20 @@ class Problem:
         time alone that no plan left out beats (infinite where none was)."""
         key, answers = self._key(stage, inside), self.answers.pareto
         if key not in answers or answers[key][0] < cap:
-            chain, plans, dropped = self._chain(stage, inside, scalar=False), list[StagePlan](), np.inf
-            if chain is not None:
-                sends = self.shape.microbatches * sum(chain.sends)
-                front = self._front(chain, cap - sends)
-                plans = [self._stage_plan(path, chain) for path in front.paths]
-                dropped = front.dropped + sends
-            answers[key] = (cap, plans, dropped)
+            front, dropped = self._front(stage, inside, cap, scalar=False)
+            answers[key] = (cap, [plan for _, plan in front], dropped)
         return answers[key][1:]
 
     def quickest_plan(self, stage: int, inside: range, cap: float, near: float = 0.0) -> tuple[StagePlan | None, float]:
-        """The plan of a stage that takes least time alone, and a time that no other plan beats.
-
-        Args:
-            stage: its number.
-            inside: its layers.
-            cap: picoseconds; None is returned where no plan takes at most that.
-            near: share by which another plan may be quicker.
-        """
+        """The plan of a stage that takes least time alone, and a time that no other plan beats; None where none takes
+        at most ``cap`` picoseconds. Another plan may be quicker by the share ``near``."""
         key, answers = (*self._key(stage, inside), near), self.answers.quickest
         if key not in answers or (answers[key][1] is None and answers[key][0] < cap):
-            chain, plan, least = self._chain(stage, inside, scalar=True), None, np.inf
-            if chain is not None:
-                sends = self.shape.microbatches * sum(chain.sends)
-                front = self._front(chain, cap - sends, near)
-                least = front.dropped + sends
-                for best in front.paths[:1]:
-                    plan = self.answers.best[key[:-1]] = self._planned(best, chain)
-                    least = min(least, best.time[0] + sends)
+            front, least = self._front(stage, inside, cap, near, scalar=True)
+            plan = None
+            for time, plan in front:  # one at the most
+                self.answers.best[key[:-1]] = plan
+                least = min(least, time)
             answers[key] = (cap, plan, least)
         _, plan, least = answers[key]
         return (None, np.inf) if least > cap else (plan, least)
@@ -417,12 +403,20 @@ class Problem:
         key = self._key(stage, inside)
         return self.answers.best.get(key) or self.answers.memo.get(("good", *key), (None, 0.0))[0]
 
-    def _front(self, chain: StageChain, cap: float, near: float = 0.0) -> ChainFront:
-        layers = chain.net.chain.layers
-        most_labels = max(_LEAST_LABELS, _CANDIDATES // max(len(layer.rest) for layer in layers))
-        front = net_paths(chain.net, cap, most_labels, near)
+    def _front(
+        self, stage: int, inside: range, cap: float, near: float = 0.0, *, scalar: bool
+    ) -> tuple[list[tuple[int, StagePlan]], float]:
+        """Pareto-best plans of a stage, with the time of each in the first criterion; and a time that no plan left out
+        beats."""
+        chain = self._chain(stage, inside, scalar)
+        if chain is None:
+            return [], np.inf
+        sends = self.shape.microbatches * sum(chain.sends)
+        most_labels = max(_LEAST_LABELS, _CANDIDATES // max(len(layer.rest) for layer in chain.net.chain.layers))
+        front = net_paths(chain.net, cap - sends, most_labels, near)
         self.work += front.work
-        return front
+        planned = self._planned if scalar else self._stage_plan
+        return [(path.time[0] + sends, planned(path, chain)) for path in front.paths], front.dropped + sends
 
     def _planned(self, path: Path, chain: StageChain) -> StagePlan:
         """The plan of a path of one criterion."""

@@ -191,13 +191,7 @@ def skipping(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def infeasible(request: Request, pricer: LayerPricer, means: str = "") -> InfeasibleError:
-    """The error for a budget that is too small, with the smallest that fits.
-
-    Args:
-        request: that no plan fits.
-        pricer: of the profile.
-        means: what the smallest budget depends on, for people.
-    """
+    """The error for a budget that is too small, with the smallest that fits and, for people, by which means."""
     slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
     least = least_budget(request, pricer, slack)
     if least is None:

@@ -76,14 +76,8 @@ def summary(plan: Plan) -> str:
 
 
 def provenance(profile: Profile, budget: int | Budget, gap: float, tolerance: float = 0.0) -> Provenance:
-    """The provenance of a plan.
-
-    Args:
-        profile: that it is made from.
-        budget: bytes a device, or of each type of device.
-        gap: share by which another plan may be quicker.
-        tolerance: gap up to which the plan counts as proven.
-    """
+    """The provenance of a plan whose step another plan may shorten by the share ``gap``; up to the tolerance it counts
+    as proven. The budget is bytes a device, or of each type of device."""
     from galvatron_lite import __version__
     from galvatron_lite.profiler.store import profile_hash
 

@@ -34,22 +34,6 @@ _KINDS = 16
 """Kinds of layers of a model beyond which groups run one stage: one strategy for all of them rarely pays."""
 
 
-@dataclass(slots=True)
-class PriceCache:
-    """Figures of one space of strategies, by pricer, shape and pins."""
-
-    _memo: Memo = field(default_factory=Memo)
-
-    def compute_bounds(self, profile: Profile) -> ComputeBounds:
-        """First bounds on shapes by a profile."""
-        return self._memo.once(("compute_bounds", id(profile)), lambda: ComputeBounds(profile))
-
-    def tables_of(self, pricer: LayerPricer, space: Space, shape: Shape, fixed: Fixed) -> Tables:
-        """Figures under a shape and pins."""
-        store = self._memo.once(id(pricer), lambda: Store(pricer, space))
-        return self._memo.once((id(pricer), shape, fixed), lambda: Tables(store, shape, fixed))
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is planned."""
@@ -61,7 +45,7 @@ class Request:
     fixed: Fixed  # what is not searched
     schedules: tuple[Schedule, ...]  # to choose from
     space: Space  # the strategies to choose from
-    prices: PriceCache = field(default_factory=PriceCache, compare=False)  # shared by all searches of one space
+    prices: Memo = field(default_factory=Memo, compare=False)  # figures, shared by all searches of one space
     cluster: Cluster | None = None  # the devices; None: all alike
     runs: int | None = None  # see ``Problem``
     wider: Request | None = None  # one that has all plans of this one, so that bounds of its shapes hold here
@@ -87,7 +71,16 @@ class Request:
         pins, sizes = fixed or self.fixed.at_layer(layer.name), [self.devices // stages for stages in self.pipelines]
         return [strategy for size in sizes for strategy in self.space.strategies(layer.kind, size, pins)]
 
-    def on(self, space: Space, prices: PriceCache) -> Request:
+    def compute_bounds(self, profile: Profile) -> ComputeBounds:
+        """First bounds on shapes by a profile."""
+        return self.prices.once(("compute_bounds", id(profile)), lambda: ComputeBounds(profile))
+
+    def tables(self, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
+        """Figures by a pricer, under a shape and pins."""
+        store = self.prices.once(id(pricer), lambda: Store(pricer, self.space))
+        return self.prices.once((id(pricer), shape, fixed), lambda: Tables(store, shape, fixed))
+
+    def on(self, space: Space, prices: Memo) -> Request:
         """The request on another space of strategies, with its prices."""
         return replace(self, space=space, prices=prices, problems=Memo())
 
@@ -165,7 +158,7 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
         for group in range(shape.stages if request.cluster is not None else 1):
             priced = pricer.of_group(shape.stage_devices, group)
             budgets.append(bytes_on(request.budget, "" if priced is pricer else priced.profile.cluster.device.name))
-            tables.append(request.prices.tables_of(priced, request.space, shape, fixed))
+            tables.append(request.tables(priced, shape, fixed))
         alike = shape.stages // len(tables)
         return Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
 
@@ -256,15 +249,15 @@ class Session:
     profile: Profile  # what layers and communication cost
     mode: Mode = Mode.TRAINING  # what plans are for
     pricer: LayerPricer = field(init=False)  # of the profile in that mode
-    _spaces: dict[str, tuple[Space, PriceCache]] = field(default_factory=dict)
+    _spaces: dict[str, tuple[Space, Memo]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = LayerPricer(for_mode(self.profile, self.mode))
 
-    def space(self, backend: Backend) -> tuple[Space, PriceCache]:
+    def space(self, backend: Backend) -> tuple[Space, Memo]:
         """The strategies that a backend runs, and their figures."""
         if backend.name not in self._spaces:
             cluster, offered = self.profile.cluster, in_mode(backend, self.mode)
             space = Space(self.profile.graph, cluster.levels[0].size, offered, cluster.device.host_bandwidth > 0)
-            self._spaces[backend.name] = (space, PriceCache())
+            self._spaces[backend.name] = (space, Memo())
         return self._spaces[backend.name]

@@ -73,12 +73,7 @@ class Certificate:
 
 
 def certify(problem: Problem, partition: Partition, seconds: float = SECONDS) -> Certificate:
-    """Solve the shape of a plan as an integer programme and compare.
-
-    Args:
-        problem: of the shape.
-        partition: the search's plan.
-        seconds: the solver's time limit.
+    """Solve the shape of the search's plan as an integer programme, within a time limit, and compare.
 
     Raises:
         GalvatronError: the solver found a quicker plan than the search, or proved that there is none as quick.
@@ -148,14 +143,9 @@ HIGHS, CBC = "HiGHS", ("PULP_CBC_CMD", "COIN_CMD")
 
 
 def solve(programme: IntegerProgramme, seconds: float = SECONDS, solver: str | None = None) -> Solution:
-    """Solve a programme within a time limit.
+    """Solve a programme within a time limit, by a solver of PuLP or by HiGHS where it is installed, else CBC.
 
     ``LpStatus`` says "Optimal" when the limit was hit; only ``sol_status`` tells a proven optimum from a good solution.
-
-    Args:
-        programme: to solve.
-        seconds: time limit.
-        solver: PuLP's name; None: HiGHS where it is installed, else CBC.
     """
     import pulp
 

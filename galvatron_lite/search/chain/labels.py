@@ -178,11 +178,7 @@ class _Labels:
         self.dropped = np.inf  # the least promise of a label that the beam dropped
 
     def paths(self, useful: Sequence[IntArray]) -> Iterator[Path]:
-        """The undominated paths.
-
-        Args:
-            useful: by kind, the choices that the chain was narrowed to.
-        """
+        """The undominated paths; ``useful``: by kind, the choices that the chain was narrowed to."""
         place = len(self.chain) - 1
         steps = [self._thinned(place, self._last_layer(place))]
         while place and len(steps[-1].choice):

@@ -37,7 +37,7 @@ from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.families.family import PlanTask, seconds_of
 from galvatron_lite.search.result import provenance, runs_of, summary
-from galvatron_lite.search.shapes import PriceCache, Request
+from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import microbatch_counts
 from galvatron_lite.search.tables import Memo
 from galvatron_lite.units import format_seconds
@@ -133,7 +133,7 @@ class BranchCourse:
             return None
         pricer = self.parts.of(branch.layers)
         fixed = replace(self.request.fixed, pipeline=1, microbatches=self.count)
-        prices: PriceCache = self._memo.once(branch.layers, PriceCache)
+        prices: Memo = self._memo.once(branch.layers, Memo)
         request = replace(
             self.request, graph=pricer.profile.graph, devices=devices, budget=room + self.context, fixed=fixed,
             prices=prices,

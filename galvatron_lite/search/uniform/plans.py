@@ -55,21 +55,12 @@ class Uniform:
         self._memo = Memo()
 
     def bound(self, limit: float = np.inf, runs: int | None = None) -> float:
-        """Picoseconds that no uniform plan beats, quickly; infinite where none takes less than a limit.
-
-        Args:
-            limit: picoseconds.
-            runs: see ``Problem``.
-        """
+        """Picoseconds that no uniform plan beats, quickly; infinite where none takes less than a limit. ``runs``: see
+        ``Problem``."""
         return next((float(self._least[rows[0]]) for rows in self._ordered(limit, runs)), np.inf)
 
     def best(self, limit: float, runs: int | None = None) -> Partition | None:
-        """The best plan that fits and takes less than a limit; None where there is none.
-
-        Args:
-            limit: picoseconds.
-            runs: see ``Problem``.
-        """
+        """The best plan that fits and takes less than a limit in picoseconds; None where there is none."""
         best, top = None, limit - _HALF
         for rows in self._ordered(top, runs):
             rows = rows[self._least[rows] < top]
