@@ -19,7 +19,8 @@ from galvatron_lite.peers.plan_files import priced, priced_settings
 from galvatron_lite.plans.phases import Phase, PhasedPlan, read_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.request import PlanArguments, PlanRequest, ProfileSource, integer, number, seconds, share, size
-from galvatron_lite.search import planner
+from galvatron_lite.search.phases import PhaseCase
+from galvatron_lite.search.phases import plan_phases as plans_of_phases
 
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
@@ -219,7 +220,7 @@ def plan_phases(
     profile: ProfileSource | PlanRequest = None,
     **setup: Unpack[PlanArguments],
 ) -> PhasedPlan:
-    """Search for a plan of every phase of a run, including the cost of switches; see ``search.planner``.
+    """Search for a plan of every phase of a run, including the cost of switches; see ``search.phases``.
 
     Args:
         phases: the phases, or their file (``plans.phases``).
@@ -239,7 +240,7 @@ def plan_phases(
     if not phases:
         raise InputError("phases", "none", "Give at least one phase.")
     request = replace(request, forbid=(*request.forbid, "branches"))
-    return planner.plan_phases([_phase_case(phase, request) for phase in phases])
+    return plans_of_phases([_phase_case(phase, request) for phase in phases])
 
 
 def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
@@ -261,11 +262,11 @@ def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
     return profile
 
 
-def _phase_case(phase: Phase, request: PlanRequest) -> planner.PhaseCase:
+def _phase_case(phase: Phase, request: PlanRequest) -> PhaseCase:
     profile = _phase_profile(phase, request)
     setting, devices = request.on(profile).resolved, profile.cluster.devices
     best = ask(setting, devices, phase.batch, progress=request.progress)
-    return planner.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
+    return PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 
 def evaluate(

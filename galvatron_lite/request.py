@@ -1,8 +1,8 @@
 """Requests for a plan or a sweep of plans, from Python and from the command line.
 
-``PlanRequest.parse`` parses and checks the arguments of callers. ``resolved`` finds the profile, the pins and the budget
-that a search needs. Every command and function that plans does both once, and then searches (``analysis.setting.ask``,
-or a sweep of it).
+``PlanRequest.parse`` parses and checks the arguments of callers. ``resolved`` finds the profile, the pins and the
+budget that a search needs. Every command and function that plans does both once, and then searches
+(``analysis.setting.ask``, or a sweep of it).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, backend_named, target_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.pins import Pins, check_backend, read_pins, schedules_named
+from galvatron_lite.search.pin_names import check_backend, schedules_named
+from galvatron_lite.search.pins import Pins, read_pins
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:

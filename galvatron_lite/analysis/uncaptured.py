@@ -12,7 +12,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, LayerRun, Plan, Stage
-from galvatron_lite.search.pins import dimensions_named, pin_named
+from galvatron_lite.search.pin_names import dimensions_named, pin_named
 from galvatron_lite.units import format_bytes
 
 STATES = 2  # tensors that Adam keeps for each parameter

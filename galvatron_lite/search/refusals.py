@@ -1,16 +1,16 @@
-"""What is said where a request leaves no plan: before any cost is looked at, and where nothing fits the memory.
+"""Errors for requests that leave no plan: before anything is priced, and where nothing fits the memory.
 
 Where nothing fits, the error names the least memory that a plan needs, and what alone would make one fit. A search that
-ends with the first plan it meets answers whether anything fits a budget; the smallest budget is found by halving the
-range between one that no plan fits and what a plan needs. Exact for models of few layers; for others searches end at
-3 % from one that fits, or after some work, and the error says that the budget is the least found. Where devices of
-several types have budgets of their own, memory counts as a share of them. Pins to lift, dimensions to allow again,
-other backends and more devices are searched, not guessed.
+ends with the first plan it meets answers whether anything fits a budget; the smallest budget is bisected between one
+that no plan fits and what a plan needs. Exact for models of few layers; for others searches end at 3 % from one that
+fits, or after some work, and the error says that the budget is approximate. Where devices of several types have budgets
+of their own, memory counts as a share of them. Pins to lift, dimensions to allow again, other backends and more devices
+are searched, not guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -24,8 +24,9 @@ from galvatron_lite.parallelism.layout import layout_of, strategy_with
 from galvatron_lite.parallelism.registry import REFUSING, choosing
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import ANY_TIME, QUICK, finished, plain, search
-from galvatron_lite.search.pins import typed_name
+from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request, Session
@@ -33,10 +34,22 @@ from galvatron_lite.search.space import Fixed, microbatch_counts
 from galvatron_lite.search.tables import Glue, glue_of
 from galvatron_lite.units import format_budget
 
+_EXACT_LAYERS = 8
+"""Layers of a model up to which the smallest budget is exact."""
+_SLACK = 0.03
+"""Share of its memory within which the search for a leaner plan of a model with more layers ends."""
+_EFFORT, _FIRST = 150_000_000, 300_000
+"""Labels, by layers, after which a search gives up as if nothing fitted, and of one for what alone would make a plan
+fit."""
+
 
 def check_layers(request: Request) -> None:
-    """Raise InputError where a layer cannot be split as it is pinned; names it, the reason, and what it offers."""
-    refusing = {one.degree: one for one in REFUSING}
+    """Check that every layer can be split as it is pinned.
+
+    Raises:
+        InputError: one cannot; with the layer, the reason, and what it offers.
+    """
+    refusing = {dimension.degree: dimension for dimension in REFUSING}
     for layer in request.graph.layers:
         pins, kind = dict(request.fixed.at_layer(layer.name).strategy), request.graph.kind_of(layer)
         for name, value in pins.items():
@@ -48,19 +61,19 @@ def check_layers(request: Request) -> None:
                 remedy = f"{why[0].upper()}{why[1:]}. It offers {offered}; or pin other layers by name."
                 raise InputError(f"--fix {layer.name}.{name}", value, remedy)
         if request.fixed.pins_of(layer.name) and not request.offered(layer):
-            raise _unoffered(request, layer, pins)
+            raise _contradicting(request, layer, pins)
 
 
-def _unoffered(request: Request, layer: Layer, pins: dict[str, object]) -> InputError:
-    """That a layer has each of its pins, but not all of them; with what it offers of the one that was said last."""
-    fixed, ways = request.fixed.at_layer(layer.name), []
+def _contradicting(request: Request, layer: Layer, pins: dict[str, object]) -> InputError:
+    """The error for a layer that offers each of its pins, but not all; with what it offers beside the others."""
+    fixed, offers = request.fixed.at_layer(layer.name), []
     for field in reversed(pins):
         others = replace(fixed, strategy=tuple(pin for pin in fixed.strategy if pin[0] != field))
         values = {_value(getattr(strategy, field)) for strategy in request.offered(layer, others)}
-        ways += [f"{field} {', '.join(sorted(values))}"] if values else []
+        offers += [f"{field} {', '.join(sorted(values))}"] if values else []
     stage = "" if request.pipelines == (1,) else "any stage of "
     remedy = f"No strategy of {layer.name} on {stage}{request.devices} devices has all that is pinned for it; "
-    remedy += f"beside the other pins it offers {' or '.join(ways)}." if ways else "lift some of the pins."
+    remedy += f"beside the other pins it offers {' or '.join(offers)}." if offers else "lift some of the pins."
     options = " ".join(f"--fix {layer.name}.{typed_name(field)}" for field in pins)
     return InputError(options, ", ".join(map(_value, pins.values())), remedy)
 
@@ -69,23 +82,23 @@ def _value(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
-def _taken(request: Request, layer: Layer, devices: int) -> tuple[Strategy, ...]:
+def _strategies(request: Request, layer: Layer, devices: int) -> tuple[Strategy, ...]:
     return request.space.strategies(layer.kind, devices, request.fixed.at_layer(layer.name))
 
 
 def _unglued(request: Request) -> str:
-    """That the layers before and after the blocks have no layout in common, as those of one stage must; empty where
-    they have, or where there are several stages."""
-    graph, offered = request.graph, dict[str, dict[Glue, Strategy]]()
+    """A sentence where the layers before and after the blocks have no layout in common, as those of one stage must;
+    empty where they have, or where there are several stages."""
+    graph, by_glue = request.graph, dict[str, dict[Glue, Strategy]]()
     for layer in graph.layers if 1 in request.pipelines and is_glued(graph) else ():
         if layer.role is not Role.BLOCK:
-            taken = _taken(request, layer, request.devices)
-            offered[layer.name] = {glue_of(layout_of(one)): one for one in reversed(taken)}
-    if len(offered) <= 1 or set.intersection(*({*strategies} for strategies in offered.values())):
+            strategies = _strategies(request, layer, request.devices)
+            by_glue[layer.name] = {glue_of(layout_of(strategy)): strategy for strategy in reversed(strategies)}
+    if len(by_glue) <= 1 or set.intersection(*({*glues} for glues in by_glue.values())):
         return ""
     texts = []
-    for name, strategies in offered.items():  # a few, recomputation and ZeRO left out
-        plain = dict.fromkeys(str(strategy_with(layout_of(one))) for one in strategies.values())
+    for name, glues in by_glue.items():  # a few, recomputation and ZeRO left out
+        plain = dict.fromkeys(str(strategy_with(layout_of(strategy))) for strategy in glues.values())
         some = ", ".join([*plain][:4]) + (", ..." if len(plain) > 4 else "")
         texts.append(f"{name}: {some or 'nothing with what is pinned'}")
     return (
@@ -95,10 +108,13 @@ def _unglued(request: Request) -> str:
 
 
 def check_batch(request: Request) -> None:
-    """Raise InputError where no way to split the layers divides the batch; names the nearest batches that do.
+    """Check that some split of the layers divides the batch.
 
     A layer with strategies of batch degrees D can work on a micro-batch that some degree of D divides; a batch will do
     where one pipeline degree and one micro-batch count suit every layer.
+
+    Raises:
+        InputError: none does; names the nearest batches that can be divided.
     """
     counts = microbatch_counts(request.global_batch, request.fixed)
     unlike = {(layer.kind, request.fixed.pins_of(layer.name)): layer for layer in request.graph.layers}
@@ -106,29 +122,35 @@ def check_batch(request: Request) -> None:
     for stages in request.pipelines:
         size = request.devices // stages
         degrees = {
-            one.name: {degrees_of.batch_degree for degrees_of in _taken(request, one, size)} for one in unlike.values()
+            layer.name: {strategy.batch_degree for strategy in _strategies(request, layer, size)}
+            for layer in unlike.values()
         }
         if not all(degrees.values()):
             unable |= dict.fromkeys(name for name, degree in degrees.items() if not degree)
             continue
-        # every kind needs one of its degrees to divide the unit: the least divisor of the stage for which that holds
+        # the least divisor of the stage that one degree of every layer divides
         unit = next(u for u in divisors(size) if all(any(u % d == 0 for d in degree) for degree in degrees.values()))
         if any(request.global_batch // count % unit == 0 for count in counts):
             return
         units.append(unit)
     if not units:
-        kinds = [request.graph.kind_of(one) for one in unlike.values() if one.name in unable]
-        reasons = [reason for one in choosing() if kinds and (reason := one.reason(kinds[0]))]
-        names = ", ".join([*unable][:3]) + (", ..." if len(unable) > 3 else "")
-        pins = " ".join(f"{typed_name(name)}={_value(value)}" for name, value in request.fixed.pinned) or "nothing"
-        remedy = f"On {request.devices} devices nothing is left for {names or 'the layers'}; lift one of the pins."
-        raise InputError("--fix", pins, " ".join([remedy, *reasons[:2]]))
+        raise _without_strategies(request, list(unable), [layer for layer in unlike.values() if layer.name in unable])
     step = min(unit * (request.fixed.microbatches or 1) for unit in units)
     below = request.global_batch // step * step
-    offered = " or ".join(str(batch) for batch in (below, below + step) if batch)
+    nearest = " or ".join(str(batch) for batch in (below, below + step) if batch)
     raise InputError(
-        "--batch", request.global_batch, f"It cannot be shared among {request.devices} devices; the nearest: {offered}."
+        "--batch", request.global_batch, f"It cannot be shared among {request.devices} devices; the nearest: {nearest}."
     )
+
+
+def _without_strategies(request: Request, names: Sequence[str], layers: Sequence[Layer]) -> InputError:
+    """The error for pins that leave some layers no strategy."""
+    kinds = [request.graph.kind_of(layer) for layer in layers[:1]]
+    reasons = [reason for dimension in choosing() for kind in kinds if (reason := dimension.reason(kind))]
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    pins = " ".join(f"{typed_name(name)}={_value(value)}" for name, value in request.fixed.pinned) or "nothing"
+    remedy = f"On {request.devices} devices nothing is left for {some or 'the layers'}; lift one of the pins."
+    return InputError("--fix", pins, " ".join([remedy, *reasons[:2]]))
 
 
 def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
@@ -139,16 +161,17 @@ def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
     """
     node, lines = request.space.node_devices, []
     sizes = {request.devices // stages for stages in request.pipelines}
-    inside = {size for size in sizes if size <= node and node % size}
-    widest = [
-        size for size in sizes
-        if not any(more > size and more % size == 0 and (more <= node or size not in inside) for more in sizes)
-    ]  # fmt: skip
-    for name in sorted({layer.kind for layer in request.graph.layers}):
-        options = {s for size in widest for s in request.space.strategies(name, size, Fixed())}
-        missing = {str(pricer.worked(strategy)) for strategy in options if not pricer.covers(name, strategy)}
+    uneven = {size for size in sizes if size <= node and node % size}
+    largest = [
+        size
+        for size in sizes
+        if not any(more > size and more % size == 0 and (more <= node or size not in uneven) for more in sizes)
+    ]
+    for kind in sorted({layer.kind for layer in request.graph.layers}):
+        options = {strategy for size in largest for strategy in request.space.strategies(kind, size, Fixed())}
+        missing = {str(pricer.worked(strategy)) for strategy in options if not pricer.covers(kind, strategy)}
         if missing:
-            lines.append(f"profile: {name}: no figures for {', '.join(sorted(missing))}")
+            lines.append(f"profile: {kind}: no figures for {', '.join(sorted(missing))}")
     return tuple(lines)
 
 
@@ -156,7 +179,7 @@ def skipping(graph: ModelGraph) -> tuple[str, ...]:
     """What the space leaves out where tensors of the model skip layers; empty where none does."""
     places = {layer.name: place for place, layer in enumerate(graph.layers)}
     sent = [tensor for tensor in graph.tensors if tensor.size]  # the batch itself every stage has
-    far = [own for own in sent if max(places[name] for name in own.readers) > places[own.producer] + 1]
+    far = [tensor for tensor in sent if max(places[name] for name in tensor.readers) > places[tensor.producer] + 1]
     if not far:
         return ()
     return (
@@ -165,17 +188,8 @@ def skipping(graph: ModelGraph) -> tuple[str, ...]:
     )
 
 
-_EXACT_LAYERS = 8
-_SLACK = 0.03
-"""Share of its memory within which the search for a leaner plan of a model with more layers ends."""
-_BOUNDLESS = 2**60
-_EFFORT, _FIRST = 150_000_000, 300_000
-"""Labels, by layers, after which a search gives up as if nothing fitted, and of one for what alone would make a plan
-fit."""
-
-
 def infeasible(request: Request, pricer: LayerPricer, means: str = "") -> InfeasibleError:
-    """The error for a budget that is too small: the smallest that fits, by which means, and what would have to give."""
+    """The error for a budget that is too small, with the smallest that fits and, for people, by which means."""
     slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
     least = least_budget(request, pricer, slack)
     if least is None:
@@ -206,67 +220,72 @@ def infeasible(request: Request, pricer: LayerPricer, means: str = "") -> Infeas
 
 
 def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Budget | None:
-    """The least memory that a plan of the space fits, in the proportion of the budget asked for; None where the space
+    """The least memory that a plan of the space fits, in the proportion of the request's budget; None where the space
     is empty.
 
     Args:
-        request: what is asked for; of its budget only the proportion between types of devices matters.
+        request: what is planned; of its budget only the proportion between types of devices matters.
         pricer: prices layers.
         slack: 0.0: no plan needs less; else the search ends where nothing is met below ``1 - slack`` of the memory.
     """
-    asked = as_budget(request.budget)
-    unit = asked.scaled(1.0) if asked.by_device else Budget(1)
+    proportion = as_budget(request.budget)
+    unit = proportion.scaled(1.0) if proportion.by_device else Budget(1)
     exact = _EFFORT // len(request.graph.layers)
 
-    def fitting(budget: Budget, effort: int = exact) -> Budget | None:
-        wanted = replace(request, budget=budget if asked.by_device else budget.least)
-        result = search(wanted, pricer, slack=1.0, effort=effort, below=ANY_TIME)
+    def fitting(most: float, effort: int = exact) -> Budget | None:
+        """The memory of a plan that fits so many bytes; None where there is none."""
+        budget = unit.scaled(most / unit.most)
+        limited = replace(request, budget=budget if proportion.by_device else budget.least)
+        result = search(limited, pricer, slack=1.0, effort=effort, below=ANY_TIME)
         if result is None:
             return None
-        plan = finished(wanted, pricer, result)
+        plan = finished(limited, pricer, result)
         factor = max(stage.memory.total / unit.of(stage.device) for stage in plan.stages)
         if not plan.schedule.simple:  # a search counts more than is priced
             factor = min(2.0 * factor, budget.most / unit.most)
-        return unit.scaled(factor).plus(bool(asked.by_device))
+        return unit.scaled(factor).plus(bool(proportion.by_device))
 
-    best, low = fitting(unit.scaled(_BOUNDLESS / unit.most)), 0
+    best, low = fitting(UNBOUNDED), 0
     if best is None:
         return None
     while (high := best.most) - low > _SLACK * high:  # by quick searches, which prove nothing
         middle = (low + high) // 2
-        found = fitting(unit.scaled(middle / unit.most), QUICK)
-        best, low = (best, middle) if found is None else (found, low)
+        smaller = fitting(middle, QUICK)
+        best, low = (best, middle) if smaller is None else (smaller, low)
     low, step = 0, max(slack, _SLACK)
     while (high := best.most) - low > max(1, ceil(slack * high)):
         middle = max((low + high) // 2, int((1.0 - step) * high)) if slack or not low else (low + high) // 2
-        found = fitting(unit.scaled(middle / unit.most))
-        best, low = (best, middle) if found is None else (found, low)
-        step = max(slack, step / 2) if found is None else min(2 * step, 0.5)
+        smaller = fitting(middle)
+        best, low = (best, middle) if smaller is None else (smaller, low)
+        step = max(slack, step / 2) if smaller is None else min(2 * step, 0.5)
     return best
 
 
 def suggestions(request: Request, session: Session, backend: str) -> str:
-    """Sentences on what alone makes a plan fit, each with such a plan; empty where nothing of it does.
+    """Sentences on what alone makes a plan fit, each with such a plan; empty where nothing does.
 
     Args:
         request: that no plan fits.
         session: of the profile.
         backend: that the request is for.
     """
-    found = [f"It fits {said}: {plan}." for said, own in _wider(request, session, backend)
-             if (plan := _first_plan(own, session.pricer))]  # fmt: skip
+    sentences = [
+        f"It fits {change}: {plan}."
+        for change, wider in _wider(request, session, backend)
+        if (plan := _first_plan(wider, session.pricer))
+    ]
     for profile in _larger(request, session):
         larger = Session(profile, session.mode)
-        own = replace(request, devices=profile.cluster.devices).on(*larger.space(backend_named(backend)))
-        plan = _first_plan(own, larger.pricer)
+        wider = replace(request, devices=profile.cluster.devices).on(*larger.space(backend_named(backend)))
+        plan = _first_plan(wider, larger.pricer)
         if plan:
-            found.append(f"It fits on {own.devices} devices: {plan}.")
+            sentences.append(f"It fits on {wider.devices} devices: {plan}.")
             break
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _larger(request: Request, session: Session) -> Iterator[Profile]:
-    """The profile on a cluster of half as many nodes more, of twice and of four times as many."""
+    """The profile on clusters of one and a half times, twice and four times as many nodes."""
     profile, cluster = session.profile, session.profile.cluster
     outer = cluster.levels[-1]
     if not cluster.alike or len(cluster.levels) < 2 or request.devices < cluster.devices:
@@ -278,7 +297,8 @@ def _larger(request: Request, session: Session) -> Iterator[Profile]:
 
 
 def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:
-    """The request without one pin or one forbidden dimension, and for the backend that runs all there is."""
+    """The request without one pin or one forbidden dimension, and for the backend that offers most; each with the
+    change, for people."""
     fixed = request.fixed
     for name, value, without in (
         ("pp", fixed.pipeline, replace(fixed, pipeline=None)),
@@ -289,15 +309,15 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
         if value is not None:
             yield f"without --fix {name}", replace(request, fixed=without)
     for pin in fixed.strategy:
-        without = replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin))
+        without = replace(fixed, strategy=tuple(other for other in fixed.strategy if other != pin))
         yield f"without --fix {typed_name(pin[0])}", replace(request, fixed=without)
     for pinned in fixed.layers:
         layers, name, pinned_value = pinned
-        plain = getattr(Strategy(), name)
-        if pinned_value != plain:
-            rest = tuple((layers, name, plain) if other == pinned else other for other in fixed.layers)
-            said = f"with --fix {layers}.{typed_name(name)}={_value(plain)}"
-            yield said, replace(request, fixed=replace(fixed, layers=rest))
+        unused = getattr(Strategy(), name)
+        if pinned_value != unused:
+            lifted = tuple((layers, name, unused) if other == pinned else other for other in fixed.layers)
+            change = f"with --fix {layers}.{typed_name(name)}={_value(unused)}"
+            yield change, replace(request, fixed=replace(fixed, layers=lifted))
     for dimension in fixed.forbidden:
         allowed = tuple(other for other in fixed.forbidden if other != dimension)
         yield f"without --forbid {dimension}", replace(request, fixed=replace(fixed, forbidden=allowed))
@@ -308,5 +328,5 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
 
 def _first_plan(request: Request, pricer: LayerPricer) -> str:
     """A plan in a line, the first that a search meets; empty where none is met."""
-    found = search(request, pricer, slack=1.0, effort=_FIRST, below=ANY_TIME)
-    return "" if found is None else summary(plain(request, found))
+    solved = search(request, pricer, slack=1.0, effort=_FIRST, below=ANY_TIME)
+    return "" if solved is None else summary(plain(request, solved))

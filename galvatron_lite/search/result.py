@@ -1,4 +1,4 @@
-"""From the search's choices to a plan, what it was made from, and a plan in a line."""
+"""Plans from the choices of a search, their provenance, and a plan in a line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from galvatron_lite.plans.schema import (
 )
 from galvatron_lite.profiler.schema import Profile
 
-_TOLD = 2
-_MOST_BRANCHES = 4
+_MOST_STRATEGIES, _MOST_BRANCHES = 2, 4
+"""Strategies and branches that ``summary`` names."""
 
 
 def runs_of(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> tuple[LayerRun, ...]:
-    """Layers of one stage as runs of equal strategy; different roles are kept apart for the reader."""
+    """Layers of one stage as runs of equal strategy; runs end where the role of the layers changes."""
     pairs = zip(layers, strategies, strict=True)
     groups = [list(group) for _, group in groupby(pairs, key=lambda pair: (pair[1], pair[0].role))]
     return tuple(LayerRun(group[0][0].name, group[-1][0].name, len(group), group[0][1]) for group in groups)
@@ -66,17 +66,18 @@ def summary(plan: Plan) -> str:
     for run in (run for stage in plan.stages for run in stage.runs):
         layers[str(run.strategy)] = layers.get(str(run.strategy), 0) + run.count
     used = sorted(layers.items(), key=lambda item: (-item[1], item[0]))
-    told = [name if len(used) == 1 else f"{name} ({count})" for name, count in used[:_TOLD]]
+    strategies = [name if len(used) == 1 else f"{name} ({count})" for name, count in used[:_MOST_STRATEGIES]]
     groups, virtual = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     pipeline = [f"pipeline {groups}{f' of {virtual} stages each' * (virtual > 1)}"] if len(plan.stages) > 1 else []
     parts = f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)}"
     apart = [f"{branch.name} on {device_range(branch)}" for branch in plan.branches[:_MOST_BRANCHES]]
     more = ["…"] * (len(plan.branches) > _MOST_BRANCHES)
-    return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), *apart, *more, parts])
+    return ", ".join([*pipeline, *strategies, *["…"] * (len(used) > _MOST_STRATEGIES), *apart, *more, parts])
 
 
 def provenance(profile: Profile, budget: int | Budget, gap: float, tolerance: float = 0.0) -> Provenance:
-    """What plans from this profile are made from."""
+    """The provenance of a plan whose step another plan may shorten by the share ``gap``; up to the tolerance it counts
+    as proven. The budget is bytes a device, or of each type of device."""
     from galvatron_lite import __version__
     from galvatron_lite.profiler.store import profile_hash
 

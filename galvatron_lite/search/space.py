@@ -1,8 +1,8 @@
 """What may be chosen: the strategies of a kind of layer, and what the user pinned.
 
-The declared space. A layer takes all devices of its stage, split by any degrees (divisors, not only powers of two)
-that its dimensions offer and its backend runs. What is legal is bounded further by rules of sense, each of which the
-dimension states with its reason (``Dimension.allows``):
+The declared space, which *proven* refers to. A layer takes all devices of its stage, split by any degrees (divisors,
+not only powers of two) that its dimensions offer and its backend runs. What is legal is bounded further by rules of
+sense, each of which the dimension states with its reason (``Dimension.allows``):
 
 - Tensor groups lie within a node, so do those of Ulysses times tensor.
 - A share of a sample's tokens has at least ``LEAST_TOKENS`` tokens, a ring's four times as many; beside context
@@ -43,22 +43,22 @@ from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy, strate
 from galvatron_lite.plans.schema import Schedule
 
 LayerPins = tuple[tuple[str, str, object], ...]
-"""Names or globs of layers, attributes of ``Strategy`` and values."""
+"""Names or patterns of layers, attributes of ``Strategy`` and values."""
 
 
-class _Pins(LayerPins):
-    """Pins of layers; hashed once, for there may be hundreds and every table is looked up by them."""
+class _HashedOnce(LayerPins):
+    """Pins of layers that cache their hash: there may be hundreds, and every table is looked up by them."""
 
     def __hash__(self) -> int:
-        """That of the tuple."""
+        """The hash of the tuple."""
         if "hash" not in self.__dict__:
             self.__dict__["hash"] = super().__hash__()
         number: int = self.__dict__["hash"]
         return number
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Without the hash, which is another one in another process."""
-        return _Pins, (tuple(self),)
+        """Pickle without the hash, which differs between processes."""
+        return _HashedOnce, (tuple(self),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,39 +74,41 @@ class Fixed:
     layers: LayerPins = ()  # the same for some layers
     # names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use
     forbidden: tuple[str, ...] = ()
-    # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer where that divides (the
-    # smallest budget that an error names is that of any split)
+    # whether all stages of a pipeline have equally many blocks, or the first and last one fewer where that divides (the
+    # smallest budget that an error names is that of any cuts)
     even: bool = False
-    piped: bool = False  # whether there are several stages
+    piped: bool = False  # whether there must be several stages
 
     def __post_init__(self) -> None:
-        if type(self.layers) is not _Pins:
-            object.__setattr__(self, "layers", _Pins(self.layers))
+        if type(self.layers) is not _HashedOnce:
+            object.__setattr__(self, "layers", _HashedOnce(self.layers))
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
         return self.kept([strategy])[0]
 
     def kept(self, strategies: Iterable[Strategy]) -> list[bool]:
-        """``allows`` of each."""
+        """``allows`` of each strategy."""
         pins = self.pinned
         return [all(getattr(strategy, name) == value for name, value in pins) for strategy in strategies]
 
     @property
     def pinned(self) -> tuple[tuple[str, object], ...]:
         """Attributes of ``Strategy`` and the values that they must have in every layer."""
-        return (*(pair for dimension in self.forbidden for pair in _off(dimension)), *self.strategy)
+        unused = Strategy()
+        off = ((name, getattr(unused, name)) for dimension in self.forbidden for name in fields_of(dimension))
+        return (*off, *self.strategy)
 
     def at_layer(self, layer: str) -> Fixed:
-        """What is pinned and forbidden for one layer, as if for all: what its strategies are declared under."""
-        return _for_all(self.strategy, self.forbidden, self.pins_of(layer))
+        """What is pinned and forbidden for one layer, as pins of all layers."""
+        return _of_layer(self.strategy, self.forbidden, self.pins_of(layer))
 
     def with_pins(self, pins: Iterable[tuple[str, object]]) -> Fixed:
-        """The same with more values that every layer must have."""
+        """Add values that every layer must have."""
         return replace(self, strategy=tuple(dict.fromkeys((*self.strategy, *pins))))
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
-        """Whether a strategy also has the values pinned for one layer."""
+        """Whether a strategy has the values pinned for one layer besides those for every layer."""
         return all(getattr(strategy, name) == value for name, value in self.pins_of(layer))
 
     def pins_of(self, layer: str) -> tuple[tuple[str, object], ...]:
@@ -120,16 +122,10 @@ def _matching(layers: LayerPins, layer: str) -> tuple[tuple[str, object], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _for_all(
+def _of_layer(
     strategy: tuple[tuple[str, object], ...], forbidden: tuple[str, ...], more: tuple[tuple[str, object], ...]
 ) -> Fixed:
     return Fixed(strategy=strategy, forbidden=forbidden).with_pins(more)
-
-
-def _off(dimension: str) -> tuple[tuple[str, object], ...]:
-    """The fields of ``Strategy`` that a dimension sets, with the values that mean it is not used."""
-    plain = Strategy()
-    return tuple((name, getattr(plain, name)) for name in fields_of(dimension))
 
 
 def fields_of(dimension: str) -> tuple[str, ...]:
@@ -147,22 +143,22 @@ class Delay:
 
     rule: CyclicRule | None = None  # None: any
     setting: CyclicSetting | None = None  # None: any
-    only: bool = False  # whether no other plan is wanted
+    only: bool = False  # whether plans without delay are excluded
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The strategies of a model's layers on a cluster; answers are remembered."""
+    """The strategies of a model's layers on a cluster; results are cached."""
 
     graph: ModelGraph  # the model
     node_devices: int  # devices in a node
     backend: Backend = GALVATRON  # what is to run them
     offload: bool = False  # whether devices can reach host memory at a known speed
-    tokens: int = LEAST_TOKENS  # the fewest tokens of a sample that are worth a device of its own
+    tokens: int = LEAST_TOKENS  # the fewest tokens of a sample that are worth a device of their own
     _offered: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
-    # by what is offered (with it, so that its place in memory is not another's) and pins, what is left of it; kinds of
-    # layers that are left the same share one tuple
+    # by the id of strategies and by pins: those strategies, so that no other object takes their id, and what pins leave
     _left: dict[tuple[int, Fixed], tuple[object, tuple[Strategy, ...]]] = field(default_factory=dict)
+    # equal tuples of strategies are one object, so that kinds of layers share what is cached of them
     _same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
@@ -174,27 +170,29 @@ class Space:
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        plain = self._offered.get((kind, devices, UNPINNED), ())
-        return bool(self._kept(plain, fixed) or self._sensible(kind, devices, fixed))
+        unpinned = self._offered.get((kind, devices, UNPINNED), ())
+        return bool(self._kept(unpinned, fixed) or self._sensible(kind, devices, fixed))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        wanted = self._narrowed(fixed)
-        every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
-        return self._kept(every, fixed)
-
-    def _kept(self, every: tuple[Strategy, ...], fixed: Fixed) -> tuple[Strategy, ...]:
-        key = (id(every), fixed)
-        if key not in self._left:
-            pairs = zip(every, fixed.kept(every), strict=True)
-            left = tuple(strategy for strategy, kept in pairs if kept and self.backend.combines(strategy))
-            self._left[key] = (every, self._same.setdefault(left, left))
-        return self._left[key][1]
+        """The strategies that all rules of the declared space leave."""
+        strategies = strategies_for(
+            self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=self._narrowed(fixed)
+        )
+        return self._kept(strategies, fixed)
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        plain = {"offload": (Offload.NONE,)}
-        wanted = Narrowed({**plain, **self._narrowed(fixed).values})
-        every = strategies_for(self.graph.kinds[kind], devices, narrowed=wanted)
-        return self._kept(every, fixed)
+        """The strategies that can be run, on the device unless offload is pinned."""
+        narrowed = Narrowed({"offload": (Offload.NONE,), **self._narrowed(fixed).values})
+        return self._kept(strategies_for(self.graph.kinds[kind], devices, narrowed=narrowed), fixed)
+
+    def _kept(self, strategies: tuple[Strategy, ...], fixed: Fixed) -> tuple[Strategy, ...]:
+        """What pins and the backend leave of some strategies."""
+        key = (id(strategies), fixed)
+        if key not in self._left:
+            pairs = zip(strategies, fixed.kept(strategies), strict=True)
+            left = tuple(strategy for strategy, kept in pairs if kept and self.backend.combines(strategy))
+            self._left[key] = (strategies, self._same.setdefault(left, left))
+        return self._left[key][1]
 
     def _narrowed(self, fixed: Fixed) -> Narrowed:
         """What backend, cluster and pins leave of the values of each field."""
@@ -226,7 +224,7 @@ def microbatch_counts(global_batch: int, fixed: Fixed) -> tuple[int, ...]:
 
 
 def nearest(numbers: Iterable[int], wanted: int) -> str:
-    """The two numbers that are nearest to one, for an error message."""
+    """The two numbers nearest to the one that is wanted, for an error message."""
     return " or ".join(map(str, sorted(sorted(numbers, key=lambda number: abs(number - wanted))[:2])))
 
 
@@ -261,8 +259,7 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster |
 
 
 def reasons(graph: ModelGraph) -> tuple[str, ...]:
-    """What dimensions say about the model's layers: why they are limited or not offered; a line for all layers of which
-    the same is said, by their names in the plan."""
+    """Why dimensions are limited or not offered for some layers of a model, a line for all layers with one reason."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name in {layer.kind: None for layer in graph.layers}:
         for dimension in choosing():
@@ -276,16 +273,17 @@ def reasons(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def _named(graph: ModelGraph, kinds: Collection[str]) -> list[str]:
+    """The layers of some kinds: by name, or one text with runs of neighbours where blocks are among them."""
     members = [layer for layer in graph.layers if layer.kind in kinds]
     if not any(layer.role is Role.BLOCK for layer in members):
         return list(dict.fromkeys(layer.name for layer in members))
-    runs = [
-        [layer.name for layer in run] for inside, run in groupby(graph.layers, lambda one: one.kind in kinds) if inside
-    ]
+    groups = groupby(graph.layers, lambda layer: layer.kind in kinds)
+    runs = [[layer.name for layer in run] for inside, run in groups if inside]
     return [", ".join(f"{run[0]} … {run[-1]}" if len(run) > 1 else run[0] for run in runs)]
 
 
 Option = Mapping[str, object]
+"""Fields of ``Strategy`` that a dimension sets, and their values."""
 _PLAIN: dict[str, Any] = {item.name: item.default for item in fields(Strategy)}
 _LAST = [dimension for dimension in choosing() if dimension.degree][-1]
 
@@ -298,7 +296,7 @@ class Narrowed:
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def keeps(self, option: Option) -> bool:
-        """Whether an option of a dimension has none but wanted values."""
+        """Whether all values of an option are among those that its fields are limited to."""
         return all(name not in self.values or value in self.values[name] for name, value in option.items())
 
 
@@ -317,11 +315,10 @@ def strategies_for(
 
     Args:
         kind: of layer.
-        devices: of the stage, all of them taken.
-        node_devices: devices in a node, to leave out what is not in the declared space (``search.space``); None: every
-            legal strategy.
-        tokens: the fewest tokens of a sample that are worth a device of its own.
-        narrowed: what fields may be.
+        devices: of the stage; a strategy takes all of them.
+        node_devices: devices in a node, to leave out what is not in the declared space; None: every legal strategy.
+        tokens: the fewest tokens of a sample that are worth a device of their own.
+        narrowed: the values that fields may have.
     """
     room = AvailableDevices(devices, node_devices, tokens)
     partial: list[tuple[dict[str, Any], int]] = [({**_PLAIN, **dict.fromkeys(ADDED, 1)}, devices)]
@@ -335,7 +332,7 @@ def strategies_for(
 
 @lru_cache(maxsize=4096)
 def _with_values(rows: tuple[tuple[Any, ...], ...]) -> tuple[Strategy, ...]:
-    """Strategies by the values of their fields, in the order of these, as ``_PLAIN`` has them."""
+    """Strategies from rows of values, in the order of ``_PLAIN``; equal rows return one tuple."""
     return tuple(Strategy(*values) for values in rows)
 
 
@@ -346,7 +343,7 @@ def _widened(
     kind: LayerKind,
     room: AvailableDevices,
 ) -> list[tuple[dict[str, Any], int]]:
-    """What is chosen so far, and the devices it leaves, with every option that may stand beside it."""
+    """Combine partial strategies (fields and the devices that are left) with the options of one more dimension."""
     by_degree: dict[int, list[Option]] = {}
     for option in options:
         by_degree.setdefault(int(option[dimension.degree]) if dimension.degree else 1, []).append(option)  # type: ignore[call-overload]

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.io import check_runs, read_plan, write_plan
 from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, TrainedBy
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.families import family
+from galvatron_lite.search.families import attempts
 from galvatron_lite.search.families.family import PlanTask
 from galvatron_lite.search.planner import request_of
 from galvatron_lite.search.shapes import Request, Session
@@ -73,10 +73,10 @@ def test_of_many_candidates_none_is_slower_than_what_is_near_the_quickest(
         time = taken.get(request.fixed, inf)
         return SimpleNamespace(partition=SimpleNamespace(time=time)) if time < below else None
 
-    monkeypatch.setattr(family, "search", search)
+    monkeypatch.setattr(attempts, "search", search)
     session, backend = Session(profile), backend_named("megatron")
     request = request_of(session, GPUS, BATCH, MEMORY, Fixed(), None, backend)
-    kept = family._most_promising(PlanTask(session, request, backend, None), list(taken))
+    kept = attempts._most_promising(PlanTask(session, request, backend, None), list(taken))
     assert kept == list(taken)[:2]
 
 

@@ -22,21 +22,11 @@ from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search import planner
-from galvatron_lite.search.alternatives import (
-    Finalist,
-    Range,
-    Spread,
-    alternatives_to,
-    finalists,
-    quickest,
-    ranges_of,
-    scenarios_of,
-    spread_of,
-    traits,
-)
+from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest, traits
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.refusals import least_budget
+from galvatron_lite.search.scenarios import Range, Spread, ranges_of, scenarios_of, spread_of
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.simplify import SLACK, most_runs, simplest, with_fewer_runs
 from galvatron_lite.search.space import Fixed, Space

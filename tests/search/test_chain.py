@@ -21,10 +21,11 @@ from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.search.chain.chain import Chain, ChainFront, ChainLayer, best_of_parts, strategies_of_parts
 from galvatron_lite.search.chain.labels import good_path, pareto_paths
+from galvatron_lite.search.chain.pareto import pareto_rows, pareto_within
 from galvatron_lite.search.refusals import unprofiled
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
-from galvatron_lite.search.tables import Store, pareto_rows, pareto_within
+from galvatron_lite.search.tables import Store
 from tests.factories import random_profile
 from tests.search.test_strategies import ATTENTION, BARE, MIXTURE, PLAIN
 

@@ -31,7 +31,7 @@ def by_hand(problem: Problem) -> float:
     cuts = even_cuts(problem.graph, 2)
     best = float("inf")
     for child in (child for edged in with_edges(problem) for child in with_ties(edged)):
-        first, second = (child.plans(stage, range(cuts[stage], cuts[stage + 1]), 2**61)[0] for stage in (0, 1))
+        first, second = (child.pareto_plans(stage, range(cuts[stage], cuts[stage + 1]), 2**61)[0] for stage in (0, 1))
         for one in first:
             for other in second:
                 slowest = [max(pair) for pair in zip(one.bottleneck, other.bottleneck, strict=True)]

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from galvatron_lite.cost.memory import MemoryTerms, worst_moment
 from galvatron_lite.search.chain.chain import Chain, ChainLayer, Path
-from galvatron_lite.search.chain.labels import Net as GraphNet
-from galvatron_lite.search.chain.labels import good_net_path, net_paths, pareto_paths
+from galvatron_lite.search.chain.labels import pareto_paths
+from galvatron_lite.search.chain.net import Net as GraphNet
+from galvatron_lite.search.chain.net import good_net_path, net_paths
 
 CHAIN = [(i, i + 1) for i in range(5)]
 GRAPHS = {

@@ -14,11 +14,11 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.bounds import ComputeBounds, averaged_uniform
+from galvatron_lite.search.bounds import ComputeBounds
 from galvatron_lite.search.problem import cuts_of
 from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, shapes_of, with_edges, with_ties
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.uniform import Uniform
+from galvatron_lite.search.uniform.plans import Uniform, averaged_uniform
 from tests.search.instances import random_instance
 
 

@@ -29,7 +29,7 @@ from galvatron_lite.plans.phases import (
 )
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.planner import choose
+from galvatron_lite.search.phases import choose
 from galvatron_lite.search.result import plan_of
 from tests.factories import make_cluster, make_graph, make_kind, make_profile, random_profile
 

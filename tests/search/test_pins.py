@@ -13,15 +13,8 @@ from galvatron_lite.parallelism.backends import ANY, DEEPSPEED, GALVATRON
 from galvatron_lite.parallelism.registry import parts_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.pins import (
-    NOTHING,
-    Pins,
-    check_backend,
-    forbidden_names,
-    pin_names,
-    read_pins,
-    schedules_named,
-)
+from galvatron_lite.search.pin_names import check_backend, forbidden_names, pin_names, schedules_named
+from galvatron_lite.search.pins import NOTHING, Pins, read_pins
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
 from tests.analysis.cases import small

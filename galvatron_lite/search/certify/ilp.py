@@ -1,9 +1,8 @@
 """The certificate: the winning shape of plan as an integer programme, solved by another method.
 
 ``model`` builds the programme: stage boundaries, layouts at them, and the strategy of every layer are all chosen
-anew; nothing of the search's plan is looked at but its shape. PuLP 3.3 or 4 has HiGHS solve it if that is there, else
-CBC. The solution is priced by the evaluator (``cost.step.bound_seconds``), and so is the search's, so
-that the two figures compare.
+anew; of the search's plan only the shape is used. PuLP 3.3 or 4 has HiGHS solve it if that is there, else CBC. The
+solution and the search's plan are priced alike (``cost.step.bound_seconds``), so that the two figures compare.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from galvatron_lite.search.tables import TICKS
 
 _TOLERANCE = 1e-6
 SECONDS = 60.0
-"""A solver's time, if not said otherwise."""
+"""A solver's time limit."""
 
 
 class SolverVerdict(StrEnum):
@@ -49,11 +48,11 @@ class SolverVerdict(StrEnum):
 class Certificate:
     """What the integer programme says."""
 
-    verdict: SolverVerdict  # how sure the solver is
+    verdict: SolverVerdict
     plan_seconds: float  # seconds of a step by the search's plan, by the closed form of ``cost.schedule``
-    seconds: float  # the same of the programme's own solution; infinite without one
+    seconds: float  # the same of the programme's solution; infinite without one
     bound: float  # seconds that no plan of the shape beats, as far as the solver knows
-    solver: str  # which
+    solver: str  # its name
     taken: float = 0.0  # seconds that building and solving took
     boundaries: bool = True  # whether stage boundaries were chosen by the programme too
 
@@ -74,7 +73,7 @@ class Certificate:
 
 
 def certify(problem: Problem, partition: Partition, seconds: float = SECONDS) -> Certificate:
-    """Solve the shape of a plan anew, as an integer programme, within a solver's time.
+    """Solve the shape of the search's plan as an integer programme, within a time limit, and compare.
 
     Raises:
         GalvatronError: the solver found a quicker plan than the search, or proved that there is none as quick.
@@ -92,29 +91,34 @@ def certify(problem: Problem, partition: Partition, seconds: float = SECONDS) ->
 
 
 def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS) -> Certificate:
-    """What the integer programme of a plan's shape says, whether it agrees or not."""
+    """What the integer programme of a plan's shape says, whether it agrees or not; arguments as of ``certify``."""
     began = perf_counter()
-    strategies = [strategy for stage in partition.stages for strategy in stage.strategies]
-    priced, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
-    several = problem.shape.virtual > 1
-    free = choosable(problem) and not several and not problem.tables[0].fixed.even
+    strategies = partition.strategies
+    plan_seconds, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
+    virtual = problem.shape.virtual > 1
+    free = choosable(problem) and not virtual and not problem.tables[0].fixed.even
     unit, cuts = partition.time / TICKS / SCALE, None if free else partition.cuts
     model = (
         UniformModel(problem, unit, cuts, first=first_blocks(problem.graph, strategies))
-        if several
+        if virtual
         else ShapeModel(problem, unit, cuts)
     )
-    answer = solve(model.programme, seconds)
-    own = inf
-    if answer.values:
-        own, fits = _priced(problem, *model.path(answer.values))
-        # A solver's tolerance is about a ten-billionth of the memory: a solution that exceeds it by so much is a bound.
-        answer, own = (answer, own) if fits else (answer.unsure(), inf)
-    bound = own if answer.verdict is SolverVerdict.PROVEN else _step_seconds(problem, model, answer.bound)
-    return Certificate(answer.verdict, priced, own, bound, answer.solver, perf_counter() - began, free)
+    solution, solved_seconds = solve(model.programme, seconds), inf
+    if solution.values:
+        solved_seconds, fits = _priced(problem, *model.path(solution.values))
+        if not fits:  # by a ten-billionth of the memory, a solver's tolerance: the solution is no plan, its bound holds
+            solution, solved_seconds = replace(solution, verdict=SolverVerdict.UNKNOWN, values=()), inf
+    bound = solved_seconds
+    if solution.verdict is not SolverVerdict.PROVEN:  # of a value of the objective; ``offset`` comes on top
+        profile = problem.pricer.profile
+        alone = solution.bound * model.unit + model.offset + profile.overhead.step
+        bound = alone * straggling(profile, problem.shape.devices)
+    taken = perf_counter() - began
+    return Certificate(solution.verdict, plan_seconds, solved_seconds, bound, solution.solver, taken, free)
 
 
 def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, bool]:
+    """Seconds of a step, and whether every stage fits."""
     pricer, shape = problem.pricer, problem.shape
     costs = price_stages(pricer, shape, sizes, strategies)
     seconds = bound_seconds(pricer.profile, shape, costs)
@@ -124,33 +128,22 @@ def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strateg
     )
 
 
-def _step_seconds(problem: Problem, model: ShapeModel, objective: float) -> float:
-    """Seconds of a step from a value of the objective: what no variable stands for comes on top."""
-    profile, shape = problem.pricer.profile, problem.shape
-    alone = objective * model.unit + model.offset + profile.overhead.step
-    return alone * straggling(profile, shape.devices)
-
-
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found."""
+    """What a solver returns."""
 
-    verdict: SolverVerdict  # how sure it is
+    verdict: SolverVerdict
     values: Sequence[float]  # of every variable; empty without a solution
-    solver: str  # which
+    solver: str  # its name
     bound: float = -inf  # no solution's objective is less, as far as the solver knows
-
-    def unsure(self) -> Solution:
-        """The answer where its values turn out not to be a solution; its bound holds."""
-        return replace(self, verdict=SolverVerdict.UNKNOWN, values=())
 
 
 HIGHS, CBC = "HiGHS", ("PULP_CBC_CMD", "COIN_CMD")
 """Solvers by PuLP's names; CBC as PuLP 3 brings it, and as PuLP 4 or the machine does."""
 
 
-def solve(programme: IntegerProgramme, seconds: float = 60.0, solver: str | None = None) -> Solution:
-    """Solve a programme within a time limit; by HiGHS where it is installed, if not said otherwise.
+def solve(programme: IntegerProgramme, seconds: float = SECONDS, solver: str | None = None) -> Solution:
+    """Solve a programme within a time limit, by a solver of PuLP or by HiGHS where it is installed, else CBC.
 
     ``LpStatus`` says "Optimal" when the limit was hit; only ``sol_status`` tells a proven optimum from a good solution.
     """
@@ -163,14 +156,16 @@ def solve(programme: IntegerProgramme, seconds: float = 60.0, solver: str | None
         problem += _sum(pulp, variables, expression) <= bound
     for expression, bound in programme.equal:
         problem += _sum(pulp, variables, expression) == bound
-    name = solver or _offered(pulp)[0]
-    outcome = problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=0.0))
+    if solver is None:
+        available = pulp.listSolvers(onlyAvailable=True)
+        solver = next((name for name in (HIGHS, *CBC) if name in available), CBC[0])
+    outcome = problem.solve(pulp.getSolver(solver, msg=False, timeLimit=seconds, gapRel=0.0))
     verdict = _verdict(pulp, problem, outcome)
     solved = verdict in (SolverVerdict.PROVEN, SolverVerdict.FEASIBLE)
     values = [float(variable.varValue or 0.0) for variable in variables] if solved else []
     objective = pulp.value(problem.objective) if verdict is SolverVerdict.PROVEN else None
     bound = float(objective) if objective is not None else _bound(problem, outcome)
-    return Solution(verdict, values, name, bound)
+    return Solution(verdict, values, solver, bound)
 
 
 def _bound(problem: Any, outcome: Any) -> float:
@@ -181,11 +176,6 @@ def _bound(problem: Any, outcome: Any) -> float:
         if value is not None:
             return float(value)
     return -inf
-
-
-def _offered(pulp: Any) -> list[str]:
-    there = pulp.listSolvers(onlyAvailable=True)
-    return [name for name in (HIGHS, *CBC) if name in there] or [CBC[0]]
 
 
 def _variable(pulp: Any, problem: Any, number: int, binary: bool) -> Any:

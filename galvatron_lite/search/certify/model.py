@@ -11,14 +11,14 @@ A plan is a path through nodes (layer l, stage g, layout a), one layer a step. V
     subject to the flow of f and e through every node (l, g, a) = sum of w[l, g, s] over the strategies of that layout;
                the path starts in stage 0 and ends in the last; sum_l e[l, g, v] is the same for every g (one wire);
                T_k >= c_gk of every stage, U >= its step;
-               constraints (2) and (3) of ``frontier`` for every (l, g): moments are linear in w but for the parameters
+               constraints (2) and (3) of ``chain`` for every (l, g): moments are linear in w but for the parameters
                prefetched for a layer of another stage, which e takes away again;
                layers that share parameters have one strategy, edges of a single stage one glue.
 
-Where tensors skip layers, boundaries are given, and the flow f is one of every exchange inside a stage
+Where tensors skip layers, boundaries are fixed, and the flow f is one of every exchange inside a stage
 (``ModelGraph.exchanges``): from each layout of the layer that makes what goes to each of the one that reads it.
 
-Of a schedule that runs several stages on each group of devices boundaries are given, and so is which blocks have one
+Of a schedule that runs several stages on each group of devices boundaries are fixed, and so is which blocks have one
 strategy: all, or those of two sets that only recompute differently. Time is added up by groups, and memory is that of
 ``cost.memory.group_memory``.
 
@@ -28,13 +28,13 @@ at least prefix and pending), so that the constraints of every (l, g) hold toget
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer
+from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -42,33 +42,45 @@ from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.problem import Problem, is_glued
-from galvatron_lite.search.tables import PREFIX, REST, TICKS, StrategyTable, glue_of
+from galvatron_lite.search.tables import (
+    MIDDLE,
+    PEAK,
+    PENDING,
+    PREFETCHED,
+    PREFIX,
+    REST,
+    TICKS,
+    UPDATED,
+    StrategyTable,
+    glue_of,
+)
 
 Terms = dict[int, float]
+"""A linear expression: a factor by number of the variable."""
 SCALE = 1e4
 """Objective and memory are scaled to this, far above solvers' absolute tolerances (1e-6)."""
 
 
 @dataclass(slots=True)
 class IntegerProgramme:
-    """A mixed-integer programme: variables are numbers, constraints are ``expression <= bound`` or ``== bound``."""
+    """A mixed-integer programme: variables are numbers, constraints ``expression <= bound`` or ``== bound``."""
 
-    binary: list[bool] = field(default_factory=list)  # per variable, whether it is 0 or 1; else at least 0
-    objective: dict[int, float] = field(default_factory=dict)  # to be minimised
-    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)  # at_most, equal: constraints
-    equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    binary: list[bool] = field(default_factory=list)  # by variable: whether it is 0 or 1; else it is at least 0
+    objective: Terms = field(default_factory=dict)  # to be minimised
+    at_most: list[tuple[Terms, float]] = field(default_factory=list)
+    equal: list[tuple[Terms, float]] = field(default_factory=list)
 
     def variable(self, binary: bool) -> int:
-        """A new variable's number."""
+        """Add a variable; its number."""
         self.binary.append(binary)
         return len(self.binary) - 1
 
 
 @dataclass(slots=True)
 class _Stage:
-    """Sums over one stage: seconds of a micro-batch's passes, of gradients of weights, of the step; buffers' bytes."""
+    """What one stage takes: seconds of a micro-batch's passes, of gradients of weights and of the step; bytes of
+    buffers."""
 
     forward: Terms = field(default_factory=dict)
     backward: Terms = field(default_factory=dict)
@@ -76,21 +88,16 @@ class _Stage:
     step: Terms = field(default_factory=dict)
     buffers: Terms = field(default_factory=dict)
 
-    @property
-    def timed(self) -> list[int]:
-        """Variables that a micro-batch's time depends on, in order."""
-        return list(dict.fromkeys((*self.forward, *self.backward)))
-
 
 @dataclass(slots=True)
 class ShapeModel:
     """The programme of a shape."""
 
-    problem: Problem  # its shape, tables and budget; what it has settled otherwise is not looked at
+    problem: Problem  # its shape, tables and budget; its ``choice`` is made anew
     unit: float  # seconds that stand for one of the objective
-    cuts: Sequence[int] | None = None  # stage boundaries, where they are given; None: chosen
-    programme: IntegerProgramme = field(default_factory=IntegerProgramme)  # what a solver takes
-    # per (layer, stage) its table and the variable of each of its rows
+    cuts: Sequence[int] | None = None  # stage boundaries (0, ..., L), where they are fixed; None: chosen
+    programme: IntegerProgramme = field(default_factory=IntegerProgramme)
+    # by layer and stage: the layer's table there, and the variable of each of its rows
     layers: dict[tuple[int, int], tuple[StrategyTable, list[int]]] = field(default_factory=dict)
     offset: float = 0.0  # seconds of a step that no variable stands for
     _edges: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
@@ -103,7 +110,10 @@ class ShapeModel:
                 table = self._table(place, stage)
                 self.layers[place, stage] = (table, [self.programme.variable(binary=True) for _ in table.strategies])
         self._stages = [_Stage() for _ in range(self.chunks)]
-        self._add_flows()
+        if self.problem.graph.tensors:
+            self._add_exchanges()
+        else:
+            self._add_flows()
         self._add_agreements()
         self._add_times()
         self._add_objective()
@@ -114,9 +124,6 @@ class ShapeModel:
     def chunks(self) -> int:
         """Stages, all those counted that a group of devices runs."""
         return self.problem.shape.stages * self.problem.shape.virtual
-
-    def _group(self, stage: int) -> int:
-        return group_of(self.problem.shape.schedule, self.problem.shape.stages, stage)
 
     @property
     def count(self) -> int:
@@ -130,17 +137,21 @@ class ShapeModel:
         """
         sizes, strategies = [0] * self.chunks, []
         for place in range(self.count):
-            options = [
-                (values[number], stage, strategy)
-                for stage in self._stages_of(place)
-                for number, strategy in zip(
-                    self.layers[place, stage][1], self.layers[place, stage][0].strategies, strict=True
-                )
-            ]
+            options = []
+            for stage in self._stages_of(place):
+                table, variables = self.layers[place, stage]
+                rows = zip(variables, table.strategies, strict=True)
+                options += [(values[variable], stage, strategy) for variable, strategy in rows]
             _, stage, strategy = max(options, key=lambda option: option[0])
             sizes[stage] += 1
             strategies.append(strategy)
         return sizes, strategies
+
+    def _group(self, stage: int) -> int:
+        return group_of(self.problem.shape.schedule, self.problem.shape.stages, stage)
+
+    def _pricer(self, stage: int) -> LayerPricer:
+        return self.problem.tables[self._group(stage)].pricer
 
     def _stages_of(self, place: int) -> Iterator[int]:
         """The stages that a layer may lie in: every stage has a layer at least."""
@@ -163,79 +174,72 @@ class ShapeModel:
         tables = self.problem.tables[stage]
         return (tables.unpruned if tied else tables.table)(layer.kind, layer.name, sharing)
 
-    def _pricer(self, stage: int) -> LayerPricer:
-        return self.problem.tables[self._group(stage)].pricer
+    def _by_layout(self, place: int, stage: int) -> dict[Layout, list[int]]:
+        """The variables of a layer in a stage by layout; empty where it cannot lie there."""
+        variables: dict[Layout, list[int]] = {}
+        if (place, stage) in self.layers:
+            table, numbers = self.layers[place, stage]
+            for number, layout in zip(numbers, table.layouts, strict=True):
+                variables.setdefault(layout, []).append(number)
+        return variables
 
     def _add_flows(self) -> None:
-        if self.problem.graph.tensors:
-            self._add_net()
-            return
-        programme, rows = self.programme, self._by_layout
+        programme, by_layout = self.programme, self._by_layout
         for place, stage in self.layers:
-            for a, held in rows(place, stage).items():
-                leaving = dict.fromkeys(held, -1.0)
-                for b in rows(place + 1, stage):
+            for a, numbers in by_layout(place, stage).items() if place + 1 < self.count else ():
+                leaving = dict.fromkeys(numbers, -1.0)
+                for b in by_layout(place + 1, stage):
                     leaving[self._flow(place + 1, stage, a, b)] = 1.0
-                for b in self._across(a, rows(place + 1, stage + 1)):
+                for b in self._across(a, by_layout(place + 1, stage + 1)):
                     leaving[self._edge(place + 1, stage, a, b)] = 1.0
-                if place + 1 < self.count:
-                    programme.equal.append((leaving, 0.0))
-            for b, held in rows(place, stage).items():
-                coming = dict.fromkeys(held, -1.0)
-                for a in rows(place - 1, stage):
+                programme.equal.append((leaving, 0.0))
+            for b, numbers in by_layout(place, stage).items() if place else ():
+                coming = dict.fromkeys(numbers, -1.0)
+                for a in by_layout(place - 1, stage):
                     coming[self._flow(place, stage, a, b)] = 1.0
-                for a in self._across(b, rows(place - 1, stage - 1)):
+                for a in self._across(b, by_layout(place - 1, stage - 1)):
                     coming[self._edge(place, stage - 1, a, b)] = 1.0
-                if place:
-                    programme.equal.append((coming, 0.0))
+                programme.equal.append((coming, 0.0))
         programme.equal.append((dict.fromkeys(self.layers[0, 0][1], 1.0), 1.0))
 
-    def _add_net(self) -> None:
-        """The same where tensors skip layers: boundaries are given, and every exchange inside a stage has its flow."""
+    def _add_exchanges(self) -> None:
+        """``_add_flows`` where tensors skip layers: boundaries are fixed, and every exchange inside a stage has its
+        flow."""
         programme, cuts = self.programme, self.cuts or (0, self.count)
-        for _, choices in self.layers.values():
-            programme.equal.append((dict.fromkeys(choices, 1.0), 1.0))
+        for _, numbers in self.layers.values():
+            programme.equal.append((dict.fromkeys(numbers, 1.0), 1.0))
         for stage, ends in enumerate(pairwise(cuts)):
             for left, right, size in self.problem.graph.exchanges(range(*ends)):
                 self._add_exchange(stage, left, right, size)
         for stage, cut in enumerate(cuts[1:-1]):
             before, after = self._by_layout(cut - 1, stage), self._by_layout(cut, stage + 1)
-            for a, held in before.items():
+            for a, numbers in before.items():
                 through = {self._edge(cut, stage, a, b): -1.0 for b in self._across(a, after)}
-                programme.equal.append((dict.fromkeys(held, 1.0) | through, 0.0))
-            for b, held in after.items():
+                programme.equal.append((dict.fromkeys(numbers, 1.0) | through, 0.0))
+            for b, numbers in after.items():
                 through = {self._edge(cut, stage, a, b): -1.0 for a in self._across(b, before)}
-                programme.equal.append((dict.fromkeys(held, 1.0) | through, 0.0))
+                programme.equal.append((dict.fromkeys(numbers, 1.0) | through, 0.0))
 
     def _add_exchange(self, stage: int, left: int, right: int, size: int) -> None:
         """What goes between two layers of a stage, from each layout to each."""
-        rows = self._by_layout(left, stage), self._by_layout(right, stage)
-        flow = {(a, b): self.programme.variable(binary=False) for a in rows[0] for b in rows[1]}
-        for (a, b), number in flow.items():
-            seconds = self._moved(size, stage, a, b)
-            for terms in (self._stages[stage].forward, self._stages[stage].backward):
-                terms[number] = seconds
-        for side, row in enumerate(rows):
-            for layout, held in row.items():
-                through = {number: 1.0 for ends, number in flow.items() if ends[side] == layout}
-                self.programme.equal.append((through | dict.fromkeys(held, -1.0), 0.0))
-
-    def _by_layout(self, place: int, stage: int) -> dict[Layout, list[int]]:
-        result: dict[Layout, list[int]] = {}
-        if (place, stage) in self.layers:
-            table, choices = self.layers[place, stage]
-            for number, layout in zip(choices, table.layouts, strict=True):
-                result.setdefault(layout, []).append(number)
-        return result
+        ends = self._by_layout(left, stage), self._by_layout(right, stage)
+        flow = {(a, b): self._moving(stage, size, a, b) for a in ends[0] for b in ends[1]}
+        for side, by_layout in enumerate(ends):
+            for layout, numbers in by_layout.items():
+                through = {number: 1.0 for layouts, number in flow.items() if layouts[side] == layout}
+                self.programme.equal.append((through | dict.fromkeys(numbers, -1.0), 0.0))
 
     def _flow(self, place: int, stage: int, a: Layout, b: Layout) -> int:
         key = (place, stage, a, b)
         if key not in self._flows:
-            self._flows[key] = self.programme.variable(binary=False)
-            seconds = self._moved(self.problem.graph.crossing(place), stage, a, b)
-            for terms in (self._stages[stage].forward, self._stages[stage].backward):
-                terms[self._flows[key]] = seconds
+            self._flows[key] = self._moving(stage, self.problem.graph.crossing(place), a, b)
         return self._flows[key]
+
+    def _moving(self, stage: int, size: int, a: Layout, b: Layout) -> int:
+        """A variable that stands for redistribution in both passes of a stage."""
+        number, seconds = self.programme.variable(binary=False), self._moved(size, stage, a, b)
+        self._stages[stage].forward[number] = self._stages[stage].backward[number] = seconds
+        return number
 
     def _moved(self, size: int, stage: int, a: Layout, b: Layout) -> float:
         return self._pricer(stage).redistribution(
@@ -247,85 +251,79 @@ class ShapeModel:
         return [layout] if layout in others else []
 
     def _edge(self, place: int, stage: int, wire: Layout, right: Layout) -> int:
-        """The boundary before a layer: both sides pay for what they send, and hold its buffers; its layout behind it is
-        ``right``."""
+        """The boundary between a stage and a layer that begins the next one: both sides pay for what they send, and
+        hold its buffers; its layout behind it is ``right``."""
         key = (place, stage, wire, right)
-        if key not in self._edges:
-            number = self._edges[key] = self.programme.variable(binary=False)
-            sender = strategy_with(wire)
-            shape, pricer = self.problem.shape, self.problem.pricer
-            groups = (self._group(stage), self._group(stage + 1))
-            apart = groups[0] != groups[1]
-            size = boundary_bytes(self.problem.graph.crossing(place), shape.microbatch, sender) if apart else 0
-            seconds = transfer_seconds(pricer, size, sender, shape, groups) if apart else 0.0
-            moved = self._moved(self.problem.graph.crossing(place), stage + 1, wire, right)
-            before, behind = (self._host(side).pipeline for side in (stage, stage + 1))
-            self._stages[stage].forward[number] = seconds + before
-            self._stages[stage].backward[number] = before
-            self._stages[stage + 1].backward[number] = seconds + behind + moved
-            self._stages[stage + 1].forward[number] = behind + moved
-            counted, held = not pricer.profile.unbuffered, (shape.microbatches, shape.schedule)
-            self._stages[stage].buffers[number] = buffer_bytes(0, size, *held, counted=counted)
-            received = buffer_bytes(size, 0, *held, counted=counted)
-            self._stages[stage + 1].buffers[number] = received + self._copies(stage + 1, sender)
-        return self._edges[key]
+        if key in self._edges:
+            return self._edges[key]
+        number = self._edges[key] = self.programme.variable(binary=False)
+        sender, left_stage, right_stage = strategy_with(wire), self._stages[stage], self._stages[stage + 1]
+        shape, pricer, crossing = self.problem.shape, self.problem.pricer, self.problem.graph.crossing(place)
+        groups = (self._group(stage), self._group(stage + 1))
+        apart = groups[0] != groups[1]
+        size = boundary_bytes(crossing, shape.microbatch, sender) if apart else 0
+        seconds = transfer_seconds(pricer, size, sender, shape, groups) if apart else 0.0
+        moved = self._moved(crossing, stage + 1, wire, right)
+        before, behind = (self._pricer(side).profile.overhead.pipeline for side in (stage, stage + 1))
+        left_stage.forward[number] = seconds + before
+        left_stage.backward[number] = before
+        right_stage.backward[number] = seconds + behind + moved
+        right_stage.forward[number] = behind + moved
+        counted, messages = not pricer.profile.unbuffered, (shape.microbatches, shape.schedule)
+        left_stage.buffers[number] = buffer_bytes(0, size, *messages, counted=counted)
+        received = buffer_bytes(size, 0, *messages, counted=counted)
+        right_stage.buffers[number] = received + self._copies(stage + 1, sender)
+        return number
 
     def _copies(self, stage: int, sender: Strategy) -> int:
-        """Bytes that a stage keeps of tensors made before it; boundaries are given where there are such tensors."""
+        """Bytes that a stage keeps of tensors made before it; boundaries are fixed where there are such tensors."""
         if self.cuts is None:
             return 0
         problem, inside = self.problem, range(self.cuts[stage], self.cuts[stage + 1])
-        return problem.held(stage) * boundary_bytes(problem.graph.borrowed(inside), problem.shape.microbatch, sender)
+        borrowed = boundary_bytes(problem.graph.borrowed(inside), problem.shape.microbatch, sender)
+        return problem.in_flight(stage) * borrowed
 
     def _add_agreements(self) -> None:
         """One wire; one strategy for layers that share parameters; one glue."""
         self._add_wire()
-        graph, stages = self.problem.graph, self.problem.shape.stages
+        graph = self.problem.graph
         for group in tied_groups(graph):
             self._agree(group, lambda table, row: table.strategies[row])
         edges = [place for place, layer in enumerate(graph.layers) if layer.role is not Role.BLOCK]
-        if stages == 1 and is_glued(graph):
+        if self.problem.shape.stages == 1 and is_glued(graph):
             self._agree(edges, lambda table, row: glue_of(table.layouts[row]))
 
     def _add_wire(self) -> None:
-        for first, second in pairwise(range(self.chunks - 1)):
+        for boundary in range(self.chunks - 2):
             for wire in sorted({key[2] for key in self._edges}):
-                every = {
-                    n: 1.0 for (_, stage, edge_wire, _), n in self._edges.items() if (stage, edge_wire) == (first, wire)
+                terms = {
+                    number: sign
+                    for side, sign in ((boundary, 1.0), (boundary + 1, -1.0))
+                    for (_, stage, layout, _), number in self._edges.items()
+                    if (stage, layout) == (side, wire)
                 }
-                every |= {
-                    n: -1.0
-                    for (_, stage, edge_wire, _), n in self._edges.items()
-                    if (stage, edge_wire) == (second, wire)
-                }
-                self.programme.equal.append((every, 0.0))
+                self.programme.equal.append((terms, 0.0))
 
-    def _agree(self, places: Iterable[int], what: object) -> None:
-        """Layers that must have something of their strategies in common."""
+    def _agree(self, places: Iterable[int], trait: Callable[[StrategyTable, int], object]) -> None:
+        """Layers whose strategies must have a trait in common."""
         sums: list[dict[object, Terms]] = []
         for place in places:
             terms: dict[object, Terms] = {}
             for stage in self._stages_of(place):
                 table, numbers = self.layers[place, stage]
                 for row, number in enumerate(numbers):
-                    terms.setdefault(what(table, row), {})[number] = 1.0  # type: ignore[operator]
+                    terms.setdefault(trait(table, row), {})[number] = 1.0
             sums.append(terms)
         for left, right in pairwise(sums):
             for value in dict.fromkeys((*left, *right)):
                 minus = dict.fromkeys(right.get(value, {}), -1.0)
                 self.programme.equal.append((left.get(value, {}) | minus, 0.0))
 
-    def _host(self, stage: int) -> HostOverhead:
-        return self._pricer(stage).profile.overhead
-
     def _add_times(self) -> None:
-        for (_, stage), (table, choices) in self.layers.items():
+        for (_, stage), (table, numbers) in self.layers.items():
             sums, figures = self._stages[stage], table.figures
-            for row, number in enumerate(choices):
-                sums.forward[number] = float(figures.forward[row]) / TICKS
-                sums.backward[number] = float(figures.backward[row]) / TICKS
-                sums.weight[number] = float(figures.weight[row]) / TICKS
-                sums.step[number] = float(figures.step[row]) / TICKS
+            for name in ("forward", "backward", "weight", "step"):
+                getattr(sums, name).update(terms_of(numbers, getattr(figures, name) / TICKS))
 
     def _add_objective(self) -> None:
         """What stages add to the ramp, and the slowest of each part; ``offset`` is what no variable stands for."""
@@ -334,70 +332,73 @@ class ShapeModel:
         programme.objective.update(dict(zip(tops, (*form.rounds, 1.0), strict=True)))
         for group in range(self.problem.shape.stages):
             stages = [stage for stage in range(self.chunks) if self._group(stage) == group]
-            half = sum(self._host(stage).microbatch for stage in stages) / 2
+            half = sum(self._pricer(stage).profile.overhead.microbatch for stage in stages) / 2
             constants = form.parts(half, half, 0.0)
-            for part, ramp, top, constant in zip(range(len(form.ramp)), form.ramp, tops, constants, strict=False):
-                columns = [{n: self._parts(sums, n)[part] / self.unit for n in sums.timed} for sums in self._of(stages)]
-                column = added(*((column, 1.0) for column in columns))
+            columns = self._part_columns([self._stages[stage] for stage in stages])
+            for ramp, top, constant, column in zip(form.ramp, tops, constants, columns, strict=False):
                 for number, value in column.items():
                     programme.objective[number] = programme.objective.get(number, 0.0) + ramp * value
                 programme.at_most.append((column | {top: -1.0}, -constant / self.unit))
                 self.offset += ramp * constant
-            below = added(*((sums.step, 1 / self.unit) for sums in self._of(stages)))
-            programme.at_most.append((below | {tops[-1]: -1.0}, 0.0))
+            step = added(*((self._stages[stage].step, 1 / self.unit) for stage in stages))
+            programme.at_most.append((step | {tops[-1]: -1.0}, 0.0))
 
-    def _of(self, stages: Iterable[int]) -> list[_Stage]:
-        return [self._stages[stage] for stage in stages]
-
-    def _parts(self, sums: _Stage, number: int) -> tuple[float, ...]:
+    def _part_columns(self, stages: Sequence[_Stage]) -> list[Terms]:
+        """The parts of a micro-batch's time in the stages of a group, in units of the objective."""
         form = self.problem.form
-        passes = (sums.forward.get(number, 0.0), sums.backward.get(number, 0.0))
-        return form.parts(*passes, form.freed * sums.weight.get(number, 0.0))
+        columns: list[Terms] = [{} for _ in form.ramp]
+        for sums in stages:
+            for number in dict.fromkeys((*sums.forward, *sums.backward)):
+                passes = sums.forward.get(number, 0.0), sums.backward.get(number, 0.0)
+                parts = form.parts(*passes, form.freed * sums.weight.get(number, 0.0))
+                for column, part in zip(columns, parts, strict=True):
+                    column[number] = column.get(number, 0.0) + part / self.unit
+        return columns
 
     def _add_memory(self, group: int) -> None:
         """Every moment of a group of devices, which runs one stage, within its room."""
         problem, buffers = self.problem, self._stages[group].buffers
         room = problem.budgets[group] - self._pricer(group).profile.cluster.device.context
-        places = [place for place, stage_group in self.layers if stage_group == group]
-        self._within([buffers, *(self._column(place, group, 6) for place in places)], room)
-        self._add_moments(group, problem.held(group), [buffers], room, filled=problem.filled(group))
+        places = [place for place, stage in self.layers if stage == group]
+        self._within([buffers, *(self._column(place, group, UPDATED) for place in places)], room)
+        self._add_moments(group, problem.in_flight(group), [buffers], room, filled=problem.filled(group))
 
     def _add_moments(
-        self, stage: int, held: int, beside_it: Sequence[Terms], room: int, *, filled: bool = False
+        self, stage: int, in_flight: int, beside_it: Sequence[Terms], room: int, *, filled: bool = False
     ) -> None:
         """Every moment at which a stage computes, with so many micro-batches in flight and other bytes beside it."""
-        places = [place for place, choices in self.layers if choices == stage]
+        places = [place for place, layer_stage in self.layers if layer_stage == stage]
+        memory = {place: self.layers[place, stage][0].memory(in_flight, filled) for place in places}
         rest: Terms = {}
         for place in places:
-            table, choices = self.layers[place, stage]
-            rest |= row_of(choices, table.held(held, filled)[:, REST])
+            rest |= terms_of(self.layers[place, stage][1], memory[place][:, REST])
         start = added((rest, 1.0), *((terms, 1.0) for terms in beside_it))
         for place in places:
-            table, choices = self.layers[place, stage]
-            beside = self._prefetched(place, stage)
-            peak = table.figures.memory[:, 2:4].max(axis=1)
-            self._within([start, beside, row_of(choices, peak)], room)
+            table, numbers = self.layers[place, stage]
+            prefetched = self._prefetched(place, stage)
+            peak = np.maximum(table.figures.memory[:, PEAK], table.figures.memory[:, MIDDLE])
+            self._within([start, prefetched, terms_of(numbers, peak)], room)
             if (place + 1, stage) in self.layers:
-                middle, pending = self._column(place, stage, 3), self._column(place + 1, stage, 5)
-                self._within([start, beside, middle, pending], room)
-            start = added((start, 1.0), (row_of(choices, table.held(held, filled)[:, PREFIX]), 1.0))
+                middle, pending = self._column(place, stage, MIDDLE), self._column(place + 1, stage, PENDING)
+                self._within([start, prefetched, middle, pending], room)
+            start = added((start, 1.0), (terms_of(numbers, memory[place][:, PREFIX]), 1.0))
 
     def _column(self, place: int, stage: int, column: int) -> Terms:
-        table, choices = self.layers[place, stage]
-        return row_of(choices, table.figures.memory[:, column])
+        table, numbers = self.layers[place, stage]
+        return terms_of(numbers, table.figures.memory[:, column])
 
     def _prefetched(self, place: int, stage: int) -> Terms:
         """What the layer before has gathered ahead, if it lies in the same stage."""
         if (place - 1, stage) not in self.layers:
             return {}
-        table, choices = self.layers[place - 1, stage]
-        result = row_of(choices, table.figures.memory[:, 4])
+        table, _ = self.layers[place - 1, stage]
+        terms = self._column(place - 1, stage, PREFETCHED)
         for layout in dict.fromkeys(table.layouts):
             number = self._edges.get((place, stage, layout, layout))
             if number is not None:
                 rows = [row for row, other in enumerate(table.layouts) if other == layout]
-                result[number] = -float(table.figures.memory[rows, 4].max())
-        return result
+                terms[number] = -float(table.figures.memory[rows, PREFETCHED].max())
+        return terms
 
     def _within(self, terms: Sequence[Terms], room: int) -> None:
         """In ten-thousandths of the room: the solver's tolerance is then about a ten-billionth of it."""
@@ -408,19 +409,19 @@ class ShapeModel:
 
 def choosable(problem: Problem) -> bool:
     """Whether what layers and stages cost does not depend on boundaries: no two layers that share parameters may meet
-    in a stage, and no tensor skip layers: what goes straight to its reader is what lies in the same stage."""
+    in a stage, and no tensor skips layers: what goes straight to its reader is what lies in the same stage."""
     far = (0, len(problem.graph.layers) - 1)
     apart = all(group == far for group in tied_groups(problem.graph))
     return problem.shape.stages == 1 or (not problem.graph.tensors and apart)
 
 
-def row_of(columns: Sequence[int], values: Iterable[float]) -> Terms:
+def terms_of(numbers: Sequence[int], values: Iterable[float]) -> Terms:
     """A value for each of a layer's variables."""
-    return {number: float(value) for number, value in zip(columns, values, strict=True)}
+    return {number: float(value) for number, value in zip(numbers, values, strict=True)}
 
 
 def added(*terms: tuple[Terms, float]) -> Terms:
-    """Sums, each times a factor, as one."""
+    """Sum of expressions, each times a factor."""
     total: Terms = {}
     for term, factor in terms:
         for number, value in term.items():
@@ -438,27 +439,25 @@ def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset
 class UniformModel(ShapeModel):
     """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given."""
 
-    first: frozenset[int] = frozenset()  # blocks that have a strategy of their own
+    first: frozenset[int] = frozenset()  # blocks that may have another strategy than the others
 
-    def _places(self, group: int) -> list[int]:
-        return [place for place, stage in self.layers_in_order if self._group(stage) == group]
-
-    @property
-    def layers_in_order(self) -> list[tuple[int, int]]:
-        """(layer, its stage)."""
-        return [(place, next(self._stages_of(place))) for place in range(self.count)]
+    def _sharing(self, place: int, stage: int) -> ParameterSharing:
+        """Sharing of parameters among all layers of a group of devices."""
+        group = self._group(stage)
+        places = [other for other in range(self.count) if self._group(next(self._stages_of(other))) == group]
+        return sharing_of(self.problem.graph, places).get(place, ALONE)
 
     def _table(self, place: int, stage: int) -> StrategyTable:
         layer = self.problem.graph.layers[place]
-        sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
-        return self.problem.tables[self._group(stage)].unpruned(layer.kind, layer.name, sharing)
+        tables = self.problem.tables[self._group(stage)]
+        return tables.unpruned(layer.kind, layer.name, self._sharing(place, stage))
 
     def _across(self, layout: Layout, others: Iterable[Layout]) -> list[Layout]:  # noqa: ARG002
         """Any: what arrives is redistributed."""
         return list(others)
 
     def _add_wire(self) -> None:
-        """None is asked for."""
+        """None is needed."""
 
     def _add_agreements(self) -> None:
         """As for every shape; and one strategy for all layers of a role, or of two sets of them."""
@@ -474,25 +473,24 @@ class UniformModel(ShapeModel):
     def _add_memory(self, group: int) -> None:
         shape = self.problem.shape
         stages = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
-        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
         buffers = added(*((self._stages[stage].buffers, 1.0) for stage in stages))
         room = self.problem.budgets[group] - self._pricer(stages[0]).profile.cluster.device.context
-        self._within([buffers, *(self._column(place, stage, 6) for place, stage in self._in(stages))], room)
-        for variable, counts in held:
-            resting = [self._resting(stage, counts[at]) for at, stage in enumerate(stages) if at != variable]
-            self._add_moments(stages[variable], max(counts[variable], 1), [buffers, *resting], room)
-
-    def _in(self, stages: list[int]) -> list[tuple[int, int]]:
-        return [(place, stage) for place, stage in self.layers_in_order if stage in stages]
+        updated = [self._column(place, stage, UPDATED) for place, stage in self.layers if stage in stages]
+        self._within([buffers, *updated], room)
+        for computing, counts in moments:
+            others = (chunk for chunk in range(shape.virtual) if chunk != computing)
+            at_rest = [self._resting(stages[chunk], counts[chunk]) for chunk in others]
+            self._add_moments(stages[computing], max(counts[computing], 1), [buffers, *at_rest], room)
 
     def _resting(self, stage: int, count: int) -> Terms:
+        """Bytes of a stage while another one computes, with so many micro-batches in flight."""
         total: Terms = {}
         shape = self.problem.shape
-        for place, _ in self._in([stage]):
+        for place in (place for place, layer_stage in self.layers if layer_stage == stage):
             table, numbers = self.layers[place, stage]
-            layer = self.problem.graph.layers[place]
-            sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
+            layer, sharing = self.problem.graph.layers[place], self._sharing(place, stage)
             cost = self._pricer(stage).price_many(layer.kind, table.strategies, shape.microbatch, shape.stages, sharing)
             bytes_ = resting(cost, shape.microbatches) + count * cost.kept
-            total |= row_of(numbers, np.asarray(bytes_ + (cost.gathered if count else 0)))
+            total |= terms_of(numbers, np.asarray(bytes_ + (cost.gathered if count else 0)))
         return total

@@ -12,7 +12,7 @@ The problem. Layers l = 1..L, choices s_l in S_l; all figures are whole numbers 
                        weights . (1) <= cap                                                                    (4)
 
 Bounds and good paths are found by shortest paths at a price of memory (``bounds``), exact fronts by labels
-(``labels``), chains with one strategy a part by looking at every combination, where there are few.
+(``labels``), chains with one strategy a part by comparing every combination, where there are few (``best_of_parts``).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from galvatron_lite.arrays import IntArray
 
 MEMORY = ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
 _COMBINATIONS = 100_000
-"""Combinations of one strategy a part that are all looked at sooner than a search takes."""
+"""Combinations of one strategy a part that are compared sooner than a search takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainLayer:
-    """One layer of a chain: figures of each of its S choices."""
+    """One layer of a chain: figures of its S choices."""
 
     time: IntArray  # (S, C)
     rest: IntArray  # (S,) each, see ``cost.memory.MemoryTerms``
@@ -47,7 +47,7 @@ class ChainLayer:
     move: IntArray  # (groups of the layer before, groups); meaningless in the first layer
     group: IntArray  # (S,) the choice's layout: 0, 1, ...
     strategy: IntArray | None = None  # (S,) number of the choice's strategy; None where runs are not counted
-    part: int = 0  # of the model (before, among or after the blocks); runs of strategies are counted in each
+    part: int = 0  # of the model: before, among or after the blocks; runs of strategies are counted in each
 
     def only(self, rows: IntArray) -> ChainLayer:
         """The layer with some of its choices."""
@@ -96,12 +96,12 @@ class ChainFront:
 
 
 def worst_moment(runs: Sequence[tuple[Sequence[IntArray], int]]) -> IntArray:
-    """The worst moment of layers that compute, without what they have at rest and the optimizer's; (2) above.
+    """The worst moment (2) of layers that compute, without what they have at rest and the optimizer's.
 
-    In a run of equal layers moments go up or down evenly, so that only those at its ends are looked at.
+    In a run of equal layers moments go up or down evenly, so that only those at its ends are compared.
 
     Args:
-        runs: by runs of equal layers, their figures in the order of ``MEMORY``, and how many they are.
+        runs: of equal layers, their figures in the order of ``MEMORY``, and how many they are.
     """
     worst, before = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for number, ((_, prefix, peak, middle, prefetched, pending, _), count) in enumerate(runs):
@@ -116,14 +116,14 @@ def worst_moment(runs: Sequence[tuple[Sequence[IntArray], int]]) -> IntArray:
 
 
 def strategies_of_parts(chain: Chain) -> list[IntArray] | None:
-    """Where each part of the model is to have one strategy: those that all of its layers have. None where it may have
-    several, or where there are too many combinations to look at all (``best_of_parts``)."""
+    """Where each part of the model must have one strategy: by part, those that all of its layers have. None where it
+    may have several, or where there are too many combinations to compare."""
     if chain.runs != 1 or len(chain.weights) > 1:
         return None
     parts = groupby(chain.layers, key=lambda layer: layer.part)
-    names = [{id(layer): _strategies(layer) for layer in layers}.values() for _, layers in parts]
-    common = [reduce(np.intersect1d, name) for name in names]
-    return common if prod(groups.size for groups in common) <= _COMBINATIONS else None
+    numbers = [{id(layer): _strategies(layer) for layer in layers}.values() for _, layers in parts]
+    common = [reduce(np.intersect1d, layers) for layers in numbers]
+    return common if prod(strategies.size for strategies in common) <= _COMBINATIONS else None
 
 
 def _strategies(layer: ChainLayer) -> IntArray:
@@ -134,9 +134,14 @@ def _strategies(layer: ChainLayer) -> IntArray:
 def best_of_parts(chain: Chain, common: Sequence[IntArray], cap: float = np.inf) -> Path | None:
     """The best path of a chain with one criterion whose parts have one strategy each; None where none fits.
 
-    Every combination of the strategies that layers of a part have in common at once, as arrays.
+    All combinations are compared at once, as arrays with one axis a part.
+
+    Args:
+        chain: the layers.
+        common: see ``strategies_of_parts``.
+        cap: the path takes at most this time.
     """
-    if not all(groups.size for groups in common):
+    if not all(strategies.size for strategies in common):
         return None
     parts = [list(layers) for _, layers in groupby(chain.layers, key=lambda layer: layer.part)]
     rows: dict[int, IntArray] = {}
@@ -153,15 +158,15 @@ def best_of_parts(chain: Chain, common: Sequence[IntArray], cap: float = np.inf)
         for axis, part in enumerate(parts)
         for layers in (list(same) for _, same in groupby(part, key=id))
     ]
-    none = np.zeros([groups.size for groups in common], dtype=np.int64)
-    time = sum((count * along(layer.time[:, 0], layer, axis) for axis, layer, count in runs), start=none)
+    zero = np.zeros([strategies.size for strategies in common], dtype=np.int64)
+    time = sum((count * along(layer.time[:, 0], layer, axis) for axis, layer, count in runs), start=zero)
     for axis, (left, right) in enumerate(pairwise(parts)):
         a, b = left[-1], right[0]
         move = b.move[np.ix_(a.group[rows[id(a)]], b.group[rows[id(b)]])]
         others = [other for other in range(len(parts)) if other not in (axis, axis + 1)]
         time = time + chain.moves[0] * np.expand_dims(move, others)
     figures = [([along(getattr(layer, name), layer, axis) for name in MEMORY], count) for axis, layer, count in runs]
-    rest, updated = (sum((count * groups[column] for groups, count in figures), start=none) for column in (0, 6))
+    rest, updated = (sum((count * memory[column] for memory, count in figures), start=zero) for column in (0, 6))
     fits = (rest + worst_moment(figures) <= chain.room) & (updated <= chain.room)
     least = np.where(fits & (time <= cap), time, np.inf)
     place = int(np.argmin(least))

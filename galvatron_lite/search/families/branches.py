@@ -1,15 +1,15 @@
-"""Plans whose branches have devices of their own (``family``).
+"""Plans whose branches have devices of their own.
 
 Every branch is searched by itself, exactly, on each number of devices that a group may have: one stage of its layers,
 within the memory that the trunk leaves. The branches of a region are then assigned to groups
-(``parallelism.branch.cost``), and the plan is priced as a whole (``cost.branched``). Regions that are no quicker
-so stay in the trunk, unless all are. Micro-batches are as few as fit.
+(``parallelism.branch.cost``), and the complete plan is priced (``cost.branched``). Regions that are no quicker so stay
+in the trunk, unless none is. Micro-batches are as few as fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from galvatron_lite.cluster.budget import bytes_on
@@ -38,42 +38,30 @@ from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.families.family import PlanTask, seconds_of
 from galvatron_lite.search.result import provenance, runs_of, summary
-from galvatron_lite.search.shapes import PriceCache, Request
+from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import microbatch_counts
 from galvatron_lite.search.tables import Memo
 from galvatron_lite.units import format_seconds
 
 Strategies = tuple[Strategy, ...]
+Choices = dict[int, dict[Option, Strategies]]
+"""By devices of a group: the options of a branch, and the strategies of each."""
+_SMALL = 8
+"""Devices up to which groups may have any size; of more, sizes that divide them."""
 
 
-@dataclass(frozen=True, slots=True)
 class BranchCourse:
-    """A number of micro-batches."""
+    """Plans with branches apart at one number of micro-batches."""
 
-    request: Request  # what is planned
-    parts: PartPricer  # prices parts of the model
-    count: int  # micro-batches of a step
-
-    @property
-    def microbatch(self) -> int:
-        """Samples of one."""
-        return self.request.global_batch // self.count
-
-    @property
-    def spread(self) -> bool:
-        """Whether all devices share the samples in the trunk; else every one works on all of them."""
-        shared = strategy_with(Layout(batch=self.request.devices))
-        return self.microbatch % self.request.devices == 0 and self.request.fixed.allows(shared)
-
-    @property
-    def trunk_strategy(self) -> Strategy:
-        """What layers outside branches do."""
-        return strategy_with(Layout(batch=self.request.devices if self.spread else 1))
-
-    @property
-    def context(self) -> int:
-        """Bytes taken on a device before the first tensor."""
-        return self.parts.pricer.profile.cluster.device.context
+    def __init__(self, request: Request, parts: PartPricer, count: int) -> None:
+        self.request, self.parts, self.count = request, parts, count
+        self.microbatch = request.global_batch // count
+        self.context = parts.pricer.profile.cluster.device.context  # bytes on a device before the first tensor
+        shared = strategy_with(Layout(batch=request.devices))
+        # whether all devices share the samples in the trunk; else each works on all of them
+        self.spread = self.microbatch % request.devices == 0 and request.fixed.allows(shared)
+        self.trunk_strategy = shared if self.spread else strategy_with(Layout())
+        self._memo = Memo()
 
     def trunk(self, apart: Sequence[BranchRegion]) -> PartCost:
         """All layers but those of some regions, on all devices."""
@@ -85,29 +73,25 @@ class BranchCourse:
         return self.parts.price(names, strategies, range(self.request.devices), site, self.count)
 
     def gain(self, region: BranchRegion, apart: float) -> float:
-        """Seconds of a step that a region takes less on devices of its own, where it takes ``apart``, than as part of
-        the trunk: its branches one after another everywhere, and no calls that the host puts off."""
+        """Seconds of a step that a region saves on devices of its own over being part of the trunk: there its branches
+        run one after another everywhere, but the host puts off no calls.
+
+        Args:
+            region: of the model.
+            apart: seconds that it takes on devices of its own.
+        """
         rest = [other for other in self.parts.regions if other is not region]
         inside = sum(self.phases(self.trunk(rest))) - sum(self.phases(self.trunk(self.parts.regions)))
         return inside - apart - self.count * self.parts.calling(region.branches)
 
     def phases(self, part: PartCost) -> Phases:
-        """Seconds of a step: forward, backward, and what is done once."""
+        """Seconds of a step: forward, backward, and once a step."""
         forward, backward, once = part.seconds
         return self.count * forward, self.count * backward, once
 
-    def placed(self, branch: Branch, devices: int, strategies: Strategies) -> PartCost:
-        """A branch on so many devices, with what moves in and out."""
-        site = self._site(devices, strategies[0].batch_degree)
-        return self.parts.with_moves(self.parts.price(branch.layers, strategies, range(devices), site, self.count))
-
-    def _site(self, devices: int, sharing: int) -> BranchSite:
-        return BranchSite(self.request.devices, devices, sharing, self.spread, self.microbatch)
-
     def room(self) -> tuple[int, int]:
         """Bytes that branches may hold on a device beside the trunk, and those that the trunk works with."""
-        trunk = self.trunk(self.parts.regions)
-        held, working = self._memory(trunk)
+        held, working = self._memory(self.trunk(self.parts.regions))
         outside = self._site(1, 1)
         sent = sum(
             self._buffers(border_of(self.parts.pricer.profile.graph, set(branch.layers)), outside, holds_input=False)
@@ -116,14 +100,55 @@ class BranchCourse:
         )
         return bytes_on(self.request.budget, "") - self.context - held - sent, working
 
-    def option(self, branch: Branch, devices: int, strategies: Strategies, least: int) -> Option:
-        """A branch on so many devices as one of its options; ``least``: bytes that the trunk works with."""
-        part = self.placed(branch, devices, strategies)
+    def options(self, branch: Branch, room: int, working: int, beside: int) -> Choices:
+        """The options of a branch: the quickest within all of the room, and within an even share of it.
+
+        Args:
+            branch: of the model.
+            room: bytes that the branches of a device may take.
+            working: bytes that the trunk needs while it works.
+            beside: branches that may share the room.
+        """
+        options: Choices = {}
+        most = self.request.devices
+        sizes = range(1, most) if most <= _SMALL else divisors(most)[:-1]  # one at least is left to another group
+        for devices in sizes:
+            searched = [self._searched(branch, devices, size) for size in (room, room // beside)]
+            for strategies in dict.fromkeys(searched):
+                if strategies is not None:
+                    option = self._option(branch, devices, strategies, working)
+                    options.setdefault(devices, {})[option] = strategies
+        return options
+
+    def _option(self, branch: Branch, devices: int, strategies: Strategies, least: int) -> Option:
+        site = self._site(devices, strategies[0].batch_degree)
+        part = self.parts.with_moves(self.parts.price(branch.layers, strategies, range(devices), site, self.count))
         held, working = self._memory(part)
-        entering = self._buffers(part.border, part.site, holds_input=True) - self._buffers(
-            part.border, part.site, holds_input=False
-        )
+        entering = self._buffers(part.border, part.site, holds_input=True)
+        entering -= self._buffers(part.border, part.site, holds_input=False)
         return Option(self.phases(part), held + entering, max(working, least))
+
+    def _searched(self, branch: Branch, devices: int, room: int) -> Strategies | None:
+        """The quickest strategies of a branch within some bytes; branches that are alike are searched once."""
+        if room < 1:
+            return None
+        pricer = self.parts.of(branch.layers)
+        fixed = replace(self.request.fixed, pipeline=1, microbatches=self.count)
+        prices: Memo = self._memo.once(branch.layers, Memo)
+        request = replace(
+            self.request, graph=pricer.profile.graph, devices=devices, budget=room + self.context, fixed=fixed,
+            prices=prices,
+        )  # fmt: skip
+        pins = tuple(fixed.pins_of(name) for name in branch.layers)
+
+        def searched() -> Strategies | None:
+            solved = search(request, pricer)
+            return None if solved is None else tuple(solved.partition.strategies) or None
+
+        return self._memo.once((likeness(request.graph), pins, devices, room), searched)
+
+    def _site(self, devices: int, sharing: int) -> BranchSite:
+        return BranchSite(self.request.devices, devices, sharing, self.spread, self.microbatch)
 
     def _memory(self, part: PartCost) -> tuple[int, int]:
         """Bytes that a part holds while others run, and those beyond them while it runs itself."""
@@ -136,61 +161,8 @@ class BranchCourse:
         return buffer_bytes(border, site, holds_input, self.parts.training)
 
 
-_SMALL = 8
-"""Devices up to which groups may have any size; of more, sizes that divide them."""
-
-Choices = Mapping[int, Mapping[Option, Strategies]]
-"""By devices of a group what a branch may do, and the strategies that it is."""
-
-
-@dataclass(slots=True)
-class BranchOptions:
-    """Options of branches under one course; those of branches that are alike are searched once."""
-
-    course: BranchCourse  # the number of micro-batches
-    _memo: Memo = field(default_factory=Memo)
-
-    def of(self, branch: Branch, room: int, working: int, beside: int) -> Choices:
-        """What a branch may do: the quickest within all of the room, and within an even share of it.
-
-        Args:
-            branch: of the model.
-            room: bytes that the branches of a device may take.
-            working: bytes of that which the trunk needs while it works.
-            beside: branches that may share them.
-        """
-        options: dict[int, dict[Option, Strategies]] = {}
-        most = self.course.request.devices
-        sizes = range(1, most) if most <= _SMALL else divisors(most)[:-1]  # one at least is left to another group
-        for devices in sizes:
-            ways = [self._searched(branch, devices, size) for size in (room, room // beside)]
-            for strategies in (fromkey for fromkey in dict.fromkeys(ways) if fromkey is not None):
-                option = self.course.option(branch, devices, strategies, working)
-                options.setdefault(devices, {})[option] = strategies
-        return options
-
-    def _searched(self, branch: Branch, devices: int, room: int) -> Strategies | None:
-        if room < 1:
-            return None
-        course, request_of_course = self.course, self.course.request
-        pricer = course.parts.of(branch.layers)
-        fixed = replace(request_of_course.fixed, pipeline=1, microbatches=course.count)
-        request = replace(
-            request_of_course, graph=pricer.profile.graph, devices=devices, budget=room + course.context, fixed=fixed
-        )  # fmt: skip
-        pins = tuple(request.fixed.pins_of(name) for name in branch.layers)
-        figures: PriceCache = self._memo.once(branch.layers, PriceCache)
-
-        def searched() -> Strategies | None:
-            solved = search(replace(request, prices=figures), pricer)
-            stages = () if solved is None else solved.partition.stages
-            return tuple(strategy for stage in stages for strategy in stage.strategies) or None
-
-        return self._memo.once((likeness(request.graph), pins, devices, room), searched)
-
-
 def likeness(graph: ModelGraph) -> tuple[object, ...]:
-    """Equal for parts of equal layers between which the same goes."""
+    """Equal for graphs of equal layers with equal tensors between them."""
     place = {layer.name: number for number, layer in enumerate(graph.layers)}
     sent = tuple(
         (place[tensor.producer], tuple(place[name] for name in tensor.readers), tensor.size, tensor.borrowed)
@@ -203,13 +175,13 @@ def likeness(graph: ModelGraph) -> tuple[object, ...]:
 @dataclass(frozen=True, slots=True)
 class _Split:
     region: BranchRegion  # of the model
-    assigned: Assignment  # its branches to groups
+    assignment: Assignment  # of its branches to groups of devices
     choices: tuple[Choices, ...]  # of each branch
-    gain: float  # seconds of a step that it takes less than as part of the trunk
+    gain: float  # see ``BranchCourse.gain``
 
     def placements(self, course: BranchCourse) -> Iterator[BranchPlacement]:
         """Where each branch is, group by group."""
-        for group in self.assigned.groups:
+        for group in self.assignment.groups:
             for number, option in group.branches:
                 branch = self.region.branches[number]
                 strategies = self.choices[number][group.devices][option]
@@ -219,20 +191,20 @@ class _Split:
 
 
 def branch_plans(task: PlanTask) -> list[Plan]:
-    """The best plan with branches on devices of their own; none where the model has none or it is not asked for."""
+    """The best plan with branches on devices of their own; none where the model has none or pins exclude it."""
     request = task.request
-    fixed = request.fixed  # room is needed for it: several devices of one type, no pipeline, no delay alone
-    pinned = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
-    refused = "branches" in fixed.forbidden or (task.delay is not None and task.delay.only)
-    if request.devices == 1 or request.cluster or pinned or refused or not may_branch(request.graph):
+    fixed = request.fixed  # several devices of one type are needed
+    piped = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
+    excluded = "branches" in fixed.forbidden or (task.delay is not None and task.delay.only)
+    if request.devices == 1 or request.cluster or piped or excluded or not may_branch(request.graph):
         return []
     parts = PartPricer(task.session.pricer)
     best: Plan | None = None
     for count in microbatch_counts(request.global_batch, request.fixed) if parts.regions else ():
-        found = _best_at(task, BranchCourse(request, parts, count))
-        if best is not None and (found is None or _rank(found) >= _rank(best)):
+        plan = _best_at(task, BranchCourse(request, parts, count))
+        if best is not None and (plan is None or _rank(plan) >= _rank(best)):
             break
-        best = found or best
+        best = plan or best
     return [] if best is None else [_described(task, best)]
 
 
@@ -263,9 +235,8 @@ def _splits(course: BranchCourse) -> Iterator[_Split]:
     """Every region whose branches fit on devices of their own, with the quickest assignment."""
     room, working = course.room()
     node = course.parts.pricer.profile.cluster.levels[0].size
-    options = BranchOptions(course)
     for region in course.parts.regions:
-        choices = tuple(options.of(branch, room, working, len(region.branches)) for branch in region.branches)
+        choices = tuple(course.options(branch, room, working, len(region.branches)) for branch in region.branches)
         jobs = [{devices: tuple(seconds) for devices, seconds in choice.items()} for choice in choices]
         assignment = assign(jobs, course.request.devices, room, node, least=2)
         if assignment is not None:

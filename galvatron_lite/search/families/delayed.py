@@ -2,7 +2,7 @@
 
 The declared space: every rule and setting that the devices suffice for, with stages of equal time. ``single``: one
 device, as many stages as divide the batch (``MOST_STAGES`` at most). ``data``, ``zero``: as many stages as devices.
-``stages``: N of N(N+1)/2 devices. Every layer is whole on one device. All of them are priced, but for those of one
+``stages``: N of N(N+1)/2 devices. No layer is split. All of them are priced, but for those of one
 device that take longer, by the sum of their layers, than one that fits, and those of more than ``MOST_STAGES`` stages
 that by that sum take longer than the plan without delay, or that cannot fit by their states and activations. Of each
 setting the best plan is told: the quickest that fits, of equal ones the fresher rule; else the one that needs least
@@ -37,17 +37,17 @@ def delayed_plans(task: PlanTask) -> Sequence[Plan]:
     """The best plan of each setting; none where delayed gradients are not allowed.
 
     Raises:
-        InputError: no other plan is wanted, and there is none.
+        InputError: plans without delay are excluded, and there is none with it.
     """
     if task.delay is None:
         return ()
     best = [_best(task, list(_priced(task, setting))) for setting in CyclicSetting]
     plans = [plan for plan in best if plan is not None]
     if not plans and task.delay.only:
-        rule = task.delay.setting.value if task.delay.setting else "cyclic"
+        value = task.delay.setting.value if task.delay.setting else "cyclic"
         why = "; ".join(why_not_delayed(task))
-        raise InputError("--fix setting" if task.delay.setting else "--fix schedule", rule, f"{why}.")
-    return _with_origin(task, plans) if plans else ()
+        raise InputError("--fix setting" if task.delay.setting else "--fix schedule", value, f"{why}.")
+    return [_with_provenance(task, plan) for plan in plans]
 
 
 def why_not_delayed(task: PlanTask) -> Sequence[str]:
@@ -66,7 +66,7 @@ def why_not_delayed(task: PlanTask) -> Sequence[str]:
 
 
 def _never(task: PlanTask) -> str:
-    """Why no setting will do; empty where one may."""
+    """Why no setting is possible; empty where one may be."""
     request, fixed = task.request, task.request.fixed
     if not task.backend.beside:
         return f"{task.backend.name} trains without delay alone"
@@ -85,6 +85,7 @@ def _never(task: PlanTask) -> str:
 
 
 def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
+    """Why a setting is not possible; empty where it is."""
     request, counts = task.request, _counts(task, setting)
     if not counts:
         return _devices_of(setting, request.devices)
@@ -93,7 +94,7 @@ def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
         return f"--forbid {forbidden} rules it out"
     if not any(request.global_batch % count == 0 for count in counts):
         return f"the batch of {request.global_batch} must divide by the {counts[0]} micro-batches"
-    if not any(_pinned(task, setting, count) for count in counts):
+    if not any(_keeps_pins(task, setting, count) for count in counts):
         return "it has as many micro-batches as stages: pins ask for others"
     if not any(_cuts(task, count) for count in counts):
         shared = [tie for tie in request.graph.ties if tie.parameters]
@@ -105,6 +106,7 @@ def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
 
 
 def _devices_of(setting: CyclicSetting, devices: int) -> str:
+    """How many devices a setting takes, for people."""
     if setting is CyclicSetting.SINGLE:
         return f"it is of one device, not {devices}"
     if setting is not CyclicSetting.STAGES:
@@ -115,6 +117,7 @@ def _devices_of(setting: CyclicSetting, devices: int) -> str:
 
 
 def _counts(task: PlanTask, setting: CyclicSetting) -> list[int]:
+    """The numbers of stages that the devices suffice for; there are as many micro-batches."""
     request = task.request
     if setting is CyclicSetting.SINGLE:
         most = min(MOST_STAGES, len(request.graph.layers))
@@ -123,7 +126,7 @@ def _counts(task: PlanTask, setting: CyclicSetting) -> list[int]:
     return [count for count in range(2, request.devices + 1) if device_count(setting, count) == request.devices]
 
 
-def _pinned(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
+def _keeps_pins(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
     fixed = task.request.fixed
     groups = count if setting is CyclicSetting.STAGES else 1
     return fixed.pipeline in (None, groups) and fixed.microbatches in (None, count)
@@ -139,12 +142,12 @@ def _cuts(task: PlanTask, count: int) -> tuple[int, ...]:
 
 
 def _priced(task: PlanTask, setting: CyclicSetting) -> Iterator[Plan]:
-    """Every plan of a setting with its prediction; see the module for those left out."""
+    """The plans of a setting with their predictions, but for those that the module leaves out."""
     if _never(task) or _why_not(task, setting) or task.delay is None or task.delay.setting not in (None, setting):
         return
     rules = [rule for rule in _RULES if task.delay.rule in (None, rule)]
     quickest = float("inf")
-    counts = [count for count in _counts(task, setting) if _pinned(task, setting, count) and _cuts(task, count)]
+    counts = [count for count in _counts(task, setting) if _keeps_pins(task, setting, count) and _cuts(task, count)]
     for count in sorted(counts, key=lambda count: (_least_seconds(task, count), count)):
         if _least_seconds(task, count) >= quickest:
             return
@@ -163,7 +166,7 @@ def _least_seconds(task: PlanTask, count: int) -> float:
 
 
 def _hopeless(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
-    """Whether a plan of one micro-batch a device is known, before it is priced, not to be chosen."""
+    """Whether a plan of one micro-batch a device can be ruled out before it is priced."""
     if task.ordinary is None or setting is CyclicSetting.STAGES:
         return False
     slower = _least_seconds(task, count) / count >= seconds_of(task.ordinary)
@@ -190,20 +193,21 @@ def _best(task: PlanTask, plans: Sequence[Plan]) -> Plan | None:
     return best or min(plans, key=lambda plan: plan.prediction.peak_memory if plan.prediction else 0, default=None)
 
 
-def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
-    ordinary = task.ordinary
-    known = None if ordinary is None else ordinary.provenance
-    base = known or provenance(task.session.profile, task.request.budget, 0.0)
-    made = []
-    for plan in plans:
-        only = task.delay is not None and task.delay.only
-        gap = 0.0  # all plans with delay are known, those without up to a gap
-        if not only and ordinary is not None and known is not None:
-            gap = max(1.0 - seconds_of(ordinary) * (1.0 - known.gap) / seconds_of(plan), 0.0)
-        proof = Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN
-        notes = (*plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin))
-        made_from = replace(
-            base, gap=gap, proof=proof, certificate="", notes=notes, least_seconds=0.0, most_seconds=0.0
-        )
-        made.append(replace(plan, left_out=() if ordinary is None else ordinary.left_out, provenance=made_from))
-    return made
+def _with_provenance(task: PlanTask, plan: Plan) -> Plan:
+    """A plan with its gap: plans with delay are all priced, the ordinary ones up to the gap of their search."""
+    ordinary, gap = task.ordinary, 0.0
+    ordinary_source = None if ordinary is None else ordinary.provenance
+    source = ordinary_source or provenance(task.session.profile, task.request.budget, 0.0)
+    only = task.delay is not None and task.delay.only
+    if not only and ordinary_source is not None:
+        gap = max(1.0 - seconds_of(ordinary) * (1.0 - ordinary_source.gap) / seconds_of(plan), 0.0)
+    source = replace(
+        source,
+        gap=gap,
+        proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
+        certificate="",
+        notes=(*plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin)),
+        least_seconds=0.0,
+        most_seconds=0.0,
+    )
+    return replace(plan, left_out=() if ordinary is None else ordinary.left_out, provenance=source)
