@@ -36,8 +36,8 @@ def shortened(plan: Plan) -> Plan:
     no more.
 
     Where they repeat, those are as many as are under way at most, and two more: behind the first backward pass, which
-    makes the gradients, there is then a forward pass during which the next one's input arrives. Elsewhere see ``_settled_count``. Schedules that hold more the more
-    micro-batches there are stay as long as they are.
+    makes the gradients, there is then a forward pass during which the next one's input arrives. Elsewhere see
+    ``_settled_count``. Schedules that hold more the more micro-batches there are stay as long as they are.
     """
     if plan.pipeline == 1:
         enough = 4
