@@ -51,7 +51,9 @@ class OpCache:
         # operators live as long as torch; hashing them runs Python code
         key: list[Any] = [id(func), torch.get_default_dtype()]
         if not (
-            _is_plain(func) and self._add_key(key, tensors, args) and self._add_key(key, tensors, tuple(kwargs.items()))
+            _is_plain(func)
+            and self._add_key(key, tensors, args)
+            and (not kwargs or self._add_key(key, tensors, tuple(kwargs.items())))
         ):
             return compute(*args, **kwargs)
         full_key = tuple(key)
@@ -59,8 +61,9 @@ class OpCache:
         if answer is not None:
             # private, as in torch's own fake tensors: what is made here is no operation of the model's
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                outputs = [self._make(spec, tensors) for spec in answer.outputs]
-                return answer.sequence(outputs) if answer.sequence else outputs[0] if outputs else None
+                if answer.sequence is None:
+                    return self._make(answer.outputs[0], tensors) if answer.outputs else None
+                return answer.sequence([self._make(spec, tensors) for spec in answer.outputs])
         outputs = compute(*args, **kwargs)
         if full_key not in self._answers:
             if len(self._answers) >= MOST:
@@ -68,8 +71,8 @@ class OpCache:
             self._answers[full_key] = self._outputs_of(outputs, tensors)
         return outputs
 
-    def traits_of(self, tensor: Tensor) -> Traits | None:
-        """Return all properties of a tensor that results depend on; None if there may be others."""
+    def traits_of(self, tensor: Any) -> Traits | None:
+        """Return all properties of a tensor that results depend on; None if there may be others, or it is no tensor."""
         if type(tensor) not in _KINDS or not tensor.is_meta or tensor.layout is not torch.strided:
             return None
         if tensor.dtype.is_complex:
@@ -85,9 +88,9 @@ class OpCache:
             return tensors[one.source]
         dtype, shape, stride, offset, device = one.traits
         if one.source < 0:
-            bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         else:
-            bare = torch.empty(0, dtype=dtype, device="meta")
+            bare = torch.empty(0, dtype=dtype, device=_META)
             bare.set_(tensors[one.source].untyped_storage(), offset, shape, stride)
         return self.dress(bare, device)
 
@@ -101,9 +104,12 @@ class OpCache:
                 key.append(len(value))
                 if not self._add_key(key, tensors, value):
                     return False
-            elif isinstance(value, Tensor) and (traits := self.traits_of(value)) is not None:
+            elif (traits := self.traits_of(value)) is not None:
                 tensors.append(value)
-                key.append(next(number for number, tensor in enumerate(tensors) if tensor is value))
+                for number, tensor in enumerate(tensors):
+                    if tensor is value:
+                        key.append(number)
+                        break
                 key.append(traits)
             else:
                 return False
@@ -121,7 +127,7 @@ class OpCache:
         return CachedOutputs(plain, sequence)
 
     def _spec_of(self, output: Any, tensors: list[Tensor]) -> OutputSpec | None:
-        traits = self.traits_of(output) if isinstance(output, Tensor) else None
+        traits = self.traits_of(output)
         if traits is None:
             return None
         for number, tensor in enumerate(tensors):
@@ -138,6 +144,7 @@ class OpCache:
         return OutputSpec(-1, False, traits)
 
 
+_META = torch.device("meta")
 _KINDS = (Tensor, nn.Parameter)
 _PLAIN_VALUES = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,

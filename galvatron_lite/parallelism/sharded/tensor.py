@@ -203,7 +203,10 @@ def to_local(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     with locals_only():
-        return tensor.as_subclass(Tensor)
+        if type(tensor) is ShardedTensor:
+            return tensor.as_subclass(Tensor)
+        local: Tensor = torch.ops.aten.alias(tensor)  # ``as_subclass`` leaves out the mode that knows the tensor best
+        return local
 
 
 def specs_of(tensor: Tensor) -> ShardSpecs:

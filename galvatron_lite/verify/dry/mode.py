@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from math import prod
 from typing import Any
@@ -100,7 +99,10 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def compute(*args: Any, **kwargs: Any) -> Any:
                 return self._fake.__torch_dispatch__(func, types, args, kwargs)
 
-            with self if func.namespace == OWN else nullcontext():
+            if func.namespace == OWN:
+                with self:
+                    output = compute(*args, **kwargs)
+            else:
                 output = self._known.run(func, args, kwargs, compute)
         if _makes(func):
             self._enter(output)
@@ -219,11 +221,14 @@ class FakeCache(OpCache):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._dresses: dict[torch.device | None, dict[str, Any]] = {}
 
-    def traits_of(self, tensor: Tensor) -> Traits | None:
+    def traits_of(self, tensor: Any) -> Traits | None:
         """As of tensors on the meta device; the device is the one that is shown."""
-        if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.dtype.is_complex:
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
-        return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.fake_device
+        dtype = tensor.dtype
+        if dtype.is_complex:
+            return None
+        return dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.fake_device
 
     def dress(self, bare: Tensor, device: torch.device | None) -> Tensor:
         """What ``FakeTensor(mode, bare, device)`` gives, which checks and sets for longer than an operation takes."""

@@ -35,14 +35,14 @@ def shortened(plan: Plan) -> Plan:
     """The plan with as many micro-batches as show all that happens in a step, each of the same size; itself if it has
     no more.
 
-    Where they repeat, those are as many as are under way at most, two to be held against each other, and the last
-    ones, ahead of which less is received. Elsewhere see ``_settled_count``. Schedules that hold more the more
-    micro-batches there are stay as long as they are.
+    Where they repeat, those are as many as are under way at most, and two more: behind the first backward pass, which
+    makes the gradients, there is then a forward pass during which the next one's input arrives. Elsewhere see
+    ``_settled_count``. Schedules that hold more the more micro-batches there are stay as long as they are.
     """
     if plan.pipeline == 1:
         enough = 4
     elif plan.schedule.repeats:
-        enough = plan.schedule.in_flight(plan.pipeline, 0, plan.microbatches) + 4
+        enough = plan.schedule.in_flight(plan.pipeline, 0, plan.microbatches) + 2
     else:
         enough = _settled_count(pipeline_of(plan), plan.microbatches)
     if plan.microbatches <= enough or plan.global_batch % plan.microbatches:

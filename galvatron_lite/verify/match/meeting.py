@@ -1,10 +1,10 @@
-"""Whether the messages of all ranks of the world meet, as they would on the cluster.
+"""Replays the messages of all ranks, as the cluster would carry them out.
 
-Every rank does what its role was seen to do, with its own groups and partners (``places``). A collective happens once
-all ranks of its group have come to it, in the order in which each starts those of the group; a message from rank to
-rank once both have. A rank starts a message when all that it waited for before have happened: sends wait for their
-receivers, as NCCL's may. So what passes here goes on wherever messages are not lost, however little is buffered. The
-world is played rank by rank until all have ended, two messages that meet do not fit, or nobody can go on.
+Every rank sends what its role was seen to send, over its own groups and to its own partners (``places``). A collective
+completes once all ranks of its group have started it, in the order in which each starts those of the group; a message
+between two ranks completes once both have. A rank starts a message when all that it waited for before are complete:
+sends wait for their receivers, as NCCL's may. So what passes here also passes with buffers of any size. The replay ends
+when all ranks have ended, two messages that meet do not fit, or no rank can go on.
 """
 
 from __future__ import annotations
@@ -15,98 +15,101 @@ from dataclasses import dataclass, field
 from math import prod
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream, role_of, script_of
+from galvatron_lite.verify.match.places import PAIRED, Group, RankMessages, rank_messages, role_messages
 from galvatron_lite.verify.match.words import MOST, rank_list, where
 from galvatron_lite.verify.schema import NOBODY, Check, Message, MessageType, RoleRun, Verdict
 
-OBJECT = "object"  # dtype of what is pickled: its size may differ from rank to rank
+OBJECT = "object"  # dtype of pickled values, whose size may differ from rank to rank
 _ROOTED = (MessageType.BROADCAST, MessageType.REDUCE, MessageType.GATHER, MessageType.SCATTER)
 _SUMMED = (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER, MessageType.REDUCE)
 FIT = "messages fit"
 PROGRESS = "no rank waits for ever"
 
-Text = tuple[str, list[str]]  # A sentence, and more lines
-Direction = tuple[int, int, int]  # sender, receiver and tag of a message from rank to rank
-Meeting = tuple[int, Direction | None, int]
-"""The number of a group, the direction of a message from rank to rank or None, and its number among those."""
+Text = tuple[str, list[str]]  # a sentence, and further lines
+Direction = tuple[int, int, int]  # sender, receiver and tag of a message between two ranks
+MessageKey = tuple[int, Direction | None, int]
+"""Equal on all ranks of a message: number of the group, direction (None: a collective), and count among those."""
 
 
 @dataclass(slots=True, eq=False)
 class StartedMessage:
-    """A message that a rank of the world has started."""
+    """A message that a rank has started."""
 
-    role: RankRole  # of the rank
-    number: int  # of the rank's messages
-    meeting: Meeting  # where it meets those of other ranks
-    # messages of a rank that go one after the other: those of a group, but for single ones from rank to rank, which go
-    # in order with those of the same partner only
-    lane: Hashable
-    batch: list[StartedMessage] = field(default_factory=list)  # the messages that it starts with
-    done: bool = False  # whether it has happened
+    owner: RankMessages
+    number: int  # among the owner's messages
+    key: MessageKey
+    # messages with equal queues complete in order on a rank: those of a group, but single messages between two ranks
+    # only with those of the same partner
+    queue: Hashable
+    batch: list[StartedMessage] = field(default_factory=list)  # messages that start together
+    complete: bool = False
 
     @property
     def message(self) -> Message:
-        """As its role gave it."""
-        return self.role.messages[self.number]
+        """As the recorded rank gave it."""
+        return self.owner.messages[self.number]
 
     @property
-    def exact(self) -> bool:
-        """Whether the rank lies where the recorded one does, so that parts of unlike sizes are its own."""
-        return self.role.shifts[self.role.script.lines[self.number]] == 0
+    def has_exact_parts(self) -> bool:
+        """Whether the owner is placed in its group as the recorded rank, so that uneven parts apply to it."""
+        return self.owner.shifts[self.owner.role.group_indices[self.number]] == 0
 
 
-def _shape(one: StartedMessage) -> Hashable:
-    message = one.message
-    loose = message.dtype == OBJECT or message.kind in (MessageType.BARRIER, MessageType.ALL_TO_ALL)
-    return () if loose else message.shape
+def _shape(started: StartedMessage) -> Hashable:
+    message = started.message
+    may_differ = message.dtype == OBJECT or message.kind in (MessageType.BARRIER, MessageType.ALL_TO_ALL)
+    return () if may_differ else message.shape
 
 
-def _place_in_model(one: StartedMessage) -> Hashable:
-    return one.message.layer, one.message.microbatch
+def _root(started: StartedMessage) -> Hashable:
+    return started.owner.peer_of(started.number) if started.message.kind in _ROOTED else NOBODY
 
 
-Look = Callable[[StartedMessage], Hashable]
-_LOOKS: tuple[tuple[str, Look], ...] = (
-    ("are of other kinds", lambda one: one.message.kind),
-    ("have other dtypes", lambda one: one.message.dtype),
+Property = Callable[[StartedMessage], Hashable]
+_PROPERTIES: tuple[tuple[str, Property], ...] = (
+    ("are of other kinds", lambda started: started.message.kind),
+    ("have other dtypes", lambda started: started.message.dtype),
     ("have other shapes", _shape),
-    ("have other roots", lambda one: one.role.peer(one.number) if one.message.kind in _ROOTED else NOBODY),
-    ("sum in other ways", lambda one: one.message.operator if one.message.kind in _SUMMED else ""),
+    ("have other roots", _root),
+    ("sum in other ways", lambda started: started.message.operator if started.message.kind in _SUMMED else ""),
 )
-"""How messages of one collective may differ, in words, and by what that is seen."""
+"""Properties that all messages of a collective share, and how a difference is described."""
 
 Mismatch = tuple[str, list[StartedMessage], StartedMessage]
-"""How messages that meet differ, in words, those of the fewest, and one of those of the most."""
+"""Description of a difference, the messages that differ from most, and one of those that most agree with."""
 
 
-def _collective_mismatch(group: Sequence[StartedMessage]) -> Mismatch | None:
-    """Why the messages of all ranks of a group, in the group's order, are not one collective; None: they are."""
-    for what, look in _LOOKS:
-        if mismatch := _differing(what, look, group):
+def _collective_mismatch(started: Sequence[StartedMessage]) -> Mismatch | None:
+    """Return how the messages of a group, in its order of ranks, differ; None if they are one collective."""
+    for difference, property_of in _PROPERTIES:
+        if mismatch := _difference(difference, property_of, started):
             return mismatch
-    if group[0].message.kind is MessageType.ALL_TO_ALL and (mismatch := _parts_mismatch(group)):
+    if started[0].message.kind is MessageType.ALL_TO_ALL and (mismatch := _parts_mismatch(started)):
         return mismatch
-    stages = {one.role.script.run.stage for one in group}
-    if len(stages) > 1 or not all(one.message.layer for one in group):
-        return None
-    return _differing("are of other layers or micro-batches", _place_in_model, group)  # ranks come in other orders
+    stages = {each.owner.role.run.stage for each in started}
+    if len(stages) > 1 or not all(each.message.layer for each in started):
+        return None  # stages reach a group's messages in other layers
+    return _difference(
+        "are of other layers or micro-batches", lambda each: (each.message.layer, each.message.microbatch), started
+    )
 
 
-def _differing(what: str, look: Look, group: Sequence[StartedMessage]) -> Mismatch | None:
-    seen = [look(one) for one in group]
-    usual = Counter(seen).most_common(1)[0][0]
-    odd = [one for one, value in zip(group, seen, strict=True) if value != usual]
-    return (what, odd, group[seen.index(usual)]) if odd else None
+def _difference(difference: str, property_of: Property, started: Sequence[StartedMessage]) -> Mismatch | None:
+    values = [property_of(each) for each in started]
+    usual = Counter(values).most_common(1)[0][0]
+    outliers = [each for each, value in zip(started, values, strict=True) if value != usual]
+    return (difference, outliers, started[values.index(usual)]) if outliers else None
 
 
-def _parts_mismatch(group: Sequence[StartedMessage]) -> Mismatch | None:
-    """Of an all-to-all: what one rank has for another is what that one waits for."""
-    sent = [_parts(one.message.sent, one.message, len(group)) for one in group]
-    taken = [_parts(one.message.taken, one.message, len(group)) for one in group]
-    for i, sender in enumerate(group):
-        for j, receiver in enumerate(group):
-            exact = (sender.exact or len(set(sent[i])) == 1) and (receiver.exact or len(set(taken[j])) == 1)
-            if exact and sent[i][j] != taken[j][i]:
+def _parts_mismatch(started: Sequence[StartedMessage]) -> Mismatch | None:
+    """Return two ranks of an all-to-all of which one sends another size than the other receives."""
+    sent = [_parts(each.message.sent, each.message, len(started)) for each in started]
+    taken = [_parts(each.message.taken, each.message, len(started)) for each in started]
+    for i, sender in enumerate(started):
+        for j, receiver in enumerate(started):
+            sender_known = sender.has_exact_parts or len(set(sent[i])) == 1
+            receiver_known = receiver.has_exact_parts or len(set(taken[j])) == 1
+            if sender_known and receiver_known and sent[i][j] != taken[j][i]:
                 return "cut what they exchange in other ways", [sender], receiver
     return None
 
@@ -116,220 +119,221 @@ def _parts(parts: tuple[int, ...], message: Message, size: int) -> tuple[int, ..
 
 
 def _pair_mismatch(sent: StartedMessage, taken: StartedMessage) -> Mismatch | None:
-    """Why what one rank sends is not what another receives; None: it is."""
-    one, other = sent.message, taken.message
-    if one.dtype != other.dtype:
+    """Return how what a rank sends differs from what its partner receives; None if it does not."""
+    source, target = sent.message, taken.message
+    if source.dtype != target.dtype:
         return "have other dtypes", [sent], taken
-    if one.shape != other.shape:
+    if source.shape != target.shape:
         return "have other shapes", [sent], taken
-    if NOBODY not in (one.microbatch, other.used) and one.microbatch != other.used:
+    if NOBODY not in (source.microbatch, target.used) and source.microbatch != target.used:
         return "are of other micro-batches", [sent], taken
     return None
 
 
 @dataclass(slots=True)
-class _Actor:
-    """A rank on its way: its next message, and how many of those that it must wait for have not happened."""
+class _RankProgress:
+    """How far a rank has come."""
 
-    role: RankRole
-    groups: list[int]  # numbers of the role's groups in the world
-    next: int = 0
-    owed: int = 0
-    later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    open: dict[int, StartedMessage] = field(default_factory=dict)  # by number: messages that have not happened
-    lanes: dict[Hashable, deque[list[StartedMessage]]] = field(default_factory=lambda: defaultdict(deque))
-    batches: dict[Hashable, int] = field(default_factory=dict)
+    owner: RankMessages
+    groups: list[int]  # by group of the owner: its number in the world
+    next: int = 0  # message to start
+    awaited: int = 0  # incomplete messages that ``next`` waits for
+    # by message: how many incomplete ones it will wait for
+    awaited_later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    incomplete: dict[int, StartedMessage] = field(default_factory=dict)  # by number
+    queues: dict[Hashable, deque[list[StartedMessage]]] = field(default_factory=lambda: defaultdict(deque))
+    last_batches: dict[Hashable, int] = field(default_factory=dict)  # by queue
     counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
-    def ended(self) -> bool:
-        """Whether all messages were started, and all that were waited for have happened."""
-        return self.next == len(self.role.messages) and not self.owed
+    def has_ended(self) -> bool:
+        """Whether all messages were started, and all that the rank waits for are complete."""
+        return self.next == len(self.owner.messages) and not self.awaited
 
 
 class Replay:
-    """Plays the world, and holds how that ended.
+    """Carries out the messages of all ranks.
 
     Attributes:
-        actors: by rank, how far it came.
-        misfit: what met and does not fit, or whose group a rank does not have, in words; None: all that met fits.
+        ranks: by rank, its progress.
+        mismatch: why messages that met do not fit, or a rank lacks a group; None: all that met fit.
     """
 
-    def __init__(self, roles: Mapping[int, RankRole]) -> None:
-        numbers: dict[Stream | None, int] = {}
-        self.actors = {
-            rank: _Actor(role, [numbers.setdefault(stream, len(numbers)) for stream in role.streams])
-            for rank, role in roles.items()
+    def __init__(self, owners: Mapping[int, RankMessages]) -> None:
+        numbers: dict[Group | None, int] = {}
+        self.ranks = {
+            rank: _RankProgress(owner, [numbers.setdefault(group, len(numbers)) for group in owner.groups])
+            for rank, owner in owners.items()
         }
-        self._members = [stream[1] for stream in numbers if stream is not None]
-        # by group: its ranks that have no such group
-        self._strangers = [
-            [rank for rank in ranks if number not in self.actors[rank].groups]
+        self._members = [group[1] for group in numbers if group is not None]
+        # by group: those of its ranks that do not have it
+        self._lacking = [
+            [rank for rank in ranks if number not in self.ranks[rank].groups]
             for number, ranks in enumerate(self._members)
         ]
-        self._present: dict[Meeting, list[StartedMessage]] = defaultdict(list)
-        self.misfit: Text | None = None
-        self._ready = deque(roles)
+        self._present: dict[MessageKey, list[StartedMessage]] = defaultdict(list)
+        self.mismatch: Text | None = None
+        self._ready = deque(owners)
 
     @property
-    def open(self) -> list[StartedMessage]:
-        """Messages that never happened."""
-        return [one for actor in self.actors.values() for one in actor.open.values()]
+    def incomplete(self) -> list[StartedMessage]:
+        """Messages that never completed."""
+        return [started for progress in self.ranks.values() for started in progress.incomplete.values()]
 
     def run(self) -> None:
-        """Play until all have ended, two messages do not fit, or nobody can go on."""
-        while self._ready and self.misfit is None:
-            self._go(self.actors[self._ready.popleft()])
+        """Run until all ranks have ended, two messages do not fit, or no rank can go on."""
+        while self._ready and self.mismatch is None:
+            self._advance(self.ranks[self._ready.popleft()])
 
-    def _go(self, actor: _Actor) -> None:
-        role, script = actor.role, actor.role.script
-        while not actor.owed and actor.next < len(role.messages) and self.misfit is None:
-            number = actor.next
-            message, line = role.messages[number], script.lines[number]
+    def _advance(self, progress: _RankProgress) -> None:
+        owner, role = progress.owner, progress.owner.role
+        while not progress.awaited and progress.next < len(owner.messages) and self.mismatch is None:
+            number = progress.next
+            message, group = owner.messages[number], role.group_indices[number]
             direction: Direction | None = None
-            lane: Hashable = line
+            queue: Hashable = group
             if message.kind in PAIRED:
-                other = role.peer(number)
-                ends = (role.rank, other) if message.kind is MessageType.SEND else (other, role.rank)
+                peer = owner.peer_of(number)
+                ends = (owner.rank, peer) if message.kind is MessageType.SEND else (peer, owner.rank)
                 direction = (*ends, message.tag)
-                lane = (line, other) if script.batches[number] == NOBODY else line
-            actor.counts[line, direction] += 1
-            meeting = (actor.groups[line], direction, actor.counts[line, direction])
-            actor.open[number] = started = StartedMessage(role, number, meeting, lane)
+                queue = (group, peer) if role.batches[number] == NOBODY else group
+            progress.counts[group, direction] += 1
+            key = (progress.groups[group], direction, progress.counts[group, direction])
+            progress.incomplete[number] = started = StartedMessage(owner, number, key, queue)
             if message.waited != NOBODY:
-                actor.later[max(message.waited, number + 1)] += 1
-            actor.next += 1
-            self._start(actor, started)
-            actor.owed += actor.later.pop(actor.next, 0)
+                progress.awaited_later[max(message.waited, number + 1)] += 1
+            progress.next += 1
+            self._start(progress, started)
+            progress.awaited += progress.awaited_later.pop(progress.next, 0)
 
-    def _start(self, actor: _Actor, message: StartedMessage) -> None:
-        group, direction, _ = message.meeting
-        if strangers := [rank for rank in self._strangers[group] if direction is None or rank in direction[:2]]:
-            self.misfit = self._missing_group(message, strangers)
+    def _start(self, progress: _RankProgress, started: StartedMessage) -> None:
+        group, direction, _ = started.key
+        if lacking := [rank for rank in self._lacking[group] if direction is None or rank in direction[:2]]:
+            self.mismatch = self._missing_group_text(started, lacking)
             return
-        queue, batch = actor.lanes[message.lane], actor.role.script.batches[message.number]
-        if queue and batch != NOBODY and actor.batches.get(message.lane) == batch:
-            message.batch = queue[-1]
+        queue, batch = progress.queues[started.queue], progress.owner.role.batches[started.number]
+        if queue and batch != NOBODY and progress.last_batches.get(started.queue) == batch:
+            started.batch = queue[-1]
         else:
-            queue.append(message.batch)
-        actor.batches[message.lane] = batch
-        message.batch.append(message)
-        if queue[0] is message.batch:
-            self._meet(message)
+            queue.append(started.batch)
+        progress.last_batches[started.queue] = batch
+        started.batch.append(started)
+        if queue[0] is started.batch:
+            self._arrive(started)
 
-    def _meet(self, message: StartedMessage) -> None:
-        present = self._present[message.meeting]
-        present.append(message)
-        if len(present) < len(self._wanted(message)):
+    def _arrive(self, started: StartedMessage) -> None:
+        """Let a message meet those of its partners; complete them once all are present."""
+        present = self._present[started.key]
+        present.append(started)
+        if len(present) < len(self._partners(started)):
             return
-        if not _same_message(present) and (mismatch := self._mismatch(present)):
-            self.misfit = _mismatch_text(mismatch, message)
+        if not _are_same_message(present) and (mismatch := self._mismatch_of(present)):
+            self.mismatch = _mismatch_text(mismatch, started)
             return
-        del self._present[message.meeting]
-        for one in present:
-            self._happen(one)
+        del self._present[started.key]
+        for each in present:
+            self._complete(each)
 
-    def _wanted(self, message: StartedMessage) -> tuple[int, ...]:
-        """The ranks that a message needs, in the order of its group; the sender before the receiver."""
-        group, direction, _ = message.meeting
+    def _partners(self, started: StartedMessage) -> tuple[int, ...]:
+        """Return the ranks of a message, in the order of its group; the sender before the receiver."""
+        group, direction, _ = started.key
         return self._members[group] if direction is None else direction[:2]
 
-    def _mismatch(self, present: Sequence[StartedMessage]) -> Mismatch | None:
-        wanted = self._wanted(present[0])
-        if present[0].meeting[1] is None:
-            return _collective_mismatch(sorted(present, key=lambda one: wanted.index(one.role.rank)))
-        sent, taken = sorted(present, key=lambda one: one.message.kind is MessageType.RECEIVE)
+    def _mismatch_of(self, present: Sequence[StartedMessage]) -> Mismatch | None:
+        partners = self._partners(present[0])
+        if present[0].key[1] is None:
+            return _collective_mismatch(sorted(present, key=lambda started: partners.index(started.owner.rank)))
+        sent, taken = sorted(present, key=lambda started: started.message.kind is MessageType.RECEIVE)
         return _pair_mismatch(sent, taken)
 
-    def _happen(self, message: StartedMessage) -> None:
-        message.done = True
-        actor = self.actors[message.role.rank]
-        del actor.open[message.number]
-        waited = message.message.waited
+    def _complete(self, started: StartedMessage) -> None:
+        started.complete = True
+        progress = self.ranks[started.owner.rank]
+        del progress.incomplete[started.number]
+        waited = started.message.waited
         if waited != NOBODY:
-            waited = max(waited, message.number + 1)
-            if waited <= actor.next:
-                actor.owed -= 1
+            waited = max(waited, started.number + 1)
+            if waited <= progress.next:
+                progress.awaited -= 1
             else:
-                actor.later[waited] -= 1
-        if not actor.owed:
-            self._ready.append(message.role.rank)
-        queue = actor.lanes[message.lane]
-        if queue and queue[0] is message.batch and all(one.done for one in message.batch):
+                progress.awaited_later[waited] -= 1
+        if not progress.awaited:
+            self._ready.append(started.owner.rank)
+        queue = progress.queues[started.queue]
+        if queue and queue[0] is started.batch and all(each.complete for each in started.batch):
             queue.popleft()
-            for one in list(queue[0]) if queue else ():
-                self._meet(one)
+            for following in list(queue[0]) if queue else ():
+                self._arrive(following)
 
-    def _missing_group(self, message: StartedMessage, strangers: Sequence[int]) -> Text:
-        """A message of a group that some of its ranks do not have."""
-        role, (purpose, ranks) = message.role, message.role.stream(message.number)
-        use = f"{'do' if len(strangers) > 1 else 'does'} not use"
-        lines = [_described(role, message.number)]
-        for rank in strangers[:MOST]:
-            groups = [one[1] for one in self.actors[rank].role.streams if one is not None and one[0] == purpose]
-            has = "; ".join(map(rank_list, groups)) or "none"
-            lines.append(f"rank {rank}'s groups for {purpose}: {has}")
-        sentence = f"Rank {role.rank} uses the group of {rank_list(ranks)} ({purpose}), which {rank_list(strangers)}"
-        return f"{sentence} {use}.", lines
+    def _missing_group_text(self, started: StartedMessage, lacking: Sequence[int]) -> Text:
+        owner, (purpose, ranks) = started.owner, started.owner.group_of(started.number)
+        verb = f"{'do' if len(lacking) > 1 else 'does'} not use"
+        lines = [_described(owner, started.number)]
+        for rank in lacking[:MOST]:
+            groups = [group[1] for group in self.ranks[rank].owner.groups if group is not None and group[0] == purpose]
+            used = "; ".join(map(rank_list, groups)) or "none"
+            lines.append(f"rank {rank}'s groups for {purpose}: {used}")
+        group = f"Rank {owner.rank} uses the group of {rank_list(ranks)} ({purpose})"
+        return f"{group}, which {rank_list(lacking)} {verb}.", lines
 
     def deadlock(self) -> Text:
-        """Ranks that wait for ever: for one that has ended, or in a circle."""
+        """Describe why ranks wait for ever: for a rank that has ended, or in a circle."""
         waiting = self._waiting()
-        for rank, (message, missing) in waiting.items():
-            if gone := [one for one in missing if self.actors[one].ended]:
-                ends = f"{rank_list(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
-                last = [_last_announced(self.actors[one].role, message) for one in gone[:MOST]]
-                return f"Rank {rank} waits for ever: {ends}.", [_described(message.role, message.number), *last]
+        for rank, (started, missing) in waiting.items():
+            if ended := [partner for partner in missing if self.ranks[partner].has_ended]:
+                ends = f"{rank_list(ended)} {'end' if len(ended) > 1 else 'ends'} without it"
+                last = [_last_in_group(self.ranks[partner].owner, started) for partner in ended[:MOST]]
+                return f"Rank {rank} waits for ever: {ends}.", [_described(started.owner, started.number), *last]
         circle = _circle(waiting)
-        lines = [
-            f"{_described(waiting[one][0].role, waiting[one][0].number)}, waits for {rank_list(waiting[one][1])}"
-            for one in circle
-        ]
+        lines = []
+        for rank in circle:
+            started, missing = waiting[rank]
+            lines.append(f"{_described(started.owner, started.number)}, waits for {rank_list(missing)}")
         return f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}.", lines
 
     def _waiting(self) -> Waiting:
         waiting: Waiting = {}
-        for rank, actor in self.actors.items():
-            held = [one for one in actor.open.values() if NOBODY != one.message.waited <= actor.next]
-            for head in (head for message in held for head in self._heads(message)):
+        for rank, progress in self.ranks.items():
+            awaited = [each for each in progress.incomplete.values() if NOBODY != each.message.waited <= progress.next]
+            for head in (head for started in awaited for head in self._heads(started)):
                 if missing := self._missing(head):
                     waiting[rank] = head, missing
                     break
         return waiting
 
-    def _heads(self, message: StartedMessage) -> Iterator[StartedMessage]:
-        """What a message waits for on its own rank, where others are before it; else itself."""
-        for queue in self.actors[message.role.rank].lanes.values():
-            if any(message in batch for batch in queue):
-                yield from (one for one in queue[0] if not one.done)
+    def _heads(self, started: StartedMessage) -> Iterator[StartedMessage]:
+        """Yield the messages at the head of the queue that a message is in; itself if it is in none."""
+        for queue in self.ranks[started.owner.rank].queues.values():
+            if any(started in batch for batch in queue):
+                yield from (each for each in queue[0] if not each.complete)
                 return
-        yield message
+        yield started
 
-    def _missing(self, message: StartedMessage) -> list[int]:
-        there = {one.role.rank for one in self._present[message.meeting]}
-        return [rank for rank in self._wanted(message) if rank not in there]
+    def _missing(self, started: StartedMessage) -> list[int]:
+        present = {each.owner.rank for each in self._present[started.key]}
+        return [rank for rank in self._partners(started) if rank not in present]
 
     def unmatched(self) -> Text:
-        """Messages that nobody waits for, and that never arrive."""
-        left = self.open
+        """Describe messages that no rank waits for, and that never complete."""
+        left = self.incomplete
         kind, missing = left[0].message.kind, self._missing(left[0])
         verbs = {MessageType.SEND: "never receives it", MessageType.RECEIVE: "never sends it"}
         partners = rank_list(missing) if missing else "its partners"
         more = f" ({len(left)} messages in all)" * (len(left) > 1)
-        sentence = f"Rank {left[0].role.rank} has a {kind} left at the end of the step: {partners} "
-        lines = [_described(one.role, one.number) for one in left[:MOST]]
+        sentence = f"Rank {left[0].owner.rank} has a {kind} left at the end of the step: {partners} "
+        lines = [_described(started.owner, started.number) for started in left[:MOST]]
         return f"{sentence}{verbs.get(kind, 'never gives it')}{more}.", lines
 
 
 Waiting = dict[int, tuple[StartedMessage, list[int]]]
-"""By rank: a message that it waits for, and the ranks that do not come to it."""
+"""By rank: a message that it waits for, and the ranks that have not started it."""
 
 
-def _same_message(messages: Sequence[StartedMessage]) -> bool:
+def _are_same_message(present: Sequence[StartedMessage]) -> bool:
     """Whether all are one message of one role, which fits itself; parts of an all-to-all may still differ."""
-    first = messages[0]
+    first = present[0]
     return first.message.kind is not MessageType.ALL_TO_ALL and all(
-        one.number == first.number and one.role.script is first.role.script for one in messages
+        started.number == first.number and started.owner.role is first.owner.role for started in present
     )
 
 
@@ -338,91 +342,91 @@ def _circle(waiting: Waiting) -> list[int]:
     rank = next(iter(waiting))
     while rank not in path:
         path.append(rank)
-        rank = next(one for one in waiting[rank][1] if one in waiting)
+        rank = next(partner for partner in waiting[rank][1] if partner in waiting)
     circle = path[path.index(rank) :]
     first = circle.index(min(circle))
     return [*circle[first:], *circle[:first]]
 
 
 def _mismatch_text(mismatch: Mismatch, last: StartedMessage) -> Text:
-    """Messages that met and do not fit; ``last`` was the last of them to come."""
-    what, odd, other = mismatch
-    _, direction, count = last.meeting
-    purpose, ranks = last.role.stream(last.number)
-    names = rank_list([one.role.rank for one in odd])
-    common = (
-        f"What {names} and rank {other.role.rank} give one another" if direction else f"What {names} and others give"
+    """Describe messages that met and do not fit; ``last`` is the last that arrived."""
+    difference, outliers, usual = mismatch
+    _, direction, count = last.key
+    purpose, ranks = last.owner.group_of(last.number)
+    names = rank_list([started.owner.rank for started in outliers])
+    messages = (
+        f"What {names} and rank {usual.owner.rank} give one another" if direction else f"What {names} and others give"
     )
-    lines = [_described(one.role, one.number) for one in odd[:MOST]]
+    lines = [_described(started.owner, started.number) for started in outliers[:MOST]]
     return (
-        f"{common} as message {count} of {rank_list(ranks)} ({purpose}) {what}.",
-        [f"expected: {_described(other.role, other.number)}", *lines],
+        f"{messages} as message {count} of {rank_list(ranks)} ({purpose}) {difference}.",
+        [f"expected: {_described(usual.owner, usual.number)}", *lines],
     )
 
 
-def _described(role: RankRole, number: int) -> str:
-    """A message of a rank: ``rank 2 (stage 0, forward): all-reduce of (64,) float32 over ranks 0, 2 (gradients)``."""
-    message, (purpose, ranks) = role.messages[number], role.stream(number)
-    of = "" if message.kind is MessageType.BARRIER else f" of {message.shape} {message.dtype}"
+def _described(owner: RankMessages, number: int) -> str:
+    """``rank 2 (stage 0, forward): all-reduce of (64,) float32 over ranks 0, 2 (gradients)``."""
+    message, (purpose, ranks) = owner.messages[number], owner.group_of(number)
+    tensor = "" if message.kind is MessageType.BARRIER else f" of {message.shape} {message.dtype}"
     if message.kind in PAIRED:
         direction = "to" if message.kind is MessageType.SEND else "from"
-        ends = f" {direction} rank {role.peer(number)} ({purpose})"
+        ends = f" {direction} rank {owner.peer_of(number)} ({purpose})"
     else:
         ends = f" over {rank_list(ranks)}{f' ({purpose})' if purpose else ''}"
     parts = f", parts {message.sent}" if message.sent else ""
-    return f"rank {role.rank} ({where(role.script.run.stage, message)}): {message.kind}{of}{ends}{parts}"
+    return f"rank {owner.rank} ({where(owner.role.run.stage, message)}): {message.kind}{tensor}{ends}{parts}"
 
 
-def _last_announced(role: RankRole, message: StartedMessage) -> str:
-    """The last message of a rank in the group of a message that it does not come to."""
-    stream = message.role.stream(message.number)
-    numbers = [number for number, line in enumerate(role.script.lines) if role.streams[line] == stream]
+def _last_in_group(owner: RankMessages, started: StartedMessage) -> str:
+    """Describe the last message of a rank in the group of a message that it never starts."""
+    group = started.owner.group_of(started.number)
+    numbers = [number for number, index in enumerate(owner.role.group_indices) if owner.groups[index] == group]
     if not numbers:
-        return f"rank {role.rank} gives nothing there"
+        return f"rank {owner.rank} gives nothing there"
     count = f"{len(numbers)} message{'s' if len(numbers) > 1 else ''}"
-    return f"rank {role.rank} gives {count} there, the last: {_described(role, numbers[-1])}"
+    return f"rank {owner.rank} gives {count} there, the last: {_described(owner, numbers[-1])}"
 
 
 def match(runs: Sequence[RoleRun], plan: Plan) -> list[Check]:
     """Replay the messages of all ranks from the runs of one rank of each role.
 
-    As in NCCL, messages of one group happen one after the other on each rank, those from rank to rank that start alone
-    in order with the ones of the same partner.
+    As in NCCL, messages of a group complete in order on each rank; messages between two ranks that start alone, in
+    order with those of the same partner.
     """
-    scripts = [script_of(run) for run in runs]
-    roles = {rank: role_of(script, rank, plan.stage_devices) for script in scripts for rank in script.run.ranks}
-    if unknown := [rank for rank in range(plan.devices) if rank not in roles]:
-        sentence = f"Of {rank_list(unknown)} it is not known what they do."
+    roles = [role_messages(run) for run in runs]
+    owners = {rank: rank_messages(role, rank, plan.stage_devices) for role in roles for rank in role.run.ranks}
+    if unknown := [rank for rank in range(plan.devices) if rank not in owners]:
+        sentence = f"No run stands for {rank_list(unknown)}, so their messages are not known."
         return [Check(name, Verdict.SKIPPED, sentence) for name in (FIT, PROGRESS)]
-    lost = next((role for role in roles.values() if None in role.streams), None)
-    if lost is not None:
-        return _misfit(_lost_text(lost))
-    replay = Replay(roles)
+    lacking = next((owner for owner in owners.values() if None in owner.groups), None)
+    if lacking is not None:
+        return _mismatched(_no_such_group_text(lacking))
+    replay = Replay(owners)
     replay.run()
-    if replay.misfit is not None:
-        return _misfit(replay.misfit)
-    if not all(actor.ended for actor in replay.actors.values()):
-        fit = Check(FIT, Verdict.PASSED, "What comes to its partners fits; not all does.")
+    if replay.mismatch is not None:
+        return _mismatched(replay.mismatch)
+    if not all(progress.has_ended for progress in replay.ranks.values()):
+        fit = Check(FIT, Verdict.PASSED, "Messages that meet fit, but ranks wait for ever before all have met.")
         return [fit, _failed(PROGRESS, replay.deadlock())]
-    count = sum(message.times for role in roles.values() for message in role.messages)
-    groups = len({stream for role in roles.values() for stream in role.streams})
-    fit = Check(FIT, Verdict.PASSED, f"All {count} messages of {len(roles)} ranks in {groups} groups fit.")
-    if replay.open:
+    count = sum(message.times for owner in owners.values() for message in owner.messages)
+    groups = len({group for owner in owners.values() for group in owner.groups})
+    fit = Check(FIT, Verdict.PASSED, f"All {count} messages of {len(owners)} ranks in {groups} groups fit.")
+    if replay.incomplete:
         return [fit, _failed(PROGRESS, replay.unmatched())]
-    return [fit, Check(PROGRESS, Verdict.PASSED, f"All {len(roles)} ranks come to the end of the step.")]
+    return [fit, Check(PROGRESS, Verdict.PASSED, f"All {len(owners)} ranks come to the end of the step.")]
 
 
 def _failed(name: str, text: Text) -> Check:
     return Check(name, Verdict.FAILED, text[0], tuple(text[1]))
 
 
-def _misfit(text: Text) -> list[Check]:
+def _mismatched(text: Text) -> list[Check]:
     return [_failed(FIT, text), Check(PROGRESS, Verdict.SKIPPED, "Not known: the messages do not fit.")]
 
 
-def _lost_text(role: RankRole) -> Text:
-    purpose, ranks = role.script.groups[role.streams.index(None)]
-    run = role.script.run
+def _no_such_group_text(lacking: RankMessages) -> Text:
+    run = lacking.role.run
+    purpose, ranks = lacking.role.groups[lacking.groups.index(None)]
     group = f"Rank {run.rank} uses the group of {rank_list(ranks)} ({purpose})"
-    sentence = f"{group}; rank {role.rank}, which is to do the same in its own place, has no such group."
+    sentence = f"{group}; rank {lacking.rank}, which is to do the same in its own place, has no such group."
     return sentence, [f"role: {run.role}"]
