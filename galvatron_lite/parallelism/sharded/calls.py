@@ -269,8 +269,8 @@ def _location(frame: FrameType) -> str:
 # Custom autograd functions
 
 
-_INTERNAL = ("galvatron_lite.", "torch.")
-"""Packages whose functions expect local tensors."""
+_INTERNAL = ("galvatron_lite.", "torch.", "contextlib.")
+"""Packages whose functions expect local tensors, and those between a line of the user's and the function it calls."""
 
 
 def intercept_custom_functions() -> None:

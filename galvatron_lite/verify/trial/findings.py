@@ -159,7 +159,7 @@ class Findings:
                 "each. Give a plan of data parallelism, ZeRO or stages, or none, to have one found.",
                 forbid=SAMPLES_NEED,
                 reason=f"forward passes update {names} from the samples, so that no rank may have part of a sample",
-                change=f"update {names} behind the last read of a forward pass, where it reads what it has updated",
+                change=f"let forward passes update {names} only after they have read them for the last time",
             )  # fmt: skip
         if self.remembered:
             names = _few(self.remembered)
@@ -235,7 +235,8 @@ class Findings:
                 _shares_parameters, "parameters", _few(self.outside),
                 "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
                 "none. Give a plan of data parallelism or ZeRO-1 with one stage, or none, to have one found; or move "
-                "what reads them into the optimizer (weight_decay) or into their layers.",
+                "what reads them into the optimizer (weight_decay) or into their layers (a head with the weights of an "
+                "embedding: an nn.Linear with head.weight = embedding.weight).",
                 forbid=OUTSIDE_NEEDS,
                 note=f"code outside of their layers reads {_few(self.outside)}: every device holds all parameters",
                 reason=f"code outside of their layers reads {_few(self.outside)}",
