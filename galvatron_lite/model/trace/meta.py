@@ -30,7 +30,8 @@ BATCH_NORMS = (*LOCAL_BATCH_NORMS, nn.SyncBatchNorm)
 
 
 def check_model(model: object) -> None:
-    """Refuse objects that are no modules, and modules that are compiled, scripted, lazy or wrapped for many ranks."""
+    """Refuse objects that are no modules, and modules that are compiled, scripted, lazy or wrapped for many ranks, or
+    whose parameters share memory with other tensors."""
     if not isinstance(model, nn.Module):
         remedy = "Give an nn.Module: an instance, not its class."
     elif hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
@@ -41,9 +42,41 @@ def check_model(model: object) -> None:
         raise TraceError("model", f"{scripted[0] or 'it'}, made by torch.jit", "Give the module that it was made of.")
     elif lazy := [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]:
         raise TraceError("model", f"{lazy[0]}, whose shape is not known yet", "Run the model once on a batch before.")
+    elif shared := _sharing_memory(model):
+        remedy = (
+            "They share memory, which they would not once the model is split or moved to a device. Tie them by one "
+            "nn.Parameter in both places, take views in forward, or clone one of them."
+        )
+        raise TraceError("model", " and ".join(shared), remedy)
     else:
         return
     raise TraceError("model", getattr(model, "__name__", type(model).__name__), remedy)
+
+
+def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Names of a parameter and of another tensor of the model in the same memory: a parameter, a buffer, or a view in
+    an attribute."""
+    views = (
+        (f"{path}.{name}".lstrip("."), one)
+        for path, module in model.named_modules()
+        for name, one in vars(module).items()
+        if isinstance(one, Tensor) and one._base is not None and one.requires_grad
+    )
+    storages: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, one in (*model.named_parameters(), *model.named_buffers(), *views):
+        if type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided and not one.is_meta and one.numel():
+            storages.setdefault(one.untyped_storage().data_ptr(), []).append((name, one))
+    for tensors in storages.values():
+        if len(tensors) < 2 or not isinstance(tensors[0][1], nn.Parameter):
+            continue
+        items = torch.arange(tensors[0][1].untyped_storage().nbytes() // tensors[0][1].element_size())
+        holders = torch.full_like(items, -1)
+        for place, (name, one) in enumerate(tensors):
+            taken = items.as_strided(one.shape, one.stride(), one.storage_offset()).flatten()
+            if (holder := int(holders[taken].max())) >= 0:
+                return tensors[holder][0], name
+            holders[taken] = place
+    return None
 
 
 def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
