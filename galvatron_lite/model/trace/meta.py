@@ -34,8 +34,10 @@ def check_model(model: object) -> None:
     whose parameters share memory with other tensors."""
     if not isinstance(model, nn.Module):
         remedy = "Give an nn.Module: an instance, not its class."
-    elif hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
+    elif compiled := [path for path, one in model.named_modules() if "_orig_mod" in one._modules]:
+        # torch.compile's, whose class takes more than a second to import
         remedy = "Give the model before torch.compile; compile=True compiles its blocks under every plan."
+        raise TraceError("model", f"{compiled[0] or type(model).__name__}, made by torch.compile", remedy)
     elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         remedy = "Give the model inside, model.module: the plan shares it out."
     elif scripted := [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:

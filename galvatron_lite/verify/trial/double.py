@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -12,6 +13,7 @@ from itertools import count
 from math import prod
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -42,6 +44,7 @@ from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
 from galvatron_lite.verify.trial.attributes import PlainAttributes
+from galvatron_lite.verify.trial.outside import OutsideValues
 from galvatron_lite.verify.trial.reads import ChangedReads, ListedValues, Site, SiteReads, ValueReads
 
 SAMPLES = 4
@@ -214,23 +217,24 @@ def run_pass(
     scale: Callable[[Tensor], Tensor] | None = None,
     observer: CallObserver | None = None,
     seed: int = 0,
+    other_seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
     answers: ChangedReads | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> PassResult:
     """Run the copy on some samples; parameters, buffers, attributes, samples and random state stay as they were.
 
-    ``kept`` are attributes that a pass before it has left.
+    ``kept`` are attributes that a pass before it has left; ``other_seed`` is of Python's and numpy's random numbers.
     """
     model = double.model
-    attributes = PlainAttributes(model)
-    attributes.put(kept or {})
+    plain = PlainAttributes(model), OutsideValues(model, double.loss_fn)
+    for one in plain:
+        one.put(kept or {})
     before = {name: one.detach().clone() for name, one in (*model.named_buffers(), *model.named_parameters())}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
         watching = nullcontext() if observer is None else observer.watching()
-        with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
-            torch.manual_seed(seed)
+        with _seeded(seed, other_seed), left_to_the_plan(), watching, terms.inside():
             batch = map_tensors(batch, torch.clone)  # the model may write into it
             with ValueReads(model, batch, answers) as values, ListedValues():
                 loss = loss_of(call_model(model, batch), batch, double.loss_fn)
@@ -240,9 +244,10 @@ def run_pass(
         with nullcontext() if observer is None else observer.in_backward():
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
-        attributes.restore()
+        for one in plain:
+            one.restore()
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
-    left = attributes.restore()
+    left = plain[0].restore() | plain[1].restore()
     gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
     sparse = tuple(name for name, one in gradients.items() if one.is_sparse)
     gradients |= {name: gradients[name].to_dense() for name in sparse}
@@ -255,6 +260,21 @@ def run_pass(
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
     return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, left, sparse, values.constants)
+
+
+@contextmanager
+def _seeded(seed: int, other_seed: int) -> Iterator[None]:
+    """With seeds of torch, and of Python and numpy; all random states stay as they were."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(other_seed)
+        numpy.random.seed(other_seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
 
 
 def runs_on(double: Double, batch: Any) -> bool:
