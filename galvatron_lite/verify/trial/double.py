@@ -201,6 +201,7 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
+    bends: Counter[Site]  # how often a single number made of the samples was clamped or compared with another
     kept: Mapping[str, Any]  # plain attributes of modules that the forward pass changed, by name
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse, by name; they are dense here
     constants: Collection[int] = ()  # that it compared whole numbers of the samples with
@@ -259,7 +260,9 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
-    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, left, sparse, values.constants)
+    return PassResult(
+        float(loss.detach()), gradients, buffers, written, values.reads, values.bends, left, sparse, values.constants
+    )
 
 
 @contextmanager
