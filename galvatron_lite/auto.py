@@ -43,6 +43,7 @@ from galvatron_lite.runtime.monitor.attach import (
 )
 from galvatron_lite.runtime.parameters.use import check_unsplit
 from galvatron_lite.runtime.peers import from_rank_zero
+from galvatron_lite.verify.trial.outside import OutsideValues
 from galvatron_lite.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def auto_parallelize(
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks, so before the world is joined
     place, observers = pick_device(device), observer_options(log, live, profile_steps)
-    random_states = generators()
+    random_states, outside = generators(), OutsideValues(model, loss_fn)
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -184,6 +185,7 @@ def auto_parallelize(
         layers = watched.layers
     except MetaRunError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
+    outside.restore()
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
     chosen = _users_plan(first, backend, delay, fix=fix, forbid=forbid, tolerance=tolerance)
@@ -246,9 +248,14 @@ def auto_parallelize(
     if timeout is not None:
         _check_timeout(chosen, timeout)
         options["timeout"] = timeout
+    if randomness == "same" and findings is not None and findings.draws_elsewhere:
+        remedy = "The model draws random numbers of Python or numpy, which are not those of one process: use torch's."
+        raise InputError("randomness", randomness, remedy)
     put_generators(random_states)  # as if nothing had been measured or traced
+    outside.restore()
     with file_named(plan):
         parallel = _model_class(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **options)
+    outside.restore()
     if findings is not None:
         parallel.plan_check = findings.check
     steer(parallel, phased, settings, used_profile)

@@ -51,6 +51,24 @@ def test_modules_that_are_not_ready_are_named() -> None:
         trace(nn.Sequential(nn.LazyLinear(4)), torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "view", "apart"])
+def test_parameters_that_share_memory_are_refused(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if kind == "parameter":
+        model[1].weight.data = model[0].weight.data[2:]
+    elif kind == "buffer":
+        model.register_buffer("first", model[0].weight.data)
+    elif kind == "view":
+        model.rows = model[0].weight[:2]  # type: ignore[assignment]
+    else:
+        memory = torch.ones(3, 4)
+        model[1].weight.data, model[1].bias.data = memory[:2], memory[2, :2]
+        trace(model, torch.ones(2, 4), loss_fn=lambda output, _: output.mean())
+        return
+    with pytest.raises(TraceError, match=r"0\.weight and (1\.weight|first|rows).*share memory"):
+        trace(model, torch.ones(2, 4))
+
+
 class Weighted(nn.Module):
     """Takes what has no samples beside what has."""
 
@@ -88,7 +106,12 @@ def test_a_tensor_whose_first_dimension_is_that_of_the_samples_by_chance() -> No
     trace(Weighted(), batch | {"weights": torch.ones(1, 4)})
 
 
-@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel])
+def with_compiled_block(model: Plain) -> nn.Module:
+    model.body[0] = torch.compile(model.body[0], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("wrap", [with_compiled_block, nn.DataParallel])
 def test_a_model_that_is_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, batch = plain()
     with pytest.raises(TraceError, match="Give the model "):

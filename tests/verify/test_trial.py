@@ -236,3 +236,29 @@ class Ghost(nn.Module):
 
 def test_statistics_of_a_part_of_the_samples_keep_the_batch_whole() -> None:
     assert found(Ghost(), torch.randn(8, 4)).undivided
+
+
+class Choosing(nn.Module):
+    """A loss of the samples that have the largest, or of a mean that bends at a number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        each = rows.square().mean(1)
+        if self.kind == "largest":
+            return each[each >= each.quantile(0.5)].mean()
+        if self.kind == "flooded":
+            return (each.mean() - 1e-3).abs() + 1e-3
+        if self.kind == "clamped":
+            return each.mean().clamp(max=1e3)
+        return torch.stack([one.clamp(max=1e3) for one in each]).mean()
+
+
+@pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "by sample"])
+def test_losses_that_choose_samples_or_bend_keep_the_batch_whole(kind: str) -> None:
+    torch.manual_seed(1)
+    assert found(Choosing(kind), torch.randn(8, 4)).keeps_batch == (kind != "by sample")

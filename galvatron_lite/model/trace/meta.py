@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,20 +31,58 @@ BATCH_NORMS = (*LOCAL_BATCH_NORMS, nn.SyncBatchNorm)
 
 
 def check_model(model: object) -> None:
-    """Refuse objects that are no modules, and modules that are compiled, scripted, lazy or wrapped for many ranks."""
+    """Refuse objects that are no modules, and modules that are compiled, scripted, lazy or wrapped for many ranks, or
+    whose parameters share memory with other tensors."""
     if not isinstance(model, nn.Module):
         remedy = "Give an nn.Module: an instance, not its class."
-    elif hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
+    elif compiled := [path for path, one in model.named_modules() if "_orig_mod" in one._modules]:
+        # torch.compile's, whose class takes more than a second to import
         remedy = "Give the model before torch.compile; compile=True compiles its blocks under every plan."
+        raise TraceError("model", f"{compiled[0] or type(model).__name__}, made by torch.compile", remedy)
     elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         remedy = "Give the model inside, model.module: the plan shares it out."
     elif scripted := [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
         raise TraceError("model", f"{scripted[0] or 'it'}, made by torch.jit", "Give the module that it was made of.")
     elif lazy := [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]:
         raise TraceError("model", f"{lazy[0]}, whose shape is not known yet", "Run the model once on a batch before.")
+    elif shared := _sharing_memory(model):
+        remedy = (
+            "They share memory, which they would not once the model is split or moved to a device. Tie them by one "
+            "nn.Parameter in both places, take views in forward, or clone one of them."
+        )
+        raise TraceError("model", " and ".join(shared), remedy)
     else:
         return
     raise TraceError("model", getattr(model, "__name__", type(model).__name__), remedy)
+
+
+def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Names of a parameter and of another tensor of the model in the same memory: a parameter, a buffer, or a view in
+    an attribute."""
+    views = (
+        (f"{path}.{name}".lstrip("."), one)
+        for path, module in model.named_modules()
+        for name, one in vars(module).items()
+        if isinstance(one, Tensor) and one._base is not None and one.requires_grad
+    )
+    storages: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, one in (*model.named_parameters(), *model.named_buffers(), *views):
+        if type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided and not one.is_meta and one.numel():
+            storages.setdefault(one.untyped_storage().data_ptr(), []).append((name, one))
+    for tensors in storages.values():
+        if not any(isinstance(one, nn.Parameter) for _, one in tensors):
+            continue
+        for (_, end, name), (start, _, other) in pairwise(sorted((*_bytes_of(one), name) for name, one in tensors)):
+            if start < end:
+                return name, other
+    return None
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one behind its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return int(tensor.storage_offset()) * tensor.element_size(), int(last + 1) * tensor.element_size()
 
 
 def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:

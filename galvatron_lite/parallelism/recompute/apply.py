@@ -168,9 +168,9 @@ def _inside(path: str, value: Any, seen: set[int]) -> Iterator[_Container]:
     seen.add(id(value))
     content = value
     if not isinstance(value, (tuple, dict, list, deque, set)):
-        if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in _MACHINERY:
-            return
-        content = vars(value)
+        content = getattr(value, "__dict__", None)
+        if type(content) is not dict or type(value).__module__.partition(".")[0] in _MACHINERY:
+            return  # an annotation such as tuple[int] has the attributes of its class, which cannot be written
     if not isinstance(content, tuple):
         yield _Container(path, content)
     if not isinstance(content, set):

@@ -16,10 +16,10 @@ class PlainAttributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
-            f"{path}.{name}".lstrip("."): (module, name, value, _frozen(value))
+            f"{path}.{name}".lstrip("."): (module, name, value, frozen(value))
             for path, module in model.named_modules()
             for name, value in vars(module).items()
-            if name not in _OF_MODULES
+            if name not in OF_MODULES
         }
         self._modules = dict(model.named_modules())
 
@@ -27,34 +27,36 @@ class PlainAttributes:
         """Set some of them."""
         for name, value in values.items():
             path, _, local_name = name.rpartition(".")
-            setattr(self._modules[path], local_name, _frozen(value))
+            if path in self._modules:
+                setattr(self._modules[path], local_name, frozen(value))
 
     def restore(self) -> dict[str, Any]:
         """Set all as they were; those that changed, as they were now."""
         changed = dict[str, Any]()
         for path, module in self._modules.items():
-            for local_name in [name for name in vars(module) if name not in _OF_MODULES]:
+            for local_name in [name for name in vars(module) if name not in OF_MODULES]:
                 name, now = f"{path}.{local_name}".lstrip("."), vars(module)[local_name]
                 if name not in self._before:
-                    changed[name] = _frozen(now)
+                    changed[name] = frozen(now)
                     delattr(module, local_name)
                 elif not same_values(self._before[name][3], now):
-                    changed[name] = _frozen(now)
-        for name, (module, local_name, value, frozen) in self._before.items():
+                    changed[name] = frozen(now)
+        for name, (module, local_name, value, content) in self._before.items():
             if name not in changed and local_name in vars(module):
                 continue
             if type(value) in (list, dict):  # others may hold it, too
                 value.clear()
-                value.extend(frozen) if isinstance(value, list) else value.update(frozen)
-            setattr(module, local_name, value if type(value) in (list, dict) else frozen)
+                value.extend(content) if isinstance(value, list) else value.update(content)
+            setattr(module, local_name, value if type(value) in (list, dict) else content)
         return changed
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
-def _frozen(value: Any) -> Any:
-    """A copy of a nest whose tensors are new and have no history."""
+def frozen(value: Any) -> Any:
+    """Return a copy of a nest whose tensors are new and have no history."""
 
     def copied(one: Tensor) -> Tensor:
         return one if isinstance(one, nn.Parameter) or not _has_values(one) else one.detach().clone()

@@ -56,6 +56,8 @@ TOLERANCE = 2e-3
 """Relative error of a gradient that another order of sums in float32 may make in a copy of a few layers."""
 MEAN, SUM, WHOLE = "weighted mean", "sum", "whole"
 _EVEN = [1 / SHARES] * SHARES
+ORDERS = (0, 2, 1, 3), (0, 3, 1, 2)
+"""Of the samples, so that each two are once in one share: a loss of the largest ones may else seem to be a mean."""
 
 
 def try_model(
@@ -80,14 +82,17 @@ def try_model(
         noting = double
         if loss_fn is not None and noted is not None:
             noting = replace(double, loss_fn=lambda output, _: loss_fn(output, noted))
-        again = run_pass(noting, double.batch, seed=1)
+        again = run_pass(noting, double.batch, seed=1, other_seed=1)
     except (SkippedError, InputError) as error:
         # rows of one tensor may number those of another, as edges do nodes: no share of such a batch runs
         return Findings(skipped=str(error), undivided=runs_on(double, batch))
     outside = tuple(observer.seen.outside)
     if again.loss != full_pass.loss and full_pass.is_finite:
+        if run_pass(double, double.batch).loss != full_pass.loss:
+            return Findings(unsteady=True)
         return Findings(
             outside=outside,
+            draws_elsewhere=run_pass(double, double.batch, other_seed=1).loss != full_pass.loss,
             skipped="the loss of the same batch is another one in every pass, also without dropout",
         )
     if not full_pass.is_finite:
@@ -102,11 +107,14 @@ def try_model(
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), undivided=True)
     held = [path for layer in layers for path in layer.modules]
+    modules = dict(double.model.named_modules())
+    elsewhere = [name for name in kept if name.rpartition(".")[0] not in modules]  # read by layers, or around them
     taken = model_inputs(double.model, double.batch)
     findings = Findings(
         outside=outside,
         kept=kept,
-        kept_inside=any(at(name, path) for name in kept for path in held),
+        kept_inside=any(name in elsewhere or any(at(name, path) for path in held) for name in kept),
+        kept_around=any(name in elsewhere or not any(at(name, path) for path in held) for name in kept),
         buffers=buffers,
         remembered=(*remembered, *(name for name in kept if not _kept_alike(name, trials[0]))),
         loose=tuple(name for name, _ in buffers if not any(at(name, path) for path in held)),
@@ -142,6 +150,9 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
             continue
         if decides(read.values, partial(changes, site)):
             (compares if read.compared else asks).append(name_of_site(site))
+    # of one sample each there would be fewer in a share
+    bent = [site for site, bends in full.bends.items() if all(one.bends[site] == bends for one in trials[0].shares)]
+    compares += map(name_of_site, bent)
     return replace(findings, compares=tuple(dict.fromkeys(compares)), asks=tuple(dict.fromkeys(asks)))
 
 
@@ -263,12 +274,14 @@ class Trial:
 
 
 def _trials(double: Double, counts: Sequence[TargetCount], result: PassResult) -> Iterator[Trial]:
-    """The example, and batches made uneven of it; those on which the model does not run are left out."""
+    """The example, also in other orders, and batches made uneven of it; those on which the model does not run are left
+    out."""
     begun = monotonic()
     yield _tried(double, double.batch, result)
+    orders = ((_ordered(double.batch, order), True) for order in ORDERS)
     uneven = ((one, False) for one in _uneven(double.batch, counts))
     padded = ((one, True) for one in _padded(double.batch, counts, result.constants))
-    for batch, alike in chain(uneven, padded):
+    for batch, alike in chain(orders, uneven, padded):
         if monotonic() - begun > ENOUGH:
             return
         try:
@@ -283,6 +296,10 @@ def _tried(double: Double, batch: Any, result: PassResult) -> Trial:
     rows = SAMPLES // SHARES
     parts = tuple(slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows))
     return Trial(batch, result, parts, tuple(run_pass(double, part) for part in parts))
+
+
+def _ordered(batch: Any, order: Sequence[int]) -> Any:
+    return map_tensors(batch, lambda one: one[list(order)] if one.shape[:1] == (SAMPLES,) else one)
 
 
 def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -12,6 +13,7 @@ from itertools import count
 from math import prod
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -42,6 +44,7 @@ from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
 from galvatron_lite.verify.trial.attributes import PlainAttributes
+from galvatron_lite.verify.trial.outside import OutsideValues
 from galvatron_lite.verify.trial.reads import ChangedReads, ListedValues, Site, SiteReads, ValueReads
 
 SAMPLES = 4
@@ -198,6 +201,7 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
+    bends: Counter[Site]  # how often a single number made of the samples was clamped or compared with another
     kept: Mapping[str, Any]  # plain attributes of modules that the forward pass changed, by name
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse, by name; they are dense here
     constants: Collection[int] = ()  # that it compared whole numbers of the samples with
@@ -214,23 +218,24 @@ def run_pass(
     scale: Callable[[Tensor], Tensor] | None = None,
     observer: CallObserver | None = None,
     seed: int = 0,
+    other_seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
     answers: ChangedReads | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> PassResult:
     """Run the copy on some samples; parameters, buffers, attributes, samples and random state stay as they were.
 
-    ``kept`` are attributes that a pass before it has left.
+    ``kept`` are attributes that a pass before it has left; ``other_seed`` is of Python's and numpy's random numbers.
     """
     model = double.model
-    attributes = PlainAttributes(model)
+    attributes, outside = PlainAttributes(model), OutsideValues(model, double.loss_fn)
     attributes.put(kept or {})
+    outside.put(kept or {})
     before = {name: one.detach().clone() for name, one in (*model.named_buffers(), *model.named_parameters())}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
         watching = nullcontext() if observer is None else observer.watching()
-        with torch.random.fork_rng(devices=[]), left_to_the_plan(), watching, terms.inside():
-            torch.manual_seed(seed)
+        with _seeded(seed, other_seed), left_to_the_plan(), watching, terms.inside():
             batch = map_tensors(batch, torch.clone)  # the model may write into it
             with ValueReads(model, batch, answers) as values, ListedValues():
                 loss = loss_of(call_model(model, batch), batch, double.loss_fn)
@@ -241,8 +246,9 @@ def run_pass(
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
         attributes.restore()
+        outside.restore()
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
-    left = attributes.restore()
+    left = attributes.restore() | outside.restore()
     gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
     sparse = tuple(name for name, one in gradients.items() if one.is_sparse)
     gradients |= {name: gradients[name].to_dense() for name in sparse}
@@ -254,7 +260,24 @@ def run_pass(
                 if isinstance(one, nn.Parameter):
                     written[name] = one.detach().clone()
                 one.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
-    return PassResult(float(loss.detach()), gradients, buffers, written, values.reads, left, sparse, values.constants)
+    return PassResult(
+        float(loss.detach()), gradients, buffers, written, values.reads, values.bends, left, sparse, values.constants
+    )
+
+
+@contextmanager
+def _seeded(seed: int, other_seed: int) -> Iterator[None]:
+    """With seeds of torch, and of Python and numpy; all random states stay as they were."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(other_seed)
+        numpy.random.seed(other_seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
 
 
 def runs_on(double: Double, batch: Any) -> bool:

@@ -36,10 +36,10 @@ def _shares_or_repeats(plan: Plan) -> bool:
     return again or _shares_parameters(plan)
 
 
-def _repeats(plan: Plan, inside: bool) -> bool:
+def _repeats(plan: Plan, inside: bool, around: bool) -> bool:
     """Whether modules run more often than once a step: those inside of layers, or those around them."""
-    recomputes = any(one != one.split for one in _strategies(plan))
-    return plan.microbatches > 1 or plan.cyclic is not None or (recomputes if inside else len(plan.stages) > 1)
+    recomputes = inside and any(one != one.split for one in _strategies(plan))
+    return plan.microbatches > 1 or plan.cyclic is not None or recomputes or (around and len(plan.stages) > 1)
 
 
 def _changes_what_is_written(plan: Plan) -> bool:
@@ -90,15 +90,20 @@ class Findings:
     buffers: tuple[tuple[str, str], ...] = ()
     # those of the buffers that are neither, and that the loss of the next batch reads, as a queue of earlier keys
     remembered: tuple[str, ...] = ()
-    # plain attributes that a forward pass changes and the next one reads, and whether layers hold any
+    # plain attributes that a forward pass changes and the next one reads, and whether code inside of layers, or around
+    # them, may be what reads any
     kept: tuple[str, ...] = ()
     kept_inside: bool = False
+    kept_around: bool = False
     # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
     loose: tuple[str, ...] = ()
     # shapes of parameters that get gradients and that the model does not hold, as those of a loss function
     unheld: tuple[str, ...] = ()
     # entries of the batch that neither the model nor the loss function takes
     unread: tuple[str, ...] = ()
+    # whether passes over the same batch give other losses, though all random numbers are the same
+    unsteady: bool = False
+    draws_elsewhere: bool = False  # whether it draws random numbers of Python or numpy
     skipped: str = ""  # why nothing was found out; empty where it was
     unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
@@ -120,6 +125,14 @@ class Findings:
                 lambda _: True, "parameters", _few(self.sparse),
                 "Their gradients are sparse, which no plan sums or shards. Pass sparse=False where the model calls "
                 "torch.nn.functional.embedding; of nn.Embedding and nn.EmbeddingBag it is switched off by itself.",
+            )  # fmt: skip
+        if self.unsteady:
+            yield Restriction(
+                lambda plan: plan.devices > 1 or _repeats(plan, inside=True, around=True), "model", "its loss",
+                "It is another one in every pass over the same batch, with the same random numbers of torch, numpy and "
+                "Python: it depends on a generator of its own, an iterator, or what else changes from pass to pass, "
+                "which no plan can follow. Draw from torch's default generator, and keep numbers in attributes or "
+                "buffers of modules. check=False lets each rank go on with its own.",
             )  # fmt: skip
         if self.undivided:
             yield Restriction(
@@ -175,14 +188,14 @@ class Findings:
                 reason=f"the loss reads {names}, which forward passes update from the batch as a whole",
             )  # fmt: skip
         if self.kept:
-            names, inside = _few(self.kept), self.kept_inside
-            once = "without recomputation" if inside else "and stage"
+            names, inside, around = _few(self.kept), self.kept_inside, self.kept_around
+            once = " ".join(["and stage"] * around + ["without recomputation"] * inside)
             yield Restriction(
-                lambda plan: _repeats(plan, inside), "attributes", names,
+                lambda plan: _repeats(plan, inside, around), "attributes", names,
                 f"Every forward pass changes {names}, which the loss reads. One process runs one pass a step, this "
                 "plan several (micro-batches, recomputation) or parts of it (stages). Use a buffer that the training "
                 f"loop updates; or give a plan of one micro-batch {once}, or none, to have one found.",
-                forbid=("recompute",) if inside else ("pipeline",), fix=("microbatches=1",),
+                forbid=("recompute",) * inside + ("pipeline",) * around, fix=("microbatches=1",),
                 note=f"every forward pass changes {names}, which the loss reads: only plans of one micro-batch train "
                 "like one process",
                 reason=f"every forward pass changes {names}, which the loss reads",
