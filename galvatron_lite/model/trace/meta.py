@@ -72,9 +72,10 @@ def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
     for tensors in storages.values():
         if not any(isinstance(one, nn.Parameter) for _, one in tensors):
             continue
-        for (_, end, name), (start, _, other) in pairwise(sorted((*_bytes_of(one), name) for name, one in tensors)):
+        spans = sorted((*_bytes_of(one), place) for place, (_, one) in enumerate(tensors))
+        for (_, end, place), (start, _, other) in pairwise(spans):
             if start < end:
-                return name, other
+                return tensors[min(place, other)][0], tensors[max(place, other)][0]
     return None
 
 
