@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class SplitModel(Saving, Observable, nn.Module):
+class ShardedModel(Saving, Observable, nn.Module):
     """The parameters, gradients and state of a split model, as a training loop uses them."""
 
     module: nn.Module  # the user's model
