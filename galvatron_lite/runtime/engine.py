@@ -85,8 +85,6 @@ class ParallelModel(ShardedModel):
         origin: the model before it was split.
         steering: changes the plan between steps (phases, adaptive plans); None: nothing does.
         plan_check: raises ``InputError`` for a plan that would not train as one process does; None: all plans do.
-        calls: calls the models of stages.
-        use: checks this rank's parameters before each step.
 
     Raises:
         LaunchError: the number of processes is not the plan's.
