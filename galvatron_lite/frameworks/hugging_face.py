@@ -22,7 +22,7 @@ _ONE_PROCESS_REMEDY = (
 )
 
 
-class TrainerModel(nn.Module):
+class SplitModel(nn.Module):
     """Adapts a parallel model to the Trainer's calls with a batch's entries.
 
     With gradients it returns ``{"loss": loss}``, without them the outputs of the user's model, gathered on every rank.
@@ -74,7 +74,7 @@ class Trainer(transformers.Trainer):
     def __init__(self, model: ParallelModel, args: transformers.TrainingArguments, **options: Any) -> None:
         _check(model, args)
         self.parallel = model
-        self._split = TrainerModel(model)
+        self._split = SplitModel(model)
         super().__init__(self._split, args, **options)
         if args.label_names is None:  # the Trainer expects a loss from batches with these entries
             self.label_names = find_labels(type(model.module))  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ from galvatron_lite.runtime.preparation import Examined, SetupOptions
 from galvatron_lite.runtime.reshard.original import OriginalModel
 from galvatron_lite.runtime.reshard.reshard import Resharded, reshard
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.split_model import SplitModel
+from galvatron_lite.runtime.sharded_model import ShardedModel
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
 from galvatron_lite.runtime.stages import StageRuntime
 from galvatron_lite.runtime.steps import (
@@ -56,7 +56,7 @@ from galvatron_lite.runtime.steps import (
 from galvatron_lite.world import pick_device
 
 
-class ParallelModel(SplitModel):
+class ParallelModel(ShardedModel):
     """A model split over the launched processes. Every rank creates it alike, and passes the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -85,8 +85,6 @@ class ParallelModel(SplitModel):
         origin: the model before it was split.
         steering: changes the plan between steps (phases, adaptive plans); None: nothing does.
         plan_check: raises ``InputError`` for a plan that would not train as one process does; None: all plans do.
-        calls: calls the models of stages.
-        use: checks this rank's parameters before each step.
 
     Raises:
         LaunchError: the number of processes is not the plan's.

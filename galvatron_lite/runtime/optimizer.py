@@ -21,7 +21,7 @@ from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.world import messages_carry_data
 
 if TYPE_CHECKING:
-    from galvatron_lite.runtime.split_model import SplitModel
+    from galvatron_lite.runtime.sharded_model import ShardedModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Creates an optimizer of parameter groups."""
@@ -83,7 +83,7 @@ class OptimizerSteps:
     published.
     """
 
-    def __init__(self, parallel: SplitModel) -> None:
+    def __init__(self, parallel: ShardedModel) -> None:
         self._parallel = weakref.ref(parallel)
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Plan] = weakref.WeakKeyDictionary()
         if not _HOOKS:
@@ -121,7 +121,7 @@ class OptimizerSteps:
             raise error
         self._checked[optimizer] = parallel.plan
 
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> SplitModel | None:
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> ShardedModel | None:
         """The model, if the optimizer has parameters of it."""
         parallel = self._parallel()
         if parallel is None:

@@ -31,7 +31,7 @@ from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.split_model import SplitModel
+    from galvatron_lite.runtime.sharded_model import ShardedModel
 
 _PLAIN = (bool, int, float, str, NoneType)
 _LISTED = 3
@@ -188,7 +188,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
-def sum_over_world(parallel: SplitModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
+def sum_over_world(parallel: ShardedModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
     """Sum values over all ranks in one message, followed by the gradient's squared norm; all ranks call it."""
     if with_norm:
         shares = [

@@ -1,6 +1,7 @@
 """Figures for one sample, from recordings of a region at two batch sizes.
 
-The slope of a figure is that of one sample; what does not grow (weights, causal masks, position tables) is left out.
+A figure for one sample is its growth per sample; what does not grow (weights, causal masks, position tables) is left
+out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of a model without storages: once whole to see its blocks, then region by region in detail."""
+"""Runs of a model without storages: of the full model, to observe its blocks, and of single regions in detail."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ from galvatron_lite.model.trace.record import MetaRunError, MissingOperatorError
 
 @dataclass(slots=True)
 class BlockCall:
-    """One call of a block: what went in and what came out."""
+    """One call of a block."""
 
     path: str  # of the block
-    args: tuple[Any, ...]  # what it was given by position
-    kwargs: dict[str, Any]  # what it was given by name
-    output: Any = None  # what it returned
-    # calls of modules inside it to whose outputs the model listens, by forward hooks of its own
-    heard: list[BlockCall] = field(default_factory=list)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    heard: list[BlockCall] = field(default_factory=list)  # calls of modules inside it that have hooks of the model
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Every tensor that went in, in order."""
+        """All tensors of the arguments, in order."""
         return [*tensors_of(self.args), *tensors_of(self.kwargs)]
 
 
@@ -47,54 +46,57 @@ class BlockCall:
 class KeptTensor:
     """A tensor that autograd keeps."""
 
-    storage: int  # its storage, by ``id``: while the observation lives, so does that
+    storage: int  # ``id`` of its storage, which lives as long as the observation
     size: int  # bytes
-    calls: int  # blocks that were called before
-    inside: tuple[str, ...]  # paths of blocks that ran
+    calls: int  # number of calls of blocks before
+    inside: tuple[str, ...]  # paths of the running blocks
 
 
 @dataclass(slots=True)
 class Observation:
-    """One run of the whole model."""
+    """One run of the full model."""
 
-    order: list[str] = field(default_factory=list)  # module paths in the order they were entered
+    order: list[str] = field(default_factory=list)  # paths of modules in the order of their calls
     calls: list[BlockCall] = field(default_factory=list)  # calls of blocks in order
-    output: Any = None  # what the model returned
-    # paths of blocks whose results code between blocks writes to
-    rewritten: list[str] = field(default_factory=list)
-    kept: list[KeptTensor] = field(default_factory=list)  # what autograd keeps for backward
+    output: Any = None  # of the model
+    rewritten: list[str] = field(default_factory=list)  # paths of blocks whose outputs code between blocks changes
+    kept: list[KeptTensor] = field(default_factory=list)  # tensors that autograd keeps for backward
 
 
 def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow | None = None) -> Observation:
-    """Run a model on the meta device once, whole, and note its blocks' calls, and what its tensors are made of."""
-    seen, entered = Observation(), list[str]()
-    chosen, inside = set(blocks), list[BlockCall]()
-    results = dict[int, tuple[str, Tensor, int]]()  # of blocks, by id, with their versions outside of blocks
+    """Run a full model once on the meta device, and observe calls of its blocks, and in ``flow`` sources of tensors.
+
+    Raises:
+        TraceError: the model does not run without data; names the innermost module.
+    """
+    observation, entered = Observation(), list[str]()
+    chosen, running = set(blocks), list[BlockCall]()
+    results = dict[int, tuple[str, Tensor, int]]()  # outputs of blocks, by id, with their versions after the last block
 
     def enter(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered.append(path)
-        seen.order.append(path)
+        observation.order.append(path)
         if flow is not None:
             flow.enter(path)
         if path in chosen:
-            seen.rewritten += [path for path, tensor, version in results.values() if tensor._version != version]
-            seen.calls.append(BlockCall(path, args, kwargs))
-            inside.append(seen.calls[-1])
+            observation.rewritten += [path for path, tensor, version in results.values() if tensor._version != version]
+            observation.calls.append(BlockCall(path, args, kwargs))
+            running.append(observation.calls[-1])
 
     def leave(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entered.pop()
-        handed = output if flow is None else flow.leave((args, kwargs), output)
+        result = output if flow is None else flow.leave((args, kwargs), output)
         if path in chosen:
-            inside.pop().output = handed
-            results.update((id(tensor), (path, tensor, 0)) for tensor in tensors_of(handed))
-            results.update((key, (home, one, one._version)) for key, (home, one, _) in list(results.items()))
-        elif inside and len(module._forward_hooks) > 1:  # the model's own beside ours: transformers collects outputs so
-            inside[-1].heard.append(BlockCall(path, args, kwargs, handed))
-        return handed
+            running.pop().output = result
+            results.update((id(tensor), (path, tensor, 0)) for tensor in tensors_of(result))
+            results.update((key, (block, one, one._version)) for key, (block, one, _) in list(results.items()))
+        elif running and len(module._forward_hooks) > 1:  # the model's hooks beside ours: transformers collects outputs
+            running[-1].heard.append(BlockCall(path, args, kwargs, result))
+        return result
 
     def keep(tensor: Tensor) -> Tensor:
-        storage, paths = tensor.untyped_storage(), tuple(call.path for call in inside)
-        seen.kept.append(KeptTensor(id(storage), storage.nbytes(), len(seen.calls), paths))
+        storage, paths = tensor.untyped_storage(), tuple(call.path for call in running)
+        observation.kept.append(KeptTensor(id(storage), storage.nbytes(), len(observation.calls), paths))
         return tensor
 
     with ExitStack() as stack:
@@ -107,13 +109,13 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
         stack.enter_context(shapes_only(Recorder()))
         stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
         stack.enter_context(flow or nullcontext())
-        seen.output = call_model(twin, batch)
-    return seen
+        observation.output = call_model(twin, batch)
+    return observation
 
 
 @contextmanager
 def garbage_waits() -> Iterator[None]:
-    """Nothing is collected while operators are recorded: finalizers (as of DeepSpeed) run some of their own."""
+    """Disable garbage collection while operators are recorded: finalizers (of DeepSpeed) run operators, too."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -125,7 +127,7 @@ def garbage_waits() -> Iterator[None]:
 
 @contextmanager
 def shapes_only(recorder: Recorder) -> Iterator[None]:
-    """Tensors are made on the meta device, attention is fused, experts are grouped, and the recorder listens."""
+    """Create tensors on the meta device, fuse attention, group experts, and record."""
     hooks = saved_tensors_hooks(recorder.keep, lambda kept: kept)
     with torch.device("meta"), ShapesOnly(), _autocast_on_meta(), hooks, recorder:
         yield
@@ -133,7 +135,7 @@ def shapes_only(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _autocast_on_meta() -> Iterator[None]:
-    """``torch.autocast(tensor.device.type)`` in a model's code is that of the CPU: torch has none for meta."""
+    """Replace ``torch.autocast`` of the meta device, which torch does not have, by that of the CPU."""
     begin, is_enabled = torch.autocast.__init__, torch.is_autocast_enabled
 
     def begin_anywhere(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -164,18 +166,18 @@ def _place_of(error: Exception) -> str:
 
 @contextmanager
 def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Iterator[None]:
-    """Turn what goes wrong into a TraceError that names the module, or the innermost one entered inside it."""
+    """Turn any error into a TraceError that names the module, or the innermost module entered inside it."""
     try:
         yield
     except Exception as cause:
         if isinstance(cause, GalvatronError) and not isinstance(cause, TraceError):
             raise
-        part = entered[-1] if entered else ""
-        full = ".".join(filter(None, (path, part)))
+        inner = entered[-1] if entered else ""
+        full = ".".join(filter(None, (path, inner)))
         reason = cause.remedy if isinstance(cause, TraceError) else f"{type(cause).__name__}: {cause}".split(". ")[0]
-        # torch has no type of error of its own for operators that would need values: nonzero, tolist, numpy
-        values = isinstance(cause, (ValuesReadError, NotImplementedError)) or "meta " in str(cause)
-        kind = ValuesReadError if values else TraceError if isinstance(cause, TraceError) else MetaRunError
+        # torch has no type of error for operators that read values: nonzero, tolist, numpy
+        reads_values = isinstance(cause, (ValuesReadError, NotImplementedError)) or "meta " in str(cause)
+        kind = ValuesReadError if reads_values else TraceError if isinstance(cause, TraceError) else MetaRunError
         if operator := re.search(r"register_meta function for (\S+)\(\)", reason):
             reason = f"{operator[1]} reads values of tensors."
         elif operator := re.search(r"(aten::\w+).* no fake impl", reason):
@@ -183,11 +185,11 @@ def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Ite
         elif kind is MetaRunError:
             reason = f"{reason}{_place_of(cause)}. {_STALE}"
         remedy = f"It does not run without data (on the meta device): {reason}"
-        raise kind(f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy) from cause
+        raise kind(f"block {full}" if full else "model", type(module.get_submodule(inner)).__name__, remedy) from cause
 
 
-class _Incoming(torch.autograd.Function):
-    """Ends a region: its backward hands each output a gradient that lives no longer than the region needs it."""
+class _RegionEnd(torch.autograd.Function):
+    """The end of a region: its backward creates a gradient of each output, which lives only as long as it is needed."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -199,12 +201,12 @@ class _Incoming(torch.autograd.Function):
         return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.outputs)
 
 
-class _Entering(torch.autograd.Function):
-    """Begins a region: hands on a tensor that is no leaf, as a layer before would, so that it may be overwritten."""
+class _RegionStart(torch.autograd.Function):
+    """The start of a region: returns a tensor that is no leaf, as a layer would, so that it may be overwritten."""
 
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:
-        return tensor.data  # the same storage, but no view of the leaf
+        return tensor.data  # with the same storage, but no view of the leaf
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Tensor:
@@ -212,52 +214,52 @@ class _Entering(torch.autograd.Function):
 
 
 def entered(tensor: Tensor) -> Tensor:
-    """What begins a region, as a layer before would have handed it on: no leaf, so that it may be overwritten."""
-    handed: Tensor = _Entering.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-    return handed
+    """An input of a region as a layer before it would return it: no leaf, so that it may be overwritten."""
+    result: Tensor = _RegionStart.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return result
 
 
 def region_end(outputs: Sequence[Tensor]) -> Tensor | None:
-    """A scalar whose backward gives every output that trains a gradient; None where none does."""
+    """A scalar whose backward creates gradients of all outputs that require one; None if none does."""
     trained = [tensor for tensor in outputs if tensor.requires_grad]
-    return _Incoming.apply(*trained) if trained else None  # type: ignore[no-untyped-call]
+    return _RegionEnd.apply(*trained) if trained else None  # type: ignore[no-untyped-call]
 
 
 def chain_inputs(calls: Sequence[BlockCall], paths: Collection[str]) -> tuple[int, ...]:
-    """Places in ``BlockCall.inputs`` of what comes out of the block called before one of these (equal) blocks.
+    """Indices in ``BlockCall.inputs`` of the outputs of the block that is called before one of these (equal) blocks.
 
-    Where that cannot be seen (the first block): the first floating tensor.
+    If there are none (for the first block): the index of the first floating-point tensor.
     """
     for before, call in zip([None, *calls[:-1]], calls, strict=True):
         if call.path in paths and before is not None:
-            storages = [tensor.untyped_storage() for tensor in tensors_of(before.output)]
-            taken = [tensor.untyped_storage() for tensor in call.inputs]
-            places = tuple(i for i, storage in enumerate(taken) if any(storage is other for other in storages))
-            if places:
-                return places
+            outputs = [tensor.untyped_storage() for tensor in tensors_of(before.output)]
+            inputs = [tensor.untyped_storage() for tensor in call.inputs]
+            indices = tuple(i for i, storage in enumerate(inputs) if any(storage is other for other in outputs))
+            if indices:
+                return indices
     call = next(call for call in calls if call.path in paths)
     return tuple(i for i, tensor in enumerate(call.inputs) if tensor.is_floating_point())[:1]
 
 
 @dataclass(slots=True)
 class RegionRun:
-    """One region's recording, and which storages enter and leave it."""
+    """The recording of a region, with the storages that enter and leave it."""
 
-    recording: Recording  # what it did
-    chain: tuple[int, ...]  # storages that enter from the layer before, or of the batch
-    side: tuple[int, ...]  # those that enter at its side
-    needed: tuple[int, ...] = ()  # places of inputs at its side that backward needs
-    handed: tuple[int, ...] = ()  # those among ``chain`` that the layer before made
-    leaving: tuple[int, ...] = ()  # storages that the next layer takes
+    recording: Recording
+    chain: tuple[int, ...]  # storages of outputs of the layer before, or of the batch
+    side: tuple[int, ...]  # storages of other inputs
+    needed: tuple[int, ...] = ()  # indices of other inputs that backward needs
+    handed: tuple[int, ...] = ()  # storages of ``chain`` that the layer before created
+    leaving: tuple[int, ...] = ()  # storages of outputs
 
 
 def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> RegionRun:
-    """Run a block forward and backward on the meta device, writing down what it does.
+    """Run forward and backward of a block on the meta device, and record them.
 
-    Args:
-        call: what goes in.
-        chain: places of the inputs that come from the layer before; they get gradients, unless they did not when the
-            model ran (pictures of the batch).
+    ``chain`` are the indices of the inputs that are outputs of the layer before.
+
+    Raises:
+        TraceError: the block does not run without data.
     """
     recorder, recording = Recorder(), Recording()
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]
@@ -286,25 +288,25 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
 _FEW, _MORE = 2, 3
 _OUTPUT = ".2"
 ELSEWHERE = -1
-"""Instead of items of dim 0 a sample: the samples lie along another dim."""
+"""In place of a number of items of dim 0: the samples are along another dim."""
 
 
 def block_calls(model: nn.Module, names: Collection[str], batch: Any, samples: int = _FEW) -> dict[str, BlockCall]:
-    """The first call of each named block, on the meta device, with so many samples."""
-    seen = observe(meta_copy(model), resize_batch(batch, samples), list(names))
-    return {call.path: call for call in reversed(seen.calls)}
+    """The first call of each named block, on the meta device, with a number of samples."""
+    observation = observe(meta_copy(model), resize_batch(batch, samples), list(names))
+    return {call.path: call for call in reversed(observation.calls)}
 
 
 def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> dict[str, dict[str, int]]:
-    """How many items of dim 0 each sample has of the tensors that each named block takes and returns: 1 of those that
-    have the samples there, 0 of those that do not grow with them, more where it is samples times heads, ``ELSEWHERE``
-    where the samples lie along another dim.
+    """The number of items of dim 0 for each sample, of tensors that named blocks take and return: 1 if dim 0 is that of
+    the samples, 0 if it does not grow with them, more if it is samples times heads, ``ELSEWHERE`` if the samples are
+    along another dim.
 
-    Two runs with unlike numbers of samples tell. A size that equals the number of samples by chance does not mislead.
+    It is determined from two runs with different numbers of samples, so that a size which equals one of them by chance
+    does not mislead.
 
     Returns:
-        By block, then by place in its (args, kwargs, output) (see ``map_places``). Empty where the model cannot be run
-        this way.
+        By block, then by place in its (args, kwargs, output) (see ``map_places``). Empty if the model does not run.
     """
     try:
         few, more = (block_calls(model, names, batch, samples) for samples in (_FEW, _MORE))
@@ -314,32 +316,32 @@ def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> di
 
 
 def items_a_sample(few: BlockCall, more: BlockCall, samples: tuple[int, int]) -> dict[str, int]:
-    """Items of dim 0 for each sample, by place, from calls of a block with two numbers of samples; see
-    ``sample_arguments``."""
-    one, other = (
+    """The result of ``sample_arguments`` for a block, from its calls with two numbers of samples."""
+    before, after = (
         {place: tensor.shape for place, tensor in places((call.args, call.kwargs, call.output))} for call in (few, more)
     )
-    return {place: _items(one[place], other[place], samples) for place in one if place in other}
+    return {place: _items(before[place], after[place], samples) for place in before if place in after}
 
 
 def _items(few: Sequence[int], more: Sequence[int], samples: tuple[int, int]) -> int:
-    grown = [dim for dim, sizes in enumerate(zip(few, more, strict=False)) if _grows(*sizes, samples)]
+    def grows(size: int, larger: int) -> bool:
+        return 0 < size < larger and size % samples[0] == 0 and size // samples[0] * samples[1] == larger
+
+    grown = [dim for dim, sizes in enumerate(zip(few, more, strict=False)) if grows(*sizes)]
     return few[0] // samples[0] if 0 in grown else ELSEWHERE if grown else 0
 
 
-def _grows(one: int, other: int, samples: tuple[int, int]) -> bool:
-    return 0 < one < other and one % samples[0] == 0 and one // samples[0] * samples[1] == other
-
-
 def is_folded(place: str, each: int) -> bool:
-    """Whether samples cannot be moved of what has so many items each at a place; outputs of samples times something
-    else (router logits of tokens) are for the loss alone."""
+    """Whether samples of a tensor at a place cannot be moved, by its items for each sample; outputs of samples times
+    something else (router logits of tokens) are read by the loss only."""
     return each == ELSEWHERE or (each > 1 and not place.startswith(_OUTPUT))
 
 
 def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
-    """See that blocks that take other samples than the code around them have these along dim 0, not folded with
-    something else, as nothing tells which of the two comes first: else samples cannot be moved.
+    """Check that samples are along dim 0, not folded with another dim, as their order would not be known.
+
+    Raises:
+        InputError: they are not, so that samples cannot be moved between a block and the code around it.
     """
     for name, arguments in sampled.items():
         for place, each in arguments.items():
@@ -357,7 +359,7 @@ def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def mean_of_outputs(output: Any, _: Any = None) -> Tensor:
-    """A scalar made of every floating tensor that a model gives; a ``loss_fn`` that stands in for a loss."""
+    """The sum of the means of a model's floating-point outputs; a ``loss_fn`` for models without a loss."""
     means = [tensor.float().mean() for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not means:
         remedy = "Profile the model up to the last tensor of floating numbers, or pass loss_fn."
@@ -366,7 +368,7 @@ def mean_of_outputs(output: Any, _: Any = None) -> Tensor:
 
 
 def gives_loss(model: nn.Module, batch: Any) -> bool:
-    """Whether a model gives its loss itself, seen on a copy without storages."""
+    """Whether a model returns its loss, determined on a copy without storages."""
     shapes = resize_batch(batch, 2)
     output = observe(meta_copy(model), shapes, []).output
     try:

@@ -21,7 +21,7 @@ from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.split_model import SplitModel
+    from galvatron_lite.runtime.sharded_model import ShardedModel
 
 _COPY = (
     "A rank has a part of it. Copy what auto_parallelize returned (torch.optim.swa_utils.AveragedModel takes it, too), "
@@ -62,7 +62,7 @@ def refuse_copies(model: nn.Module, remedy: str = _COPY) -> None:
     object.__setattr__(model, "__deepcopy__", refuse)
 
 
-def guard_model(model: nn.Module, parallel: SplitModel) -> None:
+def guard_model(model: nn.Module, parallel: ShardedModel) -> None:
     """Guard the user's model, which was split, against uses other than through ``parallel``.
 
     A call of the model itself raises InputError if its outputs or gradients would be those of a part. Its
@@ -260,7 +260,7 @@ class ParameterCopies(nn.Module):
     Its ``state_dict()`` is the full model's. All ranks call it, or load one, together.
     """
 
-    def __init__(self, parallel: SplitModel) -> None:
+    def __init__(self, parallel: ShardedModel) -> None:
         super().__init__()
         self._parallel = [parallel]  # in a list, so that it is no submodule
         self._copy()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class SplitModel(Saving, Observable, UserNames):
+class ShardedModel(Saving, Observable, UserNames):
     """The parameters, gradients and state of a split model, as a training loop uses them."""
 
     module: nn.Module  # the user's model
