@@ -333,8 +333,7 @@ class PendingGradients:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients.clear()
         for runtime in self._parallel.runtimes:
-            if runtime.updates.guarded:
-                guard_gradients(runtime.owned)
+            guard_gradients(runtime.owned, hides_norm=runtime.updates.guarded)
 
     def _copy(self) -> None:
         """Copy the gradients, which are views of buffers that the next backward pass overwrites."""

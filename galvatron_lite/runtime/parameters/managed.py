@@ -251,8 +251,7 @@ class Updates:
         self.lowering.finish()
         self.due = self.is_needed
         self.show()
-        if self.guarded:
-            guard_gradients(self.owned)
+        guard_gradients(self.owned, hides_norm=self.guarded)
 
     def show(self) -> None:
         """Between uses of the model: guard parameters that are parts."""
