@@ -29,11 +29,6 @@ class MicrobatchesHeld:
     pending: tuple[int, ...]  # by virtual stage, between the gradient of the input and that of the weights
     formed: bool  # whether gradients that form in backward exist
 
-    @classmethod
-    def none(cls, chunks: int, *, formed: bool = False) -> MicrobatchesHeld:
-        """No micro-batches of any virtual stage."""
-        return cls((0,) * chunks, (0,) * chunks, formed)
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryCourse:
@@ -59,12 +54,13 @@ class GroupMemory:
         self._chunks = tuple(cost.layers for cost in costs)
         self._layers = [layer for chunk in self._chunks for layer in chunk]
         self._buffers = sum(cost.buffers for cost in costs)
+        self._none = (0,) * len(costs)  # micro-batches, by virtual stage
         self._during = lru_cache(maxsize=None)(self._new_during)
         self._between = lru_cache(maxsize=None)(self._new_between)
 
     def over(self, actions: Sequence[Action]) -> MemoryCourse:
         """Return the memory over a group's passes, in order."""
-        held, during, after, held_during = MicrobatchesHeld.none(len(self._costs)), [], [], []
+        held, during, after, held_during = MicrobatchesHeld(self._none, self._none, False), [], [], []
         for action in actions:
             inside, held = _change(held, action.what, action.chunk, self._schedule.splits_backward)
             during.append(self._during(action.what, action.chunk, inside))
@@ -79,7 +75,7 @@ class GroupMemory:
 
     def resting(self, *, formed: bool) -> MemoryBreakdown:
         """Return the bytes without a micro-batch in memory; ``formed``: with gradients that form in backward."""
-        return self._between(MicrobatchesHeld.none(len(self._costs), formed=formed))
+        return self._between(MicrobatchesHeld(self._none, self._none, formed))
 
     def updating(self) -> MemoryBreakdown:
         """Return the bytes during the update."""

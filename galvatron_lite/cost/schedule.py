@@ -49,8 +49,6 @@ from functools import lru_cache
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import (
     Action,
-    Figure,
-    Form,
     Pass,
     Schedule,
     ScheduleConfig,
@@ -59,23 +57,6 @@ from galvatron_lite.parallelism.pipeline.schedule import (
 )
 from galvatron_lite.parallelism.pipeline.table import actions_of, shown_of, shown_rounds
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
-
-__all__ = ["Figure", "Form", "closed_form", "form_of"]
-
-
-def form_of(
-    schedule: Schedule, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False
-) -> Form:
-    """Return the closed form of a schedule; see the module.
-
-    Args:
-        schedule: order of passes.
-        groups: of devices.
-        microbatches: a step.
-        virtual: stages of each group.
-        steps_overlap: see ``Profile``.
-    """
-    return schedule.form(groups, microbatches, virtual, steps_overlap=steps_overlap)
 
 
 def closed_form(

@@ -31,9 +31,9 @@ import numpy as np
 from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
-from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.stage import Shape, tied_groups
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.pipeline.schedule import Form
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
 from galvatron_lite.search.bounds import StageBounds
 from galvatron_lite.search.chain.pareto import pareto_rows

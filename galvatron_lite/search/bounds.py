@@ -31,7 +31,6 @@ import numpy as np
 
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.points import Curves, index_points, slices_of
-from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.pipeline.cost import weight_seconds
@@ -314,7 +313,7 @@ class ComputeBounds:
 
     def _bound(self, graph: ModelGraph, shape: Shape) -> float:
         overlap = self.profile.steps_overlap
-        form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
+        form = shape.schedule.form(shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         counts = self._memo.once(id(graph), lambda: Counter(self._numbers[layer.kind] for layer in graph.layers))
         used, times = np.array(list(counts)), np.array(list(counts.values()))
         least = self._bounds_at(shape.stage_devices, shape.microbatch, form.freed)

@@ -21,11 +21,11 @@ from itertools import accumulate
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.stage import Shape, sharing_of, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
+from galvatron_lite.parallelism.pipeline.schedule import Figure, Form
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain.chain import MEMORY, Chain, ChainLayer, Path
 from galvatron_lite.search.chain.net import Net, good_net_path, net_paths

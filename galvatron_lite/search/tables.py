@@ -16,11 +16,11 @@ import numpy as np
 from galvatron_lite.arrays import IntArray, Real
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import late_gradients, resting, terms
-from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.layout import Layout, layout_of
+from galvatron_lite.parallelism.pipeline.schedule import Form
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.search.chain.chain import MEMORY
 from galvatron_lite.search.chain.pareto import pareto_within
@@ -402,7 +402,7 @@ class Tables:
     def __post_init__(self) -> None:
         self.pricer = self.store.pricer
         shape, overlap = self.shape, self.pricer.profile.steps_overlap
-        self.form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
+        self.form = shape.schedule.form(shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         self._unpinned_layer = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)
 
     def unpruned(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
