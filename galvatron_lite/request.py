@@ -1,8 +1,8 @@
 """Requests for a plan or a sweep of plans, from Python and from the command line.
 
-``PlanRequest.parse`` parses and checks the arguments of callers. ``resolved`` finds the profile, the pins and the budget
-that a search needs. Every command and function that plans does both once, and then searches (``analysis.setting.ask``,
-or a sweep of it).
+``PlanRequest.parse`` parses and checks the arguments of callers. ``resolved`` finds the profile, the pins and the
+budget that a search needs. Every command and function that plans does both once, and then searches
+(``analysis.setting.ask``, or a sweep of it).
 """
 
 from __future__ import annotations
