@@ -226,7 +226,7 @@ class Dimension:
 
     def layout(self, strategy: Strategy) -> dict[str, int]:
         """Return how many ways it splits activations between layers, by field of ``Layout``; other ranks have
-        copies."""
+        copies, and must be the innermost."""
         return {axis.part: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
 
     def features(self, strategy: Strategy) -> set[str]:

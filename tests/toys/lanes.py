@@ -13,7 +13,15 @@ from torch.autograd import Function
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
-from galvatron_lite.parallelism.base import Communication, Dimension, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.base import (
+    AvailableDevices,
+    Chosen,
+    Communication,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Moment,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather
 from galvatron_lite.parallelism.ranks import Either, group_along
@@ -53,6 +61,14 @@ class LaneDimension(Dimension):
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Every divisor of the devices."""
         return [{"lanes": degree} for degree in divisors(devices)]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: AvailableDevices) -> bool:
+        """All devices of the stage, or none."""
+        return chosen["lanes"] in (1, room.devices)
+
+    def fault(self, strategy: Strategy) -> tuple[str, str] | None:
+        """Copies lie on the innermost ranks, and added dimensions are the outermost: they are both."""
+        return None if getattr(strategy, self.name) in (1, strategy.devices) else ("lanes", "Lanes take all devices.")
 
     def layout(self, strategy: Strategy) -> dict[str, int]:
         """Copies, instead of shares of the samples."""

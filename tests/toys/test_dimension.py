@@ -40,21 +40,21 @@ def strategies(plan: Plan) -> set[Strategy]:
     return {run.strategy for stage in plan.stages for run in stage.runs}
 
 
-@pytest.mark.parametrize("toy", [PODS, LANES], ids=lambda toy: toy.name)
-def test_it_is_planned_with_pinned_printed_exported_and_explained(toy: Dimension, tmp_path: Path) -> None:
-    saved, settings, word = str(tmp_path / "plan.yaml"), str(tmp_path / "settings"), f"{toy.name}2 "
+@pytest.mark.parametrize(("toy", "degree"), [(PODS, 2), (LANES, 4)])
+def test_it_is_planned_with_pinned_printed_exported_and_explained(toy: Dimension, degree: int, tmp_path: Path) -> None:
+    saved, settings, word = str(tmp_path / "plan.yaml"), str(tmp_path / "settings"), f"{toy.name}{degree} "
     with added(toy):
-        text = run("plan", *COMMAND, "--fix", f"{toy.aliases[0]}=2", "--fix", "pp=1", "-o", saved)
+        text = run("plan", *COMMAND, "--fix", f"{toy.aliases[0]}={degree}", "--fix", "pp=1", "-o", saved)
         assert word in text
         plan = read_plan(Path(saved))
-        assert all(dict(one.more) == {toy.name: 2} and one.devices == 4 for one in strategies(plan))
+        assert all(dict(one.more) == {toy.name: degree} and one.devices == 4 for one in strategies(plan))
         assert all(parse_strategy(str(one)) == one for one in strategies(plan))
         assert word in run("explain", saved)
         assert toy.name in run("export", saved, "--to", "torchtitan", "-o", settings)
         assert not any(one.more for one in strategies(make_plan(**SETUP, forbid=toy.name)))
         assert not any(one.more for one in strategies(make_plan(**SETUP, backend="torchtitan")))
         with pytest.raises(InputError, match=f"Backend torchtitan cannot run {toy.means}"):
-            make_plan(**SETUP, fix=f"{toy.name}=2", backend="torchtitan")
+            make_plan(**SETUP, fix=f"{toy.name}={degree}", backend="torchtitan")
 
 
 @pytest.mark.usefixtures("pods")
@@ -74,7 +74,7 @@ def test_its_axis_says_how_activations_lie_and_which_ranks_work_together() -> No
     assert (lines.states.shards.through(5), lines.states.replicas.through(5)) == ((5, 7), (1, 5))
 
 
-@pytest.mark.parametrize("strategy", ["pods2 zero3x2", "pods2 zero1x2", "pods2 tensor2", "lanes2 data2"])
+@pytest.mark.parametrize("strategy", ["pods2 zero3x2", "pods2 zero1x2", "pods2 tensor2", "lanes4"])
 def test_it_is_verified(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(MODEL)
@@ -103,6 +103,15 @@ def test_it_is_unknown_before_and_after(tmp_path: Path) -> None:
         make_plan(**SETUP, fix="pods=2")
 
 
+def test_a_plan_by_hand_whose_fields_contradict_one_another_is_refused(tmp_path: Path) -> None:
+    names = ["before", "after"]
+    with added(LANES):
+        plan = written.write_plan([names], dict.fromkeys(names, parse_strategy("lanes2 data2")), devices=4, batch=4)
+        write_plan(plan, tmp_path / "plan.yaml")
+        with pytest.raises(InputError, match=r"strategy\.lanes: 2 .*Lanes take all devices"):
+            read_plan(tmp_path / "plan.yaml")
+
+
 def trained(case: Case, reference: Reference, texts: list[str]) -> list[str]:
     """What goes wrong under each strategy of the blocks; layers around them are plain data parallel."""
     with added(PODS), added(LANES):
@@ -121,7 +130,7 @@ def trained(case: Case, reference: Reference, texts: list[str]) -> list[str]:
     ("world", "texts"),
     [
         (2, ["pods2", "lanes2", "lanes2 recompute"]),
-        (4, ["pods2 zero3x2", "pods2 tensor2+sp", "pods2 data2", "lanes2 data2"]),
+        (4, ["pods2 zero3x2", "pods2 tensor2+sp", "pods2 data2", "lanes4"]),
     ],
 )
 def test_ranks_train_under_it_like_one_process(pool: WorkerPool, world: int, texts: list[str]) -> None:
