@@ -79,11 +79,12 @@ def subject_of(
     *,
     loss_fn: LossFn | None = None,
     blocks: BlockNames | None = None,
+    layers: tuple[Layer, ...] = (),
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     precision: str | None = None,
 ) -> Subject:
-    """Examine a model for the dry runs of a plan."""
-    layers = discover_layers(model, batch, blocks)
+    """Examine a model for the dry runs of a plan; its ``layers`` are discovered unless they are given."""
+    layers = layers or discover_layers(model, batch, blocks)
     stages, meta_batch = place_layers(plan, layers), map_tensors(batch, lambda tensor: tensor.to("meta"))
     full_batch = resize_batch(meta_batch, plan.global_batch)
     examined = examine(model, layers, stages, range(len(stages)), batch, loss_fn)
