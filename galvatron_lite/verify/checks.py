@@ -46,8 +46,10 @@ def check_dry(
         return [Check(NAME, Verdict.SKIPPED, reason)], []
     parts = source.on_meta()
     model, batch, loss_fn = parts[0], example_of(parts), parts[2]
-    named = named_for(plan, discover_layers(model, batch), items_of(model.parameters()))
-    subject, graph = subject_of(model, named, batch, loss_fn=loss_fn), trace(model, batch, loss_fn=loss_fn)
+    layers = discover_layers(model, batch)
+    named = named_for(plan, layers, items_of(model.parameters()))
+    subject = subject_of(model, named, batch, loss_fn=loss_fn, layers=layers)
+    graph = trace(model, batch, loss_fn=loss_fn)
     try:
         runs = run_roles(subject, named, progress, chained=not graph.tensors)
     except DryRunError as error:

@@ -1,4 +1,4 @@
-"""Bytes held over time, by what they are for: a ledger of the storages of tensors that have no data."""
+"""Memory of one rank over time, by use: a ledger of the storages of tensors that have no data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from galvatron_lite.verify.dry.world import RankPlace
 from galvatron_lite.verify.schema import During, Sample
 
 _NEXT = "next"
-"""The layer of what is made between two layers in forward, until the later one begins."""
+"""Layer of storages allocated between two layers in forward, until the later layer begins."""
 MOST_SAMPLES = 2048
-"""Samples that are kept of one run; where there would be more, of two neighbours the greater."""
+"""Samples kept of a run; beyond that, the greater of each two neighbours is kept."""
 
 
 class Use(IntEnum):
-    """What a storage is for; the order of ``MemoryBreakdown``. ``HOST`` is not on the device."""
+    """What a storage is for, in the order of ``MemoryBreakdown``. ``HOST`` is not on the device."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -35,42 +35,47 @@ class Use(IntEnum):
     HOST = 6
 
 
+PASSING = frozenset({Use.TEMPORARY, Use.ACTIVATIONS})
+"""Uses of storages that a pass allocates."""
+
+
 @dataclass(slots=True, eq=False)
 class LiveStorage:
-    """A storage that is alive."""
+    """A storage that is alive, and when it was allocated."""
 
     size: int  # bytes
-    use: Use  # what it is for
-    phase: During  # phase, microbatch, layer: when it was made
+    use: Use
+    phase: During
     microbatch: int
     layer: str
-    weak: Any = None  # to the storage, telling when it is gone
+    weak: Any = None  # reference to the storage, whose callback removes the entry
 
 
 @dataclass(slots=True)
 class Ledger:
-    """All storages of one rank."""
+    """All storages of one rank; sizes are in bytes."""
 
-    place: RankPlace  # where the rank is
-    totals: list[int] = field(default_factory=lambda: [0] * len(Use))  # bytes by use, now
-    total: int = 0  # bytes on the device, now
-    peak: int = 0  # the greatest total since ``watch``; ``at_peak``: by use, then
-    at_peak: tuple[int, ...] = (0,) * len(Use)
-    peak_host: int = 0  # the most bytes on the host
-    operations: int = 0  # that made a tensor, so far
-    samples: list[Sample] = field(default_factory=list)  # since ``watch``
+    place: RankPlace  # kept up to date by whoever runs the rank
+    totals: list[int] = field(default_factory=lambda: [0] * len(Use))  # by use
+    total: int = 0  # on the device
+    peak: int = 0  # the greatest total since ``reset_peak``
+    at_peak: tuple[int, ...] = (0,) * len(Use)  # by use
+    peak_host: int = 0  # the greatest total on the host
+    operations: int = 0  # that allocated a storage
+    samples: list[Sample] = field(default_factory=list)  # since ``reset_peak``
     _entries: dict[int, LiveStorage] = field(default_factory=dict)
-    # made since a layer's forward, or a backward pass, began
+    # allocated since a layer's forward, or a backward pass, began
     _allocated: dict[During, list[LiveStorage]] = field(
         default_factory=lambda: {During.FORWARD: [], During.BACKWARD: []}
     )
+    # the greatest total since the last sample, and its uses
     _high: int = 0
     _at_high: tuple[int, ...] = (0,) * len(Use)
     _stride: int = 1
     _skipped: int = 0
 
-    def see(self, tensor: Tensor) -> None:
-        """An operation returned a tensor; its storage is entered where it is new."""
+    def record(self, tensor: Tensor) -> None:
+        """Enter the storage of a tensor that an operation returned, if it is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._entries:
@@ -79,14 +84,14 @@ class Ledger:
         layer = _NEXT if place.between else place.layer
         entry = LiveStorage(storage.nbytes(), Use.TEMPORARY, place.phase, place.microbatch, layer)
         # torch keeps one Python object for a storage as long as the storage lives
-        entry.weak = weakref.ref(storage, partial(self._gone, key))
+        entry.weak = weakref.ref(storage, partial(self._remove, key))
         self._entries[key] = entry
         self.operations += 1
         if place.phase in self._allocated:
             self._allocated[place.phase].append(entry)
         self._add(Use.TEMPORARY, entry.size)
 
-    def _gone(self, key: int, _weak: Any) -> None:
+    def _remove(self, key: int, _weak: Any) -> None:
         entry = self._entries.pop(key)
         self._add(entry.use, -entry.size)
         entry.size = 0
@@ -103,26 +108,26 @@ class Ledger:
     def _entry(self, tensor: Tensor) -> LiveStorage | None:
         return self._entries.get(id(tensor.untyped_storage()))
 
-    def use(self, tensors: Iterable[Tensor], use: Use, only: frozenset[Use] | None = None) -> None:
-        """From now on the storages of these tensors count as this."""
+    def classify(self, tensors: Iterable[Tensor], use: Use, only: frozenset[Use] | None = None) -> None:
+        """Count the storages of these tensors under another use, if their present use is one of ``only``."""
         for tensor in tensors:
             entry = self._entry(tensor)
             if entry is not None and entry.use is not use and (only is None or entry.use in only):
                 self._move(entry, use)
 
-    def forget(self, tensors: Iterable[Tensor]) -> None:
-        """These do not lie on the device."""
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Leave out tensors that do not lie on the device."""
         for tensor in tensors:
             entry = self._entry(tensor)
             if entry is not None:
                 self._add(entry.use, -entry.size)
                 entry.size = 0
 
-    def copied(self, tensor: Tensor, copy: Tensor) -> None:
-        """A tensor was cast: the copy of a parameter in the precision of compute is for the same."""
+    def record_cast(self, tensor: Tensor, copy: Tensor) -> None:
+        """Count the copy of a parameter in the precision of compute as a parameter."""
         entry = self._entry(tensor)
         if entry is not None and entry.use is Use.PARAMETERS:
-            self.use([copy], Use.PARAMETERS)
+            self.classify([copy], Use.PARAMETERS)
 
     def _move(self, entry: LiveStorage, use: Use) -> None:
         high = self._high
@@ -130,10 +135,9 @@ class Ledger:
         entry.use = use
         self._add(use, entry.size)
         if self._high == high == self.total:
-            self._rise()
+            self._reset_high()
 
-    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """A storage is given room, or loses it: those are parameters that ZeRO gathers."""
+    def _record_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         entry = self._entries.get(id(storage))
         if entry is None:
             return
@@ -142,12 +146,12 @@ class Ledger:
         self._add(entry.use, size)
 
     def end(self, phase: During, use: Use = Use.ACTIVATIONS, following: str = "") -> None:
-        """A layer's forward, or a backward pass, is over: what it made and is still there waits for a later one.
+        """End a layer's forward, or a backward pass: what it allocated and did not free waits for a later pass.
 
         Args:
-            phase: which of both.
-            use: that it counts as from now on.
-            following: the layer that begins, with which what was made behind the last one counts.
+            phase: ``FORWARD`` or ``BACKWARD``.
+            use: of what waits.
+            following: the layer that begins, to which storages allocated since the last layer are attributed.
         """
         for entry in self._allocated[phase]:
             if entry.layer == _NEXT:
@@ -156,51 +160,54 @@ class Ledger:
                 self._move(entry, use)
         self._allocated[phase].clear()
 
-    def kept(self, microbatch: int) -> dict[str, int]:
-        """Bytes by layer that the forward passes of a micro-batch made, and that are still there."""
-        kept_bytes: dict[str, int] = {}
+    def saved_by_layer(self, microbatch: int) -> dict[str, int]:
+        """Return the bytes, by layer, that the forward passes of a micro-batch allocated and did not free."""
+        saved: dict[str, int] = {}
         for entry in self._entries.values():
-            if entry.phase is During.FORWARD and entry.microbatch == microbatch and entry.use in _KEPT:
-                kept_bytes[entry.layer] = kept_bytes.get(entry.layer, 0) + entry.size
-        return kept_bytes
+            if entry.phase is During.FORWARD and entry.microbatch == microbatch and entry.use in PASSING:
+                saved[entry.layer] = saved.get(entry.layer, 0) + entry.size
+        return saved
 
-    def watch(self) -> None:
-        """Peaks and samples count from now on."""
+    def reset_peak(self) -> None:
+        """Begin to measure peaks and to collect samples."""
         self.samples.clear()
         self.peak, self._stride, self._skipped = 0, 1, 0
         self.peak_host = self.totals[Use.HOST]
-        self._rise()
+        self._reset_high()
 
-    def _rise(self) -> None:
+    def _reset_high(self) -> None:
         self._high, self._at_high = self.total, tuple(self.totals)
 
     def sample(self) -> None:
-        """Note the worst moment since the last sample."""
+        """Add a sample of the greatest total since the last one."""
         place = self.place
         if self._high > self.peak:
             self.peak, self.at_peak = self._high, self._at_high
-        made = Sample(self.operations, place.phase, place.microbatch, place.layer, breakdown(self._at_high))
-        self._rise()
+        sample = Sample(self.operations, place.phase, place.microbatch, place.layer, breakdown(self._at_high))
+        self._reset_high()
         self._skipped += 1
         if self._skipped < self._stride and self.samples:
-            if made.memory.total > self.samples[-1].memory.total:
-                self.samples[-1] = made
+            if sample.memory.total > self.samples[-1].memory.total:
+                self.samples[-1] = sample
             return
         self._skipped = 0
-        self.samples.append(made)
+        self.samples.append(sample)
         if len(self.samples) >= MOST_SAMPLES:
             pairs = zip(self.samples[::2], self.samples[1::2], strict=False)
-            self.samples[:] = [max(pair, key=lambda one: one.memory.total) for pair in pairs]
+            self.samples[:] = [max(pair, key=lambda each: each.memory.total) for pair in pairs]
             self._stride *= 2
 
     @contextmanager
-    def watching_sizes(self) -> Iterator[None]:
-        """Storages that change their size, which no operation tells of (FSDP2 frees gathered parameters so)."""
+    def tracking_resizes(self) -> Iterator[None]:
+        """Record storages that change their size, as FSDP2's do when it gathers and frees parameters.
+
+        No operation shows it.
+        """
         resize: Any = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             resized = resize(storage, size)
-            self.resized(storage, size)
+            self._record_resize(storage, size)
             return resized
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -210,9 +217,6 @@ class Ledger:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-_KEPT = frozenset({Use.TEMPORARY, Use.ACTIVATIONS})
-
-
 def breakdown(totals: Iterable[int]) -> MemoryBreakdown:
-    """Bytes by use, as predictions have them."""
+    """Convert bytes by use to the form of predictions."""
     return MemoryBreakdown(*list(totals)[: Use.HOST])

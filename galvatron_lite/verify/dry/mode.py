@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.trace.op_cache import OpCache, Traits
-from galvatron_lite.verify.dry.ledger import Ledger, Use
+from galvatron_lite.verify.dry.ledger import PASSING, Ledger, Use
 
 OWN = "galvatron"
 """Namespace of this project's operators that send messages: what they do inside is seen."""
@@ -107,7 +107,7 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _makes(func):
             self._enter(output)
         if func is _COPY:
-            self.ledger.copied(args[0], output)
+            self.ledger.record_cast(args[0], output)
         if func.namespace == SHARDING:
             self._sort(func, kwargs, output)
         return output
@@ -115,19 +115,18 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sort(self, func: Any, kwargs: Any, output: Any) -> None:
         """What FSDP2's own operators fill: whole parameters, or buffers that are sent."""
         use = Use.PARAMETERS if "split" in func.name() else Use.COMMUNICATION
-        self.ledger.use(tensors_of((output, kwargs)), use, _PASSING)
+        self.ledger.classify(tensors_of((output, kwargs)), use, PASSING)
 
     def _enter(self, output: Any) -> None:
         if isinstance(output, Tensor):
             device = output.fake_device if isinstance(output, FakeTensor) else output.device
             if device.type != "meta":
-                self.ledger.see(output)
+                self.ledger.record(output)
         elif isinstance(output, (list, tuple)):
             for one in output:
                 self._enter(one)
 
 
-_PASSING = frozenset({Use.TEMPORARY, Use.ACTIVATIONS})
 _RANDOM = torch.ops.aten.randint  # makes whole numbers: the beginnings of other random numbers
 _DEVICE, _ITEM = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 _COPY = torch.ops.aten._to_copy.default

@@ -1,4 +1,4 @@
-"""The dry run: one rank of a plan trains for a step, by the real runtime, on tensors without data."""
+"""The dry run: the real runtime trains one rank of a plan for a step, on tensors without data."""
 
 from __future__ import annotations
 
@@ -59,18 +59,17 @@ _DURING = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained, once for all ranks that are run."""
+    """A model and its batch, examined once for all ranks that are run."""
 
-    model: nn.Module  # without values, or with: it is not changed
-    layers: tuple[Layer, ...]  # of it
+    model: nn.Module  # with or without values; it is not changed
+    layers: tuple[Layer, ...]  # of the model
     batch: Any  # a global batch of the plan's size; only shapes count
-    examined: Examined  # what the plan needs to know of it
-    loss_fn: LossFn | None = None  # as ``auto_parallelize`` is given it
-    # makes one of parameter groups: ``torch.optim.AdamW``
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    precision: str | None = None  # of compute; the plan's if None
-    unreached: frozenset[str] = frozenset()  # parameters that get no gradient, whatever the plan
-    operations: FakeCache = field(default_factory=FakeCache)  # what ranks before were seen to do
+    examined: Examined  # what the runtime needs to know of the model
+    loss_fn: LossFn | None = None  # as for ``auto_parallelize``
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW  # called with parameter groups
+    precision: str | None = None  # of compute; None: the plan's
+    unreached: frozenset[str] = frozenset()  # parameters that get no gradient under any plan
+    operations: FakeCache = field(default_factory=FakeCache)  # results of operations, shared by all ranks
 
 
 def subject_of(
@@ -80,30 +79,32 @@ def subject_of(
     *,
     loss_fn: LossFn | None = None,
     blocks: BlockNames | None = None,
+    layers: tuple[Layer, ...] = (),
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     precision: str | None = None,
 ) -> Subject:
-    """What a plan trains, examined once."""
-    layers = discover_layers(model, batch, blocks)
-    stages, bare = place_layers(plan, layers), map_tensors(batch, lambda one: one.to("meta"))
-    full_batch = resize_batch(bare, plan.global_batch)
+    """Examine a model for the dry runs of a plan; its ``layers`` are discovered unless they are given."""
+    layers = layers or discover_layers(model, batch, blocks)
+    stages, meta_batch = place_layers(plan, layers), map_tensors(batch, lambda tensor: tensor.to("meta"))
+    full_batch = resize_batch(meta_batch, plan.global_batch)
     examined = examine(model, layers, stages, range(len(stages)), batch, loss_fn)
-    return Subject(model, layers, full_batch, examined, loss_fn, optimizer, precision, _unreached(model, bare, loss_fn))
+    unreached = _unreached(model, meta_batch, loss_fn)
+    return Subject(model, layers, full_batch, examined, loss_fn, optimizer, precision, unreached)
 
 
 def _unreached(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> frozenset[str]:
-    """Names of the parameters that get no gradient: frozen ones, and those that the loss does not depend on, as far as
-    that can be seen without values."""
+    """Names of parameters that are frozen, or that the loss does not depend on as far as shapes show."""
     twin = meta_copy(model)
-    named = {name: one for name, one in twin.named_parameters() if one.requires_grad}
-    frozen = {name for name, one in twin.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    trained = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
+    named = twin.named_parameters(remove_duplicate=False)
+    frozen = frozenset(name for name, parameter in named if not parameter.requires_grad)
     try:
         with shapes_only(Recorder()):
             loss = loss_of(call_model(twin, batch), batch, loss_fn)
-            reached = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    except Exception:  # whatever the model's code does that there are no shapes for
-        return frozenset(frozen)
-    return frozenset(frozen.union(name for name, one in zip(named, reached, strict=True) if one is None))
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    except Exception:  # a user's model may do what has no meaning without data
+        return frozen
+    return frozen.union(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
 
 
 def dry_run(
@@ -115,66 +116,65 @@ def dry_run(
     *,
     brief: bool = False,
 ) -> tuple[RoleRun, Announced]:
-    """Set one rank up and run a step of it: forward, backward, sums, optimizer.
+    """Set up one rank and run a step of it: forward, backward, sums, optimizer.
 
     The optimizer has its states when the step begins, as in every step but the first.
 
     Args:
         subject: what is trained.
-        plan: how.
+        plan: how it is split.
         rank: of the plan's world.
-        hear: what other ranks announce to this one.
-        announced: what the rank announces is put in here, too, as far as it comes.
+        hear: returns what other ranks announce to this one.
+        announced: filled with what the rank announces, also if the run does not end.
         brief: leave out micro-batches that repeat others (``repeat``).
 
     Raises:
         DryRunError: what runs depends on values.
         UnlikeError: micro-batches that should repeat others do not; only if ``brief``.
-        UnheardError: a rank that announces something to this one was not run so far.
+        UnheardError: a rank that announces something to this one was not run yet.
         LaunchError: this process has joined a world.
         InputError: the plan does not fit the model.
     """
-    begun, place = process_time(), RankPlace()
+    start, place = process_time(), RankPlace()
     log, ledger = MessageLog(place, announced={} if announced is None else announced, hear=hear), Ledger(place)
-    mode = DryMode(ledger, subject.operations)
     with (
         dry_world(rank, plan.devices, log),
-        ledger.watching_sizes(),
+        ledger.tracking_resizes(),
         _explain_refusals(place),
-        mode,
-        _hosting(ledger),
+        DryMode(ledger, subject.operations),
+        _classify_host_copies(ledger),
         accelerated(),
     ):
-        run = shortened(plan) if brief else plan
-        step = _Run(subject, run, place, log, ledger)
-        step.step()
-        splits, kept, stage = step.splits(plan.microbatches), step.watch.kept, step.parallel.runtime.meshes.stage_index
+        run_plan = shortened(plan) if brief else plan
+        run = _Run(subject, run_plan, place, log, ledger)
+        run.step()
+        splits, kept, stage = run.splits(plan.microbatches), run.watch.kept, run.parallel.runtime.meshes.stage_index
         messages = tuple(log.messages)
-        if run is not plan:
-            messages = lengthened(messages, run.microbatches, plan.microbatches)
-        del step
+        if run_plan is not plan:
+            messages = lengthened(messages, run_plan.microbatches, plan.microbatches)
+        del run
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
-        peak=breakdown(ledger.at_peak), kept=kept, splits=splits, seconds=process_time() - begun,
-        host=ledger.peak_host, notes=_notes(plan, run),
+        peak=breakdown(ledger.at_peak), kept=kept, splits=splits, seconds=process_time() - start,
+        host=ledger.peak_host, notes=_notes(plan, run_plan),
     ), log.announced  # fmt: skip
 
 
 @contextmanager
-def _hosting(ledger: Ledger) -> Iterator[None]:
-    """What is copied to host memory is told apart, as the CPU's is the device's here."""
-    plain = offload.host_like
+def _classify_host_copies(ledger: Ledger) -> Iterator[None]:
+    """Count copies in host memory apart; tensors of the device lie on the CPU here, too."""
+    original = offload.host_like
 
     def host_like(tensor: Tensor) -> Tensor:
-        copy = plain(tensor)
-        ledger.use([copy], Use.HOST)
+        copy = original(tensor)
+        ledger.classify([copy], Use.HOST)
         return copy
 
     offload.host_like = host_like
     try:
         yield
     finally:
-        offload.host_like = plain
+        offload.host_like = original
 
 
 @contextmanager
@@ -183,71 +183,74 @@ def _explain_refusals(place: RankPlace) -> Iterator[None]:
         yield
     except GalvatronError:
         raise
-    except Exception as error:  # of the user's model, of torch, or of what it cannot do without data
+    except Exception as error:  # of the user's model or of torch, which may need data
         where = f"{place.phase}{place.layer and f' of {place.layer}'}"
         raise DryRunError(f"It stops in {where}: {type(error).__name__}: {str(error).strip()[:200]}") from error
 
 
-def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
+def _notes(plan: Plan, run_plan: Plan) -> tuple[str, ...]:
     notes = ["All numbers are taken to be finite, as a step without an overflow has them."]
     if any(lines_of(run.strategy).spread for stage in plan.stages for run in stage.runs):
         notes.append("Routers are taken to send every expert as many tokens as every other.")
-    if left := plan.microbatches - run.microbatches:
+    if left := plan.microbatches - run_plan.microbatches:
         notes.append(
-            f"{run.microbatches} of {plan.microbatches} micro-batches were run; the other {left} send and hold what "
-            "two in the middle were seen to do alike."
+            f"{run_plan.microbatches} of {plan.microbatches} micro-batches were run; the other {left} send and hold "
+            "what two in the middle were seen to do alike."
         )
     return tuple(notes)
 
 
 class DryWatch(Watch):
-    """Tells where the rank is, and nobody else."""
+    """Follows where the rank is in its step, and keeps the ledger up to date."""
 
     def __init__(self, place: RankPlace, ledger: Ledger, *, splits_backward: bool) -> None:
         super().__init__(DEVICE)
         self._place, self._ledger = place, ledger
-        # what outlives a backward pass: what gradients of weights are made of later, or the sums that FSDP2 keeps
-        self._outlives = Use.ACTIVATIONS if splits_backward else Use.GRADIENTS
-        self.kept: dict[str, int] = {}  # by layer, behind the first micro-batch's forward
+        # of what outlives a backward pass: inputs of later weight passes, or the sums that FSDP2 keeps
+        self._use_behind_backward = Use.ACTIVATIONS if splits_backward else Use.GRADIENTS
+        self.kept: dict[str, int] = {}  # bytes by layer, behind the first micro-batch's forward
 
     def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
-        """This rank comes to a phase."""
+        """Enter a phase."""
         super().at(phase, number, step)
         ledger, place = self._ledger, self._place
         ledger.end(During.FORWARD)
         ledger.sample()
         if place.phase is During.BACKWARD:
-            ledger.end(During.BACKWARD, self._outlives)
+            ledger.end(During.BACKWARD, self._use_behind_backward)
         if place.phase is During.FORWARD and place.microbatch <= 0 and not self.kept:
-            self.kept = {name: size for name, size in ledger.kept(place.microbatch).items() if name}
+            self.kept = {name: size for name, size in ledger.saved_by_layer(place.microbatch).items() if name}
         place.phase, place.microbatch, place.layer, place.between = _DURING[phase], number, "", False
 
     @contextmanager
     def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:  # noqa: ARG002
-        """Run a step; nobody else is asked why it fails."""
+        """Run a step; there are no other ranks to ask why it fails."""
         yield
 
 
 @dataclass(slots=True, eq=False)
 class _LayerHooks:
-    """What is seen of a layer: shapes, and how often it ran, and modules in it, in forward and again in backward."""
+    """Hooks of a layer that observe its shapes and count its passes."""
 
     name: str
     place: RankPlace
-    mark: Callable[[str], None]  # called when the layer begins or ends
+    mark: Callable[[str], None]  # called when a pass of the layer begins or ends
     taken: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     forwards: int = 0
-    inside: int = 0
-    again: int = 0
+    # calls of the layer's innermost modules
+    forward_calls: int = 0
+    recompute_calls: int = 0
 
     @property
     def runs(self) -> int:
-        """How often forward ran, parts of it that were recomputed included."""
-        return self.forwards + (-(-self.forwards * self.again // self.inside) if self.inside else 0)
+        """How often forward ran, including parts that were recomputed."""
+        if not self.forward_calls:
+            return self.forwards
+        return self.forwards - (-self.forwards * self.recompute_calls // self.forward_calls)
 
     def attach(self, module: nn.Module) -> None:
-        """Put hooks before all others when the layer begins, behind all others when it ends."""
+        """Attach hooks before all others at the layer's begin, and after all others at its end."""
         module.register_forward_pre_hook(self._enter, prepend=True)
         module.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         module.register_forward_hook(self._note_outputs, prepend=True)
@@ -261,22 +264,22 @@ class _LayerHooks:
         self.forwards += 1
 
     def _note_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.taken = _shape((args, kwargs))  # behind the runtime's hooks: what the layer's own code is given
+        self.taken = _shape((args, kwargs))  # after the runtime's hooks: what the layer's code receives
 
     def _note_outputs(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self.returned = _shape(output)
 
     def _count(self, _module: nn.Module, _args: Any) -> None:
         if self.place.phase is During.FORWARD:
-            self.inside += 1
+            self.forward_calls += 1
         else:
-            self.again += 1
+            self.recompute_calls += 1
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self.mark(self.name)
         self.place.between = self.place.phase is During.FORWARD
-        # as it lies: looking at it would move it to where code between layers works
-        outputs = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
+        # the local piece: reading the tensor itself would redistribute it for the code between layers
+        outputs = (tensor.piece.tensor if isinstance(tensor, LayoutTensor) else tensor for tensor in tensors_of(output))
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _gradient: self.mark(self.name))  # type: ignore[no-untyped-call]
@@ -284,14 +287,21 @@ class _LayerHooks:
 
 
 class _Run:
+    """One rank, set up under a plan."""
+
     def __init__(self, subject: Subject, plan: Plan, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         self.subject, self.plan, self.place, self.ledger, self._log = subject, plan, place, ledger, log
-        self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
+        named = subject.model.named_parameters(remove_duplicate=False)
+        self._full_shapes = {name: tuple(parameter.shape) for name, parameter in named}
         model = copy_with(subject.model, _zeros_like)
-        zeros = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
-        ledger.forget(tensors_of(zeros))  # a loop's data are in host memory, until a rank takes its own of them
-        size, samples = batch_size(zeros), plan.global_batch  # the first samples, all of which stay held
-        self.batch = map_tensors(zeros, lambda one: one[:samples] if one.dim() and len(one) == size else one)
+        zeros = map_tensors(subject.batch, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device=DEVICE))
+        ledger.exclude(tensors_of(zeros))  # a training loop's batch is in host memory
+        size, samples = batch_size(zeros), plan.global_batch
+
+        def first_samples(tensor: Tensor) -> Tensor:
+            return tensor[:samples] if tensor.dim() and len(tensor) == size else tensor
+
+        self.batch = map_tensors(zeros, first_samples)
         self.parallel: Any = ParallelModel(
             model,
             plan,
@@ -304,24 +314,25 @@ class _Run:
         )
         self.watch = self.parallel.watch = DryWatch(place, ledger, splits_backward=plan.schedule.splits_backward)
         self.optimizer = self.parallel.optimizer(subject.optimizer)
-        self._seen = {layer.name: _LayerHooks(layer.name, place, self._mark) for layer in subject.layers}
+        self._hooks = {layer.name: _LayerHooks(layer.name, place, self._mark) for layer in subject.layers}
         self._attach()
 
     def step(self) -> None:
-        """Warm the optimizer, then one step."""
-        self._sort()
+        """Give the optimizer its states, then run one step."""
+        self._classify()
         self._make_states()
-        self._sort()
+        self._classify()
         self.place.phase = During.BETWEEN
-        self.ledger.watch()
+        self.ledger.reset_peak()
         self.parallel.train_step(self.batch, self.optimizer)
         self.watch.at(StepPhase.BETWEEN)
 
-    def _owned(self) -> list[Any]:
-        return [one for runtime in self.parallel.runtimes for one in runtime.owned]
+    @property
+    def _parameters(self) -> list[Any]:
+        return [managed for runtime in self.parallel.runtimes for managed in runtime.owned]
 
     def _make_states(self) -> None:
-        """The states that the optimizer makes in its first step, which is not the one that is looked at."""
+        """Run the optimizer's first step, which makes its states; its messages are not recorded."""
         self.place.phase = During.OPTIMIZER
         sent = len(self._log.messages)
         for group in self.optimizer.param_groups:
@@ -331,74 +342,84 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         del self._log.messages[sent:]
 
-    def _sort(self) -> None:
-        ledger, owned = self.ledger, self._owned()
+    def _classify(self) -> None:
+        """Count parameters, gradient buffers and optimizer states as such."""
+        classify, managed = self.ledger.classify, self._parameters
         for runtime in self.parallel.runtimes:
-            tensors = [*runtime.model.parameters(), *runtime.model.buffers()]
-            ledger.use(map(local_tensor, tensors), Use.PARAMETERS)
-        ledger.use((local_tensor(one.parameter.detach()) for one in owned), Use.PARAMETERS)
-        ledger.use((one.share.part.detach() for one in owned if one.share is not None), Use.PARAMETERS)
+            classify(map(local_tensor, (*runtime.model.parameters(), *runtime.model.buffers())), Use.PARAMETERS)
+        classify((local_tensor(each.parameter.detach()) for each in managed), Use.PARAMETERS)
+        classify((each.share.part.detach() for each in managed if each.share is not None), Use.PARAMETERS)
         for runtime in self.parallel.runtimes:
-            ledger.use(runtime.reducer.buffers, Use.GRADIENTS)
-        hosted = [one.host.copy for one in owned if one.host is not None]
-        below = {id(copy) for copy in hosted}
-        states = [s for one, held in self.optimizer.state.items() if id(one) not in below for s in tensors_of(held)]
-        states += [one.held.detach() for one in owned if one.held is not one.parameter]
-        ledger.use(map(local_tensor, states), Use.OPTIMIZER)
-        ledger.use((local_tensor(copy.detach()) for copy in hosted), Use.HOST)
-        ledger.use((s for copy in hosted for s in tensors_of(self.optimizer.state.get(copy, ()))), Use.HOST)
+            classify(runtime.reducer.buffers, Use.GRADIENTS)
+        host_copies = [each.host.copy for each in managed if each.host is not None]
+        on_host = {id(copy) for copy in host_copies}
+        states = [
+            state
+            for parameter, held in self.optimizer.state.items()
+            if id(parameter) not in on_host
+            for state in tensors_of(held)
+        ]
+        states += [each.held.detach() for each in managed if each.held is not each.parameter]
+        classify(map(local_tensor, states), Use.OPTIMIZER)
+        classify((local_tensor(copy.detach()) for copy in host_copies), Use.HOST)
+        host_states = (self.optimizer.state.get(copy, ()) for copy in host_copies)
+        classify((state for held in host_states for state in tensors_of(held)), Use.HOST)
 
     def _attach(self) -> None:
-        # in place of layers of other stages a structure has modules that pass on what they are given
+        # layers of other stages are stubs here
         for runtime in self.parallel.runtimes:
-            for layer in [placed.layer for placed in runtime.stage]:
-                for path in layer.modules:
-                    self._seen[layer.name].attach(runtime.model.get_submodule(path))
-        for one in self._owned():
-            if one.parameter.requires_grad:
-                one.parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for placed in runtime.stage:
+                for path in placed.layer.modules:
+                    self._hooks[placed.layer.name].attach(runtime.model.get_submodule(path))
+        for managed in self._parameters:
+            if managed.parameter.requires_grad:
+                managed.parameter.register_post_accumulate_grad_hook(self._classify_gradient)
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _classify_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.ledger.use([local_tensor(parameter.grad)], Use.GRADIENTS)
+            self.ledger.classify([local_tensor(parameter.grad)], Use.GRADIENTS)
 
     def _mark(self, name: str) -> None:
         if self.place.phase is During.FORWARD:
             self.ledger.end(During.FORWARD, following=name)
         else:
-            grads = [one.parameter.grad for one in self._owned()]
-            self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
+            for managed in self._parameters:
+                self._classify_gradient(managed.parameter)
         self.ledger.sample()
         self.place.layer, self.place.between = name, False
 
     def splits(self, microbatches: int) -> tuple[LayerSplit, ...]:
-        """What was done to the layers that this rank has, in a step of so many micro-batches."""
-        layers = [one.layer for runtime in self.parallel.runtimes for one in runtime.stage]
-        splits: dict[str, list[ParameterSplit]] = {layer.name: [] for layer in layers}
-        for one in self._owned():
-            updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
+        """Return how this rank's layers are split, and their passes in a step of so many micro-batches."""
+        layers = [placed.layer for runtime in self.parallel.runtimes for placed in runtime.stage]
+        parameters: dict[str, list[ParameterSplit]] = {layer.name: [] for layer in layers}
+        for managed in self._parameters:
+            name = managed.names[0]
             split = ParameterSplit(
-                one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
-                one.is_zero, one.host is not None, tuple(one.parameter.shape),
-                not self.subject.unreached.issuperset(one.names),
-            )  # fmt: skip
-            splits[layer_of(one.names[0], layers)].append(split)
-        layer_splits = []
-        for name, parameters in splits.items():
-            seen = self._seen[name]
-            forwards = seen.runs * microbatches // self.plan.microbatches
-            layer_splits.append(LayerSplit(name, seen.taken, seen.returned, forwards, tuple(parameters)))
-        return tuple(layer_splits)
+                name,
+                self._full_shapes.get(name, ()),
+                tuple(local_tensor(managed.parameter.detach()).shape),
+                local_tensor(managed.updated.detach()).numel(),
+                managed.is_zero,
+                managed.host is not None,
+                tuple(managed.parameter.shape),
+                not self.subject.unreached.issuperset(managed.names),
+            )
+            parameters[layer_of(name, layers)].append(split)
+        splits = []
+        for name, layer_parameters in parameters.items():
+            hooks = self._hooks[name]
+            forwards = hooks.runs * microbatches // self.plan.microbatches
+            splits.append(LayerSplit(name, hooks.taken, hooks.returned, forwards, tuple(layer_parameters)))
+        return tuple(splits)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Of the first floating-point tensor; of the first one where there is none."""
+    """Return the shape of the first floating-point tensor, or else of the first tensor."""
     tensors = list(tensors_of(value))
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0] if tensors else None)
     return () if first is None else tuple(first.shape)
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Without data where a dry run's mode is active; small whole numbers (``mode.SMALL``) are 0: places and kinds of
-    tokens, which something looks up."""
+    """Make a tensor without data where ``DryMode`` is active; small integer tensors, which are looked up, are 0."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).zero_()
