@@ -57,9 +57,8 @@ class Chunks:
     # (groups, chunks, 2, shares): blocks of each chunk that have the first strategy and the second, where the first so
     # many shares have the first
     placed: IntArray
-    sends: tuple[
-        tuple[Counter[StageSend], Counter[StageSend]], ...
-    ]  # by group: what it sends forward and back, how often
+    # by group: what it sends forward and back, and how often
+    sends: tuple[tuple[Counter[StageSend], Counter[StageSend]], ...]
 
 
 @lru_cache(maxsize=4096)
