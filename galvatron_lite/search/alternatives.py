@@ -251,10 +251,9 @@ def slowest(options: Sequence[Finalist], tolerance: float, least: float) -> floa
 def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float = inf) -> Finalist:
     """The simplest finalist of those that fit and take, simulated, no more than the tolerance allows.
 
-    These are as quick as the quickest, or as the least that any plan can take, whichever is less, but for the
-    tolerance; none is slower than a given one. Of them, those count whose expected step over scenarios is within the
-    tolerance of the least. Without a tolerance: the quickest; the first, where the difference is a picosecond or so, by
-    which the search rounds.
+    These are, but for the tolerance, as quick as the quickest or as the least that any plan can take, whichever is
+    less; none is slower than a plan of the user. Of them, those count whose expected step over scenarios is within the
+    tolerance of the least. Without a tolerance: the quickest; of plans that differ by the search's rounding, the first.
 
     Args:
         options: the plan of least closed form first.

@@ -252,7 +252,7 @@ def request_of(
     schedules: Sequence[Schedule] | None,
     backend: Backend,
 ) -> Request:
-    """What ``find_plan`` searches, of its arguments.
+    """The request of the arguments of ``find_plan``.
 
     Raises:
         InputError: as ``find_plan`` does.
@@ -265,18 +265,18 @@ def request_of(
         raise InputError("--mem", bytes_on(budget, ""), "Give a positive number of bytes.")
     check_pins(profile.graph, fixed)
     fixed = _run_in_mode(fixed, session.mode, backend)
-    if profile.graph.undivided:  # its loss is another one with several
+    if profile.graph.undivided:  # several micro-batches would change its loss
         fixed = replace(fixed, microbatches=fixed.microbatches or 1)
-    orders = schedules_for(fixed, schedules, backend)
+    wanted = schedules_for(fixed, schedules, backend)
     space, prices = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
-    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, prices, unlike)
+    request = Request(profile.graph, devices, global_batch, budget, fixed, wanted, space, prices, unlike)
     check_layers(request)
     return request
 
 
 def _run_in_mode(fixed: Fixed, mode: Mode, backend: Backend) -> Fixed:
-    """What is pinned, without what the backend does not run in a mode."""
+    """The pins, with pipelines forbidden where the backend runs none in a mode."""
     if mode in backend.pipelines:
         return fixed
     if (fixed.pipeline or 1) > 1:

@@ -42,19 +42,9 @@ from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.search.chain.chain import MEMORY
 from galvatron_lite.search.problem import Problem, is_glued
-from galvatron_lite.search.tables import (
-    MIDDLE,
-    PEAK,
-    PENDING,
-    PREFETCHED,
-    PREFIX,
-    REST,
-    TICKS,
-    UPDATED,
-    StrategyTable,
-    glue_of,
-)
+from galvatron_lite.search.tables import PREFIX, REST, TICKS, StrategyTable, glue_of
 
 Terms = dict[int, float]
 """A linear expression: a factor by number of the variable."""
@@ -360,7 +350,7 @@ class ShapeModel:
         problem, buffers = self.problem, self._stages[group].buffers
         room = problem.budgets[group] - self._pricer(group).profile.cluster.device.context
         places = [place for place, stage in self.layers if stage == group]
-        self._within([buffers, *(self._column(place, group, UPDATED) for place in places)], room)
+        self._within([buffers, *(self._column(place, group, "updated") for place in places)], room)
         self._add_moments(group, problem.in_flight(group), [buffers], room, filled=problem.filled(group))
 
     def _add_moments(
@@ -374,30 +364,28 @@ class ShapeModel:
             rest |= terms_of(self.layers[place, stage][1], memory[place][:, REST])
         start = added((rest, 1.0), *((terms, 1.0) for terms in beside_it))
         for place in places:
-            table, numbers = self.layers[place, stage]
-            prefetched = self._prefetched(place, stage)
-            peak = np.maximum(table.figures.memory[:, PEAK], table.figures.memory[:, MIDDLE])
-            self._within([start, prefetched, terms_of(numbers, peak)], room)
+            numbers = self.layers[place, stage][1]
+            prefetched, middle = self._prefetched(place, stage), self._column(place, stage, "middle")
+            peak = {number: max(value, middle[number]) for number, value in self._column(place, stage, "peak").items()}
+            self._within([start, prefetched, peak], room)
             if (place + 1, stage) in self.layers:
-                middle, pending = self._column(place, stage, MIDDLE), self._column(place + 1, stage, PENDING)
-                self._within([start, prefetched, middle, pending], room)
+                self._within([start, prefetched, middle, self._column(place + 1, stage, "pending")], room)
             start = added((start, 1.0), (terms_of(numbers, memory[place][:, PREFIX]), 1.0))
 
-    def _column(self, place: int, stage: int, column: int) -> Terms:
+    def _column(self, place: int, stage: int, name: str) -> Terms:
+        """Bytes of a layer by strategy; ``name``: one of ``MEMORY``."""
         table, numbers = self.layers[place, stage]
-        return terms_of(numbers, table.figures.memory[:, column])
+        return terms_of(numbers, table.figures.memory[:, MEMORY.index(name)])
 
     def _prefetched(self, place: int, stage: int) -> Terms:
         """What the layer before has gathered ahead, if it lies in the same stage."""
         if (place - 1, stage) not in self.layers:
             return {}
-        table, _ = self.layers[place - 1, stage]
-        terms = self._column(place - 1, stage, PREFETCHED)
-        for layout in dict.fromkeys(table.layouts):
+        terms = self._column(place - 1, stage, "prefetched")
+        for layout, numbers in self._by_layout(place - 1, stage).items():
             number = self._edges.get((place, stage, layout, layout))
             if number is not None:
-                rows = [row for row, other in enumerate(table.layouts) if other == layout]
-                terms[number] = -float(table.figures.memory[rows, PREFETCHED].max())
+                terms[number] = -max(terms[other] for other in numbers)
         return terms
 
     def _within(self, terms: Sequence[Terms], room: int) -> None:
@@ -476,7 +464,7 @@ class UniformModel(ShapeModel):
         moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
         buffers = added(*((self._stages[stage].buffers, 1.0) for stage in stages))
         room = self.problem.budgets[group] - self._pricer(stages[0]).profile.cluster.device.context
-        updated = [self._column(place, stage, UPDATED) for place, stage in self.layers if stage in stages]
+        updated = [self._column(place, stage, "updated") for place, stage in self.layers if stage in stages]
         self._within([buffers, *updated], room)
         for computing, counts in moments:
             others = (chunk for chunk in range(shape.virtual) if chunk != computing)

@@ -37,7 +37,7 @@ _SHARES = 8
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
 
 
-class Send(NamedTuple):
+class StageSend(NamedTuple):
     """What one stage sends to the next."""
 
     axis: int  # part of the layer that sends: 0 before the blocks, 1 a block
@@ -57,7 +57,8 @@ class Chunks:
     # (groups, chunks, 2, shares): blocks of each chunk that have the first strategy and the second, where the first so
     # many shares have the first
     placed: IntArray
-    sends: tuple[tuple[Counter[Send], Counter[Send]], ...]  # by group: what it sends forward and back, how often
+    # by group: what it sends forward and back, and how often
+    sends: tuple[tuple[Counter[StageSend], Counter[StageSend]], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -80,12 +81,12 @@ def _chunks(
                 counts[group, chunk, share_of[place]] += 1
     first = np.cumsum(counts, axis=-1) - counts
     placed = np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2)
-    boundaries: list[Send | None] = [None]
+    boundaries: list[StageSend | None] = [None]
     for stage in range(1, len(cuts) - 1):
         left, right = (group_of(schedule, groups, side) for side in (stage - 1, stage))
         inner = cuts[stage] > blocks.start
         sender = blocks.start if inner else cuts[stage] - 1
-        send = Send(int(inner), sender, crossing[cuts[stage]], left, right)
+        send = StageSend(int(inner), sender, crossing[cuts[stage]], left, right)
         boundaries.append(None if left == right else send)
     boundaries.append(None)
     sends = tuple(
