@@ -176,8 +176,7 @@ class GradientsAside:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._aside.clear()
         for runtime in self._parallel.runtimes:
-            if runtime.updates.guarded:
-                guard_gradients(runtime.owned)
+            guard_gradients(runtime.owned, hidden=runtime.updates.guarded)
 
     def _copy(self) -> None:
         """Gradients are views of buffers that the next backward pass fills again."""

@@ -321,6 +321,39 @@ def reading_gradients(model: nn.Module) -> list[float]:
     return read
 
 
+def zeroing_rows(model: nn.Module) -> list[float]:
+    """Rows of some embeddings get no gradient."""
+    optimizer, losses = adamw(model), []
+    for seed in range(2):
+        loss = model(**batch_of(seed))
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                gradient = parameter.grad
+                assert gradient is not None
+                gradient[:3] = 0.0
+                gradient[gradient.abs() < 1e-4] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def changing_a_row(model: nn.Module) -> list[float]:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[1::2].mul_(0.5)
+    return [step(model, sgd(model), 0)]
+
+
+def noise(model: nn.Module) -> list[float]:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return [step(model, sgd(model), 0)]
+
+
 def normalising_parameters(model: nn.Module) -> list[float]:
     losses = [step(model, sgd(model), 0)]
     with torch.no_grad():
@@ -482,6 +515,9 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "zeroing the model": (zeroing_the_model, ""),
     "clipping the model": (clipping_the_model, "parallel.clip_grad_norm(max_norm)"),
     "reading gradients": (reading_gradients, "parallel.clip_grad_norm(max_norm)"),
+    "zeroing rows": (zeroing_rows, "places and random numbers"),
+    "changing a row": (changing_a_row, "places"),
+    "noise": (noise, "andom numbers"),
     "normalising parameters": (normalising_parameters, "parallel.full_state_dict()"),
     "parameters from before": (parameters_from_before, "parallel.parameters()"),
     "clipping values of the model": (clipping_values_of_the_model, "parallel.parameters()"),
@@ -505,10 +541,13 @@ ALWAYS_REFUSED = {
     "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
     "adversarial", "added modules", "replaced parameters", "replacing a module", "casting the model", "wrapping",
 }  # fmt: skip
-SHARDED = {"parameters from before", "replacing data", "replacing data of shards", "copying the model", "resilient"}
+SHARDED = {
+    "parameters from before", "replacing data", "replacing data of shards", "copying the model", "resilient",
+    "changing a row", "noise",
+}  # fmt: skip
 REFUSED = {
     "pipeline": {
-        "hooks of blocks", "reading gradients", "steps in backward", "backward twice", "clipping the model",
+        "noise", "hooks of blocks", "reading gradients", "steps in backward", "backward twice", "clipping the model",
         "copying the model",
     },
     "zero2": SHARDED,
@@ -519,6 +558,9 @@ REFUSED = {
     "zero1": {"steps in backward", "clipping the model", "clipping values of the model", *SHARDED}
     - {"copying the model"},
     "tensor": {
+        "changing a row",
+        "noise",
+        "zeroing rows",
         "reading gradients",
         "normalising parameters",
         "steps in backward",
@@ -612,5 +654,7 @@ def test_a_count_of_a_part_of_the_parameters_warns(pool: WorkerPool) -> None:
 
 def counted() -> bool:
     parallel = make_parallel(PLANS["pipeline"])
+    with pytest.warns(UserWarning, match="a sum over parallel"):
+        float(sum(one.detach().abs().sum() + one.norm() for one in parallel.parameters()))
     with pytest.warns(UserWarning, match="counts those of this one"):
         return sum(one.numel() for one in parallel.parameters()) > 0

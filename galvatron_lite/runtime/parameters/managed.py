@@ -234,8 +234,7 @@ class Updates:
         self.lowering.finish()
         self.due = self.is_needed
         self.show()
-        if self.guarded:
-            guard_gradients(self.owned)
+        guard_gradients(self.owned, hidden=self.guarded)
 
     def show(self) -> None:
         """Between uses of the model: what a loop sees of parameters is all of them, or an error."""

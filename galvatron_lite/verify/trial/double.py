@@ -228,9 +228,9 @@ def run_pass(
     ``kept`` are attributes that a pass before it has left; ``other_seed`` is of Python's and numpy's random numbers.
     """
     model = double.model
-    plain = PlainAttributes(model), OutsideValues(model, double.loss_fn)
-    for one in plain:
-        one.put(kept or {})
+    attributes, outside = PlainAttributes(model), OutsideValues(model, double.loss_fn)
+    attributes.put(kept or {})
+    outside.put(kept or {})
     before = {name: one.detach().clone() for name, one in (*model.named_buffers(), *model.named_parameters())}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
@@ -245,10 +245,10 @@ def run_pass(
         with nullcontext() if observer is None else observer.in_backward():
             slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except Exception as error:  # whatever a user's model does
-        for one in plain:
-            one.restore()
+        attributes.restore()
+        outside.restore()
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
-    left = plain[0].restore() | plain[1].restore()
+    left = attributes.restore() | outside.restore()
     gradients = {name: one for name, one in zip(parameters, slopes, strict=True) if one is not None}
     sparse = tuple(name for name, one in gradients.items() if one.is_sparse)
     gradients |= {name: gradients[name].to_dense() for name in sparse}
