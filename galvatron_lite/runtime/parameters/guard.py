@@ -152,7 +152,9 @@ def _of_selected(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (),
 
 @cache
 def _selected_type() -> type:
-    return type(DTensor)("SelectedDTensor", (DTensor,), {"__torch_function__": classmethod(_of_selected)})
+    body: Any = {"__torch_function__": classmethod(_of_selected)}
+    kind: type = type(DTensor)("SelectedDTensor", (DTensor,), body)  # type: ignore[misc]
+    return kind
 
 
 def _picks(name: str, args: Sequence[Any]) -> bool:
