@@ -71,7 +71,10 @@ def _has_values(tensor: Tensor) -> bool:
 def same_values(one: Any, other: Any) -> bool:
     """Whether two nests hold the same; of other objects, whether they are the same object or equal numbers."""
     if isinstance(one, Tensor) and _has_values(one):
-        return isinstance(other, Tensor) and _has_values(other) and one.shape == other.shape and torch.equal(one, other)
+        if not (isinstance(other, Tensor) and _has_values(other)):
+            return False
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+        return kinds[0] == kinds[1] and torch.equal(one, other)
     if type(one) in (list, tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same_values, one, other))
     if type(one) is dict:

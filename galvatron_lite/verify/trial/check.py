@@ -150,9 +150,13 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
             continue
         if decides(read.values, partial(changes, site)):
             (compares if read.compared else asks).append(name_of_site(site))
-    # of one sample each there would be fewer in a share
-    bent = [site for site, bends in full.bends.items() if all(one.bends[site] == bends for one in trials[0].shares)]
-    compares += map(name_of_site, bent)
+    for site, (numbers, total) in full.bends.items():
+        bends = [one.bends.get(site, (0, total)) for one in trials[0].shares]
+        # of numbers that each sample has there would be fewer in a share
+        if all(one[0] == numbers for one in bends) and any(
+            abs(one[1] - total) > TOLERANCE * abs(total) for one in bends
+        ):
+            compares.append(name_of_site(site))
     return replace(findings, compares=tuple(dict.fromkeys(compares)), asks=tuple(dict.fromkeys(asks)))
 
 

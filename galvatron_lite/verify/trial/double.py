@@ -201,7 +201,7 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass, by name
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, by name
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
-    bends: Counter[Site]  # how often a single number made of the samples was clamped or compared with another
+    bends: Mapping[Site, tuple[int, float]]  # numbers that are clamped and the like: how many, and their sum
     kept: Mapping[str, Any]  # plain attributes of modules that the forward pass changed, by name
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse, by name; they are dense here
     constants: Collection[int] = ()  # that it compared whole numbers of the samples with

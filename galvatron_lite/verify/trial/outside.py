@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import getfile
@@ -64,8 +65,9 @@ class OutsideValues:
         self._caches: list[Any] = []
         for name, place in self._places(model, loss_fn):
             value = place.read()
-            if _is_plain(value):
-                self._before[name] = place, value, frozen(value)
+            with suppress(RecursionError):  # a list may hold itself
+                if _is_plain(value):
+                    self._before[name] = place, value, frozen(value)
 
     def put(self, values: Mapping[str, Any]) -> None:
         """Set some of them."""
@@ -118,7 +120,8 @@ class OutsideValues:
                 self._caches.append(one)
             pending.append(one.__wrapped__)
         elif not _is_users(one):
-            return
+            if isinstance(one, FunctionType):  # a decorator's
+                pending.append(getattr(one, "__wrapped__", None))
         elif isinstance(one, FunctionType):
             path = f"{one.__module__}.{one.__qualname__}"
             for name, attributes in _globals_of(one.__code__):
@@ -135,7 +138,7 @@ class OutsideValues:
         elif isinstance(one, type):
             yield from ((f"{one.__module__}.{one.__qualname__}.{name}", _Place(one, name)) for name in [*vars(one)])
             pending += one.__bases__
-        else:
+        elif hasattr(one, "__dict__"):
             names = [name for name in vars(one) if name not in OF_MODULES]
             yield from ((f"{type(one).__qualname__}.{name}", _Place(vars(one), name)) for name in names)
             if isinstance(one, nn.Module):

@@ -9,7 +9,6 @@ mostly asks for nothing but a shorter course to the same result.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,10 @@ _COMPARISONS: dict[Any, int] = {
 }
 """How far from the number compared with is one that turns the answer for most others round."""
 _BENDING = frozenset(
-    getattr(_ATEN, name) for name in ("abs", "clamp", "clamp_min", "clamp_max", "relu", "maximum", "minimum")
-)
+    getattr(_ATEN, name)
+    for name in ("abs", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "hardtanh", "threshold", "maximum",
+                 "minimum", "huber_loss", "smooth_l1_loss")
+)  # fmt: skip
 """Functions whose slope depends on the side of a number that their argument is on."""
 _HIDDEN = TORCH, str(Path(__file__).parent)
 _START = "run_pass"  # of this folder: what calls the model
@@ -66,14 +67,14 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
 
     Attributes:
         reads: by site.
-        bends: how often the slope of a single number made of the samples depends on its value, by site.
+        bends: the numbers made of the samples on whose size a slope depends: how many, and their sum, by site.
         constants: numbers that whole numbers made of the samples are compared with, as padding is.
     """
 
     def __init__(self, model: nn.Module, batch: Any, answers: ChangedReads | None = None) -> None:
         super().__init__(model, batch)
         self.reads: dict[Site, SiteReads] = {}
-        self.bends = Counter[Site]()
+        self.bends: dict[Site, tuple[int, float]] = {}
         self.constants = set[int]()
         self._answers = answers
 
@@ -82,10 +83,12 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         taken = [*tensors_of(args), *tensors_of(kwargs or {})]
         if any(tensor.layout is not torch.strided for tensor in taken):
             return func(*args, **(kwargs or {}))
-        if func.overloadpacket in _BENDING and all(one.dim() == 0 for one in taken):
+        if func.overloadpacket in _BENDING:
             followed = [one for one in taken if one.requires_grad]
             if self.sources_of_tensors(followed) & self.batch:
-                self.bends[tuple(callers(_HIDDEN, until=_START))] += 1
+                site, items = tuple(callers(_HIDDEN, until=_START)), followed[0].detach()
+                count, total = self.bends.get(site, (0, 0.0))
+                self.bends[site] = count + items.numel(), total + float(items.sum())
         if func in _COMPARISONS and self.sources_of_tensors(taken[:1]) & self.batch:
             self._note_constant(taken[0], args[1], _COMPARISONS[func])
         if func is READ and self.sources_of_tensors(taken) & self.batch:
