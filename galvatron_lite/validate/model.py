@@ -28,7 +28,7 @@ _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
 _BALANCE = re.compile(r"layer balance \[(\d+(?:, *\d+)*)\]")
 _LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
 
-_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxnet-ngc")
+_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxnet-ngc", "mxnet-release")
 """Software whose mixed-precision recipes use channels last: NVIDIA DeepLearningExamples (``--memory-format nhwc``,
 ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
