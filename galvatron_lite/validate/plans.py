@@ -106,6 +106,7 @@ def batch_of(run: PublishedRun) -> Batch:
         return Batch(each * count, each, count)
     if run.global_batch % each:
         message = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
+        message += " Leave devices that only evaluate out of n_gpus; give spatial if devices share samples."
         raise SkipError("batch does not divide", message)
     return Batch(run.global_batch, each, run.global_batch // each)
 
