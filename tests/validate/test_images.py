@@ -226,7 +226,7 @@ def test_why_submissions_are_not_scored() -> None:
 
 
 def test_parameters_of_mlperfs_u_net() -> None:
-    """Encoder and decoder of two convolutions a level without bias, norms of two figures a channel; transposed ones with."""
+    """Two convolutions a level without bias, norms of two figures a channel, transposed convolutions with bias."""
     widths = (32, 64, 128, 256, 320, 320)
     pairs = [(1, 32), (32, 32)]
     for above, below in pairwise(widths):
