@@ -115,6 +115,8 @@ OPTIMIZERS: dict[str, OptimizerTraffic] = {
     "sgd": OptimizerTraffic(4, 32, 0, 0.5),
     "sgd-plain": OptimizerTraffic(0, 12, 0, 0.2),
     "sgd-fused": OptimizerTraffic(4, 20, 0, 0.2),
+    # The same after norms of gradients and parameters (You et al. 2017, arXiv 1708.03888).
+    "lars": OptimizerTraffic(4, 28, 0, 0.4),
 }
 """Memory traffic of optimizers by name."""
 

@@ -67,7 +67,7 @@ def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster:
 _PRECISION = re.compile(r"(?<![a-z0-9])(?:bf16|fp16|fp32|tf32|fp8|mxfp8|fp4|nvfp4|mxfp4)(?![0-9])")
 _RECOMPUTE = re.compile(r"none|selective|full|unknown|.*every [1-9]\d*(?:st|nd|rd|th)? layer")
 _SCHEDULE = re.compile(r"1f1b|gpipe|interleaved|zb-?v|zb-[12]p|zb-h[12]")
-_OPTIMIZER = re.compile(r"adam|sgd|momentum|rmsprop|lamb")
+_OPTIMIZER = re.compile(r"adam|sgd|momentum|rmsprop|lamb|lars|nag|nesterov")
 _MEMORY_SLACK = 0.2
 """Share by which stated and real memory may differ: GB for GiB (7 %), and memory reserved by firmware and ECC."""
 
@@ -176,7 +176,10 @@ def assumptions(run: PublishedRun) -> list[str]:
 
 
 _OPTIMIZERS = (
+    ("lars", "lars"),
     ("momentum", "sgd"),
+    ("nag", "sgd"),
+    ("nesterov", "sgd"),
     ("rmsprop", "sgd"),  # also one state for each item
     ("sgd", "sgd-plain"),
     ("lamb", "lamb"),
@@ -288,7 +291,7 @@ def _states(run: PublishedRun, stack: Stack, precision: str, optimizer: str) -> 
     elif "pure" in words:
         # Composer's mixed precision PURE reduces in the precision of compute, DEFAULT in fp32.
         states = replace(states, reduce="bf16")
-    moments = -4 if optimizer.startswith("sgd") else 0
+    moments = -4 if optimizer.startswith(("sgd", "lars")) else 0
     return replace(states, optimizer_bytes=states.optimizer_bytes + moments)
 
 

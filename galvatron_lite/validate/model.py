@@ -28,7 +28,7 @@ _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
 _BALANCE = re.compile(r"layer balance \[(\d+(?:, *\d+)*)\]")
 _LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
 
-_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxnet-ngc")
+_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxnet-ngc", "mxnet-release")
 """Software whose mixed-precision recipes use channels last: NVIDIA DeepLearningExamples (``--memory-format nhwc``,
 ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
@@ -45,6 +45,18 @@ _PARTITIONING = ("torchgpipe",)
 """Software that recomputes a partition of its pipeline as a whole (``partitioned``)."""
 
 
+_PICTURES = ("cnn", "conv", "vit", "unet", "u-net", "image", "vision", "resnet", "segment")
+"""Words of ``arch`` for networks of pictures."""
+
+
+def is_image(run: PublishedRun) -> bool:
+    """Whether a run trains an image network, as its ``arch`` says or, without one, its model's name."""
+    if run.arch:
+        return any(word in run.arch.lower() for word in _PICTURES)
+    name = canonical(run.model or "")
+    return run.hidden is None and _named(name, 224, "fp16", Kernels(), False, False, ()) is not None
+
+
 def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
     """Return the graph of a run's image network.
 
@@ -52,7 +64,7 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
         SkipError: an unknown network.
     """
     if not run.model:
-        raise SkipError("no model named")
+        raise SkipError("no model named", "Give model.")
     words = (run.precision or "bf16").lower()
     # a precision of the run's item size: activations of TF32 runs are fp32
     precision = "fp16" if re.search("fp16|bf16|fp8", words) or "32" not in words else "fp32"
@@ -68,7 +80,10 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph:
         totals = (float(match[1]) * 1e9, float(match[2]) * 1e6, run.params_b * 1e9)
         graph = _summed(canonical(run.model), totals, side, precision, last) if min(totals) > 0 else None
     if graph is None:
-        raise SkipError("image network known neither by name nor by totals")
+        remedy = "Give a network's name, such as resnet50 or unet3d, or its GMACs, activations and params_b."
+        raise SkipError(
+            "image network known neither by name nor by totals", str(InputError("model", run.model, remedy))
+        )
     return graph
 
 

@@ -106,6 +106,7 @@ def batch_of(run: PublishedRun) -> Batch:
         return Batch(each * count, each, count)
     if run.global_batch % each:
         message = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
+        message += " Leave devices that only evaluate out of n_gpus; give spatial if devices share samples."
         raise SkipError("batch does not divide", message)
     return Batch(run.global_batch, each, run.global_batch // each)
 
@@ -122,8 +123,10 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
     degrees = (run.dp or 1, run.tp or 1, run.pp or 1, run.cp or 1)
     if degrees[0] * degrees[1] * degrees[2] * degrees[3] != devices:
         product = " x ".join(map(str, degrees))
+        remedy = "Give the degree that is missing, such as spatial, or leave dp out."
         raise SkipError(
-            "degrees do not multiply to the number of GPUs", f"dp x tp x pp x cp: {product}, n_gpus: {devices}."
+            "degrees do not multiply to the number of GPUs",
+            f"dp x tp x pp x cp: {product}, n_gpus: {devices}. {remedy}",
         )
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
         raise SkipError("spatial or filter parallelism")  # image networks: ``predict_shared``

@@ -25,7 +25,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.checks import check_understood, cluster_of, stack_of
-from galvatron_lite.validate.model import image_model, shape_of
+from galvatron_lite.validate.model import image_model, is_image, shape_of
 from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, fitting, plan_of
 from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, SkipError, judge
 from galvatron_lite.validate.rows import PublishedRun
@@ -205,7 +205,7 @@ class Predictor:
         return InterpretedRun(graph, cluster, stack, precision, priced)
 
     def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph:
-        if any(word in (run.arch or "").lower() for word in ("cnn", "vit", "unet", "image")):
+        if is_image(run):
             return image_model(run, stack)
         shape = shape_of(run, stack)
         storage = precision if precision in ITEM_BYTES else "fp8"

@@ -5,10 +5,12 @@ The upper bounds lie far beyond any machine or model; they keep a mistyped row f
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ REALS: Mapping[str, float] = {
     "tokens_per_s_per_gpu": 1e9, "samples_per_s": 1e9, "peak_mem_gb": 1e7,
 }  # fmt: skip
 """Largest value of the real fields, which are positive and finite."""
+
+_DEGREES = ("tp", "pp", "cp", "spatial", "filter")  # with ``dp``, what the devices of a run are the product of
 
 GRADES = ("A", "B", "A-mem", "C")  # values of ``quality``
 
@@ -134,6 +138,8 @@ def _checked(name: str, value: Any, place: str) -> Any:
         expected = "a text" if KINDS[name] == "str" else "true or false"
     if not is_valid:
         raise FileFormatError(f"{place}, {name}", value, f"Give {expected}, or leave it out.")
+    if name == "precision":  # ``float16`` and ``bfloat16``, as tensors' types are called
+        return re.sub("(?i)float(?=[0-9])", "f" if "bfloat" in value.lower() else "fp", value)
     return int(value) if name in INTEGERS else value
 
 
@@ -185,9 +191,12 @@ def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> 
 
 
 def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:
-    """Return the run of an object."""
+    """Return the run of an object; the replicas that it does not state are those that its other degrees leave."""
     for name in ("family", "run_id", "framework"):
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")
-    return PublishedRun(**{name: _checked(name, data[name], place) for name in KINDS if data.get(name) is not None},
-                        line=line)  # fmt: skip
+    fields = {name: _checked(name, data[name], place) for name in KINDS if data.get(name) is not None}
+    replicas, left = divmod(fields.get("n_gpus", 0), prod(fields.get(name, 1) for name in _DEGREES))
+    if replicas and not left:
+        fields.setdefault("dp", replicas)
+    return PublishedRun(**fields, line=line)

@@ -24,7 +24,9 @@ from galvatron_lite.units import ITEM_BYTES
         ("2] OneFlow W/O clip", "oneflow"),
         ("timm benchmark.py (PyTorch 1.12, cu113)", "timm"), ("torchgpipe 0.0.5 (PyTorch 1.3)", "torchgpipe"),
         ("Chainer/ChainerMN", "chainer"), ("NVIDIA DeepLearningExamples PyTorch (Lambda runs)", "pytorch-ddp"),
-        ("MxNet", "mxnet"), ("InternEvo v0.2.1dev", "internevo"), ("nanotron", "nanotron"), ("Colossal-AI", "default"),
+        ("MxNet", "mxnet"), ("NGC MXNet", "mxnet-ngc"), ("MXNet NVIDIA Release 20.06", "mxnet-release"),
+        ("NGC MXNet 21.05", "mxnet-release"), ("InternEvo v0.2.1dev", "internevo"), ("nanotron", "nanotron"),
+        ("Colossal-AI", "default"),
     ],
 )  # fmt: skip
 def test_frameworks_by_name(framework: str, name: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from statistics import median
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.model import image_model, layer_balance
 from galvatron_lite.validate.results import SkipError
-from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.rows import PublishedRun, read_runs, run_from_data
 
 from .runs import predicted as outcome
+from .runs import skipped
 
 RUN = PublishedRun(
     family="made-up", run_id="made-up-1", framework="timm benchmark.py (PyTorch 1.12, cu113)", model="resnet50",
@@ -188,3 +191,47 @@ def test_the_largest_batch_that_ran_is_said_to_fit_and_the_next_not_to(
             found = outcome(run(model=model, image_size=side, micro_batch=samples, global_batch=samples))
             assert (found.device_memory <= found.capacity) is fits
             assert found.device_memory > 0.6 * found.capacity
+
+
+SUBMITTED = read_runs(Path(__file__).parents[2] / "profiles" / "published" / "mlperf.jsonl")
+
+
+@pytest.mark.parametrize(("family", "count"), [("mlperf-resnet50", 23), ("mlperf-unet3d", 14)])
+def test_submissions_to_mlperf_that_nothing_was_fitted_to(family: str, count: int) -> None:
+    runs = [given for given in SUBMITTED if given.family == family]
+    assert len(runs) == count
+    errors = [abs(outcome(given).step_seconds / (given.iter_time_s or 0) - 1) for given in runs]
+    assert fmean(errors) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("left_out", "changes"),
+    [
+        ({"dp", "micro_batch"}, {"model": "3D U-Net", "framework": "NGC MXNet 22.04"}),
+        ({"arch", "image_size"}, {"model": "UNet-3D", "precision": "float16", "gpu": "NVIDIA A100-SXM4-80GB (400W)"}),
+    ],
+)
+def test_submissions_in_other_spellings_are_predicted_alike(left_out: set[str], changes: dict[str, Any]) -> None:
+    for given in (SUBMITTED[23], SUBMITTED[29]):  # data parallel, and with samples split over devices
+        stated = {name: value for name, value in asdict(given).items() if value is not None and name not in left_out}
+        respelled = run_from_data(stated | changes)
+        assert outcome(respelled).step_seconds == pytest.approx(outcome(given).step_seconds)
+
+
+def test_why_submissions_are_not_scored() -> None:
+    counted_too = run_from_data(asdict(replace(SUBMITTED[25], n_gpus=72, dp=None, micro_batch=None)))
+    assert "global_batch: 56" in skipped(counted_too).detail
+    assert "only evaluate" in skipped(counted_too).detail
+    assert "model: 'resnet' cannot be used" in skipped(run(model="resnet")).detail
+
+
+def test_parameters_of_mlperfs_u_net() -> None:
+    """Two convolutions a level without bias, norms of two figures a channel, transposed convolutions with bias."""
+    widths = (32, 64, 128, 256, 320, 320)
+    pairs = [(1, 32), (32, 32)]
+    for above, below in pairwise(widths):
+        pairs += [(above, below), (below, below), (2 * above, above), (above, above)]
+    convolved = sum(27 * inputs * outputs + 2 * outputs for inputs, outputs in pairs)
+    up = sum((8 * below + 1) * above for above, below in pairwise(widths))
+    graph = graph_of(run(model="unet3d", arch="unet"))
+    assert graph.parameters == convolved + up + 32 * 3 + 3

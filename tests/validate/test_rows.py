@@ -92,6 +92,20 @@ def test_the_published_rows_all_read() -> None:
     assert not [run.problem for run in runs if run.problem]
 
 
+@pytest.mark.parametrize(
+    ("degrees", "replicas"), [({}, 64), ({"tp": 2, "pp": 4}, 8), ({"spatial": 8}, 8), ({"dp": 3}, 3), ({"tp": 3}, None)]
+)
+def test_replicas_not_stated_are_what_other_degrees_leave(degrees: dict[str, int], replicas: int | None) -> None:
+    assert run_from_data(LEAST | {"n_gpus": 64} | degrees).dp == replicas
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("float16", "fp16"), ("bfloat16", "bf16"), ("Float32", "fp32"), ("amp-fp16", "amp-fp16")]
+)
+def test_precisions_as_types_of_tensors(text: str, expected: str) -> None:
+    assert run_from_data(LEAST | {"precision": text}).precision == expected
+
+
 A100, V100 = device_named("A100"), device_named("V100")
 
 

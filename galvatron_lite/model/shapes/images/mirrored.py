@@ -2,8 +2,9 @@
 
 Sources: Ronneberger et al. 2015 (arXiv:1505.04597, figure 1: 572 x 572, convolutions without padding); Isensee et al.
 2021 (nnU-Net; plans of BraTS as NVIDIA's DeepLearningExamples train them: patches of 192 x 160 and of 128^3, 32
-channels doubled to at most 512 and 320, strided convolutions in the encoder, instance normalisation); Sah and Chinara
-2024 (arXiv:2412.18165), as in the reference model (``model.zoo.perception``): layers are the levels of each network's
+channels doubled to at most 512 and 320, strided convolutions in the encoder, instance normalisation), for pictures of
+one channel and three classes MLPerf's (github.com/mlcommons/training, image_segmentation); Sah and Chinara 2024
+(arXiv:2412.18165), as in the reference model (``model.zoo.perception``): layers are the levels of each network's
 encoder and decoder, and the convolutions of the skip connections.
 
 AmoebaNet-D, whose cells read the outputs of the two previous cells: Real et al. 2018 (arXiv:1802.01548, figure 5 and

@@ -36,8 +36,13 @@ from galvatron_lite.model.shapes.registry import build_graph, shape_from_data
 
 
 def canonical(name: str) -> str:
-    """Write a name as model zoos do: lower case, underscores, no spaces, no mark of ResNet's version 1.5."""
-    plain = re.sub(r"v1\.5$", "", name.strip().lower()).replace("-", "_").replace(" ", "_")
+    """Write a name as model zoos do: lower case, underscores, no spaces, no mark of ResNet's version 1.5.
+
+    ``RN50`` and ``3D U-Net`` are other names of ResNet-50 and of MLPerf's U-Net.
+    """
+    plain = re.sub(r"[\s_-]*v1[._]?5$", "", name.strip().lower()).replace("-", "_").replace(" ", "_")
+    plain = re.sub(r"^(?:resnet_|rn_?)(\d+)$", r"resnet\1", plain)
+    plain = re.sub(r"^(?:3d_?u_?net|u_?net_?3d)(?:_\(?kits_?19\)?)?$", "unet3d", plain)
     plain = re.sub(r"^se_resne", "seresne", plain)
     return re.sub(r"^efficientnet_v2_", "efficientnetv2_", plain)
 
