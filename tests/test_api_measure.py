@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron_lite import auto_parallelize, evaluate, explain, plan, profile
+from galvatron_lite import auto_parallelize, evaluate, explain, plan, profile, verify_plan
 from galvatron_lite.errors import LOG, InputError
 from galvatron_lite.plans.describe import shares_batch
 from galvatron_lite.plans.schema import Plan
@@ -108,6 +108,9 @@ def test_a_users_plan_that_shares_the_batch_has_a_note(pairs: Profile, shared: P
         explain(shared, pairs, what_if=False).notes,
     ):
         assert [note for note in notes if note.startswith("auto_parallelize refuses this plan: the loss compares")]
+    verified = verify_plan(shared, Pairs(), torch.randn(8, 4), checks="dry", profile=pairs)
+    assert verified.passed
+    assert [check.name for check in verified.checks if "refuses this plan" in check.said] == ["trains like one process"]
     whole = evaluate(plan(pairs, batch=8, runners_up=0), pairs)
     assert whole.provenance is not None
     assert not any("refuses" in note for note in whole.provenance.notes)
