@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Unpack, cast
 
 from galvatron_lite.analysis import sweeps
 from galvatron_lite.analysis.setting import ask, batch_for
+from galvatron_lite.api_measure import profile
 from galvatron_lite.api_plans import read_with_profile
-from galvatron_lite.api_profile import find_profile, precision_on, profile
+from galvatron_lite.api_profile import find_profile, precision_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import target_named
 from galvatron_lite.peers.plan_files import priced, priced_settings

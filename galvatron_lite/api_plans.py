@@ -13,10 +13,10 @@ from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.model.trainable import Trainable
-from galvatron_lite.peers.plan_files import any_plan, check_devices, priced
+from galvatron_lite.peers.plan_files import any_plan, check_devices, needs_notes, priced
 from galvatron_lite.plans.io import check_plan, plan_in, read_plan, refuse_phases
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.schema import PlanNeeds, Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
 from galvatron_lite.request import PlanArguments, PlanRequest, Progress, texts
 from galvatron_lite.verify.schema import Checks, checks_named
@@ -136,7 +136,8 @@ def explain(
 
     request = PlanRequest.parse(profile, setup, ("what_if", "seconds"))
     loaded, used_profile = read_with_profile(plan, request)
-    setting, mem = _setting_of(loaded, request.on(used_profile), setup)
+    searched = replace(used_profile, needs=PlanNeeds()) if needs_notes(loaded, used_profile) else used_profile
+    setting, mem = _setting_of(loaded, request.on(searched), setup)
     with_prediction = priced(loaded, used_profile, mem, request.batch)
     return explain_plan(setting, with_prediction, what_if=what_if, seconds=seconds, progress=request.progress)
 
@@ -155,6 +156,7 @@ def _setting_of(plan: Plan, request: PlanRequest, setup: PlanArguments) -> tuple
     if "margin" not in setup and source is not None:
         request = replace(request, margin=source.margin)
     setting = request.resolved
+    setting = replace(setting, needs=PlanNeeds())  # their notes are those of searched plans
     if budget is not None:
         setting = replace(setting, budget=budget, memory=None)
     if plan.cyclic is not None and setting.delay is None:

@@ -1,8 +1,8 @@
-"""Find, estimate or measure the profile for a plan. torch is only imported for measurements."""
+"""Find or estimate the profile for a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
 
 PROFILES = Path("profiles")
-
-Progress = Callable[[int, int, str], None]
 
 
 def find_profile(
@@ -49,11 +47,11 @@ def find_profile(
         raise InputError("--model", str(model), "Give a profile or a model, not both.")
     if model is not None or shape:
         training = Trainable.parse(trainable, freeze)
-        return _estimate(model, cluster, gpus, sequence, precision, stack, training, shape, image)
+        return estimated(model, cluster, gpus, sequence, precision, stack, training, shape, image)
     if image is not None:
         raise InputError("--image", image, "Name the model with --model.")
     if trainable is not None or freeze:
-        raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
+        raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), AS_IT_TRAINS)
     loaded = _read(profile)
     graph = loaded.graph
     for option, value, profiled in (("--seq", sequence, graph.sequence), ("--precision", precision, graph.precision)):
@@ -63,13 +61,13 @@ def find_profile(
     return _on_cluster(loaded, cluster, gpus)
 
 
-_AS_IT_TRAINS = (
+AS_IT_TRAINS = (
     "What was measured or captured tells nothing of other parameters training. Give a --model by name; or freeze "
     "parameters and add adapters in the module, and profile that."
 )
 
 
-def _estimate(
+def estimated(
     model: ModelGraph | str | Path | None,
     cluster: Cluster | str | Path | None,
     gpus: int | None,
@@ -80,6 +78,7 @@ def _estimate(
     shape: Mapping[str, str] | None = None,
     image: str | None = None,
 ) -> Profile:
+    """Estimate the profile of a model on a cluster; see ``find_profile``."""
     from galvatron_lite.capture.named import graph_named
     from galvatron_lite.cluster.precisions import check_precision
     from galvatron_lite.model.graph import ModelGraph
@@ -97,7 +96,7 @@ def _estimate(
         if precision not in (None, model.precision):
             raise InputError("--precision", precision, f"The model was captured in {model.precision}; capture it anew.")
         if trainable is not None:
-            raise InputError("--trainable", str(trainable), _AS_IT_TRAINS)
+            raise InputError("--trainable", str(trainable), AS_IT_TRAINS)
         graph = model
     else:
         chosen, kernels = precision_on(machine, precision), None if software is None else software.kernels
@@ -181,76 +180,6 @@ def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: in
         remedy = f"This profile is of {profile.cluster.devices} devices. Profile on {gpus}, or name a --cluster."
         raise InputError("--gpus", gpus, remedy)
     return profile
-
-
-def profile(
-    model: Any,
-    batch: Any = None,
-    *,
-    cluster: Cluster | str | Path | None = None,
-    gpus: int | None = None,
-    estimate: bool = False,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    blocks: Any = None,
-    sequence: int | None = None,
-    precision: str | None = None,
-    trainable: str | None = None,
-    freeze: Sequence[str] = (),
-    name: str | None = None,
-    folder: Path | str = PROFILES,
-    max_samples: int | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """Measure the costs of a model's layers and of this machine's links, or estimate them from data sheets.
-
-    Args:
-        model: an ``nn.Module``; with ``estimate`` also a model's name, YAML file or graph.
-        batch: an example batch; not needed for models that make their own, or by name.
-        cluster: for estimates, the cluster. Measurements are of this machine.
-        gpus: for estimates, the number of devices.
-        estimate: estimate from data sheets, without running anything.
-        loss_fn: ``loss_fn(output, batch)``, for a model whose output does not hold its loss.
-        blocks: the repeated blocks, if they are not found.
-        sequence: tokens a sample, for a model by name.
-        precision: of compute; by default that of the parameters, or for a model by name the best that the devices
-            support: bf16, else fp16, else fp32.
-        trainable: for estimates of a model by name, what trains, as for ``plan``.
-        freeze: for estimates of a model by name, names of layers without gradients.
-        name: of the profile; by default made from the model's name.
-        folder: of profiles.
-        max_samples: largest number of samples on one device to measure.
-        progress: called with (done, total, label).
-
-    Raises:
-        InputError: a model that cannot be captured, an unknown name, or, for estimates, a precision that the devices do
-            not support.
-    """
-    from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.profiler.store import save_profile
-
-    training = Trainable.parse(trainable, freeze)
-    if estimate or isinstance(model, (str, Path)):
-        if not isinstance(model, (str, Path, ModelGraph)):
-            from galvatron_lite.capture.trace import trace
-            from galvatron_lite.model.example import example_batch
-
-            batch = batch if batch is not None else example_batch(model)
-            model = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
-        estimated = _estimate(model, cluster, gpus, sequence, precision, trainable=training)
-        estimated = replace(estimated, name=name or estimated.name)
-        save_profile(estimated, Path(folder), estimated.cluster.name)
-        return estimated
-    if training is not None:
-        raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
-    from galvatron_lite.model.example import example_batch
-    from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.runtime.branches.engine import branch_seconds
-
-    return measure_profile(
-        model, batch if batch is not None else example_batch(model), loss_fn=loss_fn, blocks=blocks,
-        precision=precision, name=name, folder=Path(folder), max_samples=max_samples, progress=progress,
-        branch_seconds=branch_seconds,
-    )  # fmt: skip
 
 
 _SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

@@ -29,6 +29,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import norm_notes, other_size, plan_line
 from galvatron_lite.plans.io import check_runs, file_named
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.profiler.schema import PlanNeeds
 from galvatron_lite.request import mode_named, texts
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.plain import generators, put_generators
@@ -201,6 +202,7 @@ def auto_parallelize(
         goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
         try:
             used_profile = _find_profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
+            used_profile = replace(used_profile, needs=PlanNeeds())  # the findings say, or check=False leaves them out
         except MetaRunError as error:
             uncaptured = error
     if uncaptured is not None:

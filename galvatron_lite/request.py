@@ -23,9 +23,9 @@ from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, backend_named, target_named
 from galvatron_lite.plans.schema import Mode
-from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.schema import PlanNeeds, Profile
 from galvatron_lite.search.pin_names import check_backend, schedules_named
-from galvatron_lite.search.pins import Pins, read_pins
+from galvatron_lite.search.pins import read_pins
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PlanArguments(TypedDict, total=False):
     precision: str | None
     trainable: str | None
     freeze: str | Sequence[str]
-    fix: str | Sequence[str] | Mapping[str, object] | Pins
+    fix: str | Sequence[str] | Mapping[str, object]
     forbid: str | Sequence[str]
     schedules: str | Sequence[Schedule | str] | None
     backend: str
@@ -83,7 +83,7 @@ class PlanRequest:
     freeze: tuple[str, ...] = ()
     mem: str | int = DEFAULT_BUDGET
     batch: int | None = None
-    fix: tuple[str, ...] | Pins = ()
+    fix: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     backend: str = "galvatron"
@@ -114,7 +114,7 @@ class PlanRequest:
         for name in ("model", "cluster", "precision", "trainable"):
             if isinstance(value := arguments.get(name), (int, float, list, tuple, dict)):
                 raise InputError(name, value, "Give a name, or the path of a file.")
-        fix, delay = arguments.get("fix", ()), arguments.get("allow_delay", False)
+        delay = arguments.get("allow_delay", False)
         if not isinstance(delay, bool):
             raise InputError("allow_delay", delay, "Give True or False.")
         return cls(
@@ -130,7 +130,7 @@ class PlanRequest:
             freeze=texts("freeze", arguments.get("freeze")),
             mem=memory_budget(arguments.get("mem", DEFAULT_BUDGET)),
             batch=integer("batch", arguments.get("batch")),
-            fix=fix if isinstance(fix, Pins) else texts("fix", fix),
+            fix=texts("fix", arguments.get("fix")),
             forbid=texts("forbid", arguments.get("forbid")),
             schedules=texts("schedules", arguments.get("schedules")),
             backend=_backend(arguments),
@@ -167,13 +167,21 @@ class PlanRequest:
         """The profile, pins, schedules and budget of this request, for searches.
 
         Raises:
-            InputError: no profile, or pins that the model or the backend does not have.
+            InputError: no profile, or pins that the model or the backend does not have, or beside which no plan keeps
+                to what the model needs (``Profile.needs``).
         """
         profile = self.profile_on(self.gpus)
         backend = backend_named(self.backend)
-        pins = self.fix if isinstance(self.fix, Pins) else read_pins(self.fix, self.forbid, profile.graph)
+        user_pins = pins = read_pins(self.fix, self.forbid, profile.graph)
+        needs = profile.needs if self.mode is Mode.TRAINING else PlanNeeds()
+        pin_words = " ".join([*(f"--fix {word}" for word in self.fix), *(f"--forbid {word}" for word in self.forbid)])
+        if needs.restrict:
+            try:
+                pins = read_pins((*needs.fix, *self.fix), (*needs.forbid, *self.forbid), profile.graph)
+            except InputError as error:
+                raise needs.without_plan(profile.cluster.devices, pin_words) from error
         schedules = schedules_named(self.schedules, pins.fixed.schedule)
-        check_backend(() if isinstance(self.fix, Pins) else self.fix, self.schedules, backend)
+        check_backend(self.fix, self.schedules, backend)
         _check_model(profile.graph, backend)
         margin = self.margin
         if margin is None:
@@ -182,6 +190,9 @@ class PlanRequest:
             profile=profile,
             budget=budget_on(first_devices(profile.cluster, 1), self.mem),
             pins=pins,
+            user_pins=user_pins,
+            pin_words=pin_words,
+            needs=needs,
             schedules=schedules,
             backend=backend.name,
             memory=self.mem,

@@ -9,7 +9,7 @@ from galvatron_lite.cluster.budget import Budget, budget_on, bytes_on
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.plans.schema import Mode, Plan, Prediction, Schedule
-from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.schema import PlanNeeds, Profile
 from galvatron_lite.search.best_first import MOST_WORK
 from galvatron_lite.search.pins import NOTHING, Pins
 from galvatron_lite.search.planner import find_plan
@@ -82,6 +82,9 @@ class PlanSetting:
     profile: Profile  # of the largest cluster
     budget: int | Budget  # bytes a device; by type of device if they differ
     pins: Pins = NOTHING  # choices that are not left to the search
+    needs: PlanNeeds = field(default_factory=PlanNeeds)  # what of the pins the model needs
+    user_pins: Pins = NOTHING  # the others; those that the user wrote
+    pin_words: str = ""  # as the user wrote them
     schedules: tuple[Schedule, ...] | None = None  # to choose from in a pipeline; None: the search's default
     backend: str = "galvatron"  # what runs the plans
     # the budget as the user wrote it; a share of the devices' memory is another number of bytes on fewer devices
@@ -177,30 +180,43 @@ def ask(
     effort: int = MOST_WORK,
     tolerance: float | None = None,
 ) -> Plan:
-    """Search the fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``."""
+    """Search the fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``.
+
+    Errors about pins that the model needs speak of its needs.
+    """
     session = setting.session(devices)
-    plan = find_plan(
-        session.profile,
-        devices=devices,
-        global_batch=batch,
-        budget=setting.budget_at(devices) if budget is None else budget,
-        fixed=setting.pins.at(devices, batch),
-        schedules=setting.schedules,
-        backend=setting.backend,
-        certify=certify,
-        runners_up=runners_up,
-        progress=progress,
-        session=session,
-        stoppable=stoppable,
-        effort=effort,
-        mode=setting.mode,
-        delay=setting.delay,
-        tolerance=setting.tolerance if tolerance is None else tolerance,
-        margin=setting.margin,
-    )
-    if plan.provenance is None or not setting.pins.notes:
-        return plan
-    return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, *setting.pins.notes)))
+
+    def find(pins: Pins) -> Plan:
+        return find_plan(
+            session.profile,
+            devices=devices,
+            global_batch=batch,
+            budget=setting.budget_at(devices) if budget is None else budget,
+            fixed=pins.at(devices, batch),
+            schedules=setting.schedules,
+            backend=setting.backend,
+            certify=certify,
+            runners_up=runners_up,
+            progress=progress,
+            session=session,
+            stoppable=stoppable,
+            effort=effort,
+            mode=setting.mode,
+            delay=setting.delay,
+            tolerance=setting.tolerance if tolerance is None else tolerance,
+            margin=setting.margin,
+        )
+
+    try:
+        plan = find(setting.pins)
+    except InputError as error:
+        if not setting.needs.restrict or not error.field.startswith(("--fix", "--forbid")):
+            raise
+        if setting.pin_words:
+            find(setting.user_pins)  # which raises what is wrong with these alone
+        raise setting.needs.without_plan(devices, setting.pin_words) from error
+    notes = *setting.needs.notes, *(plan.provenance.notes if plan.provenance else ()), *setting.pins.notes
+    return plan if plan.provenance is None else replace(plan, provenance=replace(plan.provenance, notes=notes))
 
 
 def search_point(

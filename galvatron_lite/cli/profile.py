@@ -46,6 +46,9 @@ def profile_command(
     ),
     name: str | None = typer.Option(None, "--name", help="Name of the profile. Default: that of the model."),
     folder: options.Folder = options.PROFILES,
+    check: bool = typer.Option(
+        True, "--check/--no-check", help="Also try which plans train the model like one process, on a small copy."
+    ),
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: options.Json = False,
 ) -> None:
@@ -71,7 +74,7 @@ def profile_command(
         result = api.profile(
             target, batch, loss_fn=loss_fn, cluster=cluster, gpus=gpus, estimate=estimate, sequence=sequence,
             precision=precision, trainable=trainable, freeze=freeze or (), name=name, folder=folder,
-            max_samples=samples, progress=progress,
+            max_samples=samples, progress=progress, check=check,
         )  # fmt: skip
     if os.environ.get("RANK", "0") == "0":
         show_profile(result, last_profile(folder), as_json)
@@ -200,7 +203,7 @@ def show_profile(profile: Profile, where: Path, as_json: bool = False) -> None:
     console.print(table)
     print_branches(console, profile)
     _print_links(console, profile)
-    for note in graph.notes:
+    for note in (*graph.notes, *(f"{note}." for note in profile.needs.notes)):
         console.print(f"Note: {note}")
     console.print(f"Written to {where}.")
 

@@ -12,11 +12,12 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.backends import DEEPSPEED_FILE, target_named
 from galvatron_lite.peers.hetu.plan import UNNAMED, read_hetu_plan, to_plan
-from galvatron_lite.plans.describe import plan_notes
+from galvatron_lite.plans.describe import layers_of_parts, plan_notes
 from galvatron_lite.plans.export.tools import read_settings
-from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.plans.schema import Mode, Plan, Proof
 from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile, spread_note
+from galvatron_lite.search.pins import read_pins
 from galvatron_lite.search.result import provenance
 
 
@@ -106,9 +107,31 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
     changed = plan if batch is None else _at_batch(plan, batch)
     budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
     done = evaluate(profile, replace(changed, model=profile.graph.name, precision=profile.graph.precision))
-    notes = (*_difference_notes(plan, changed, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
+    notes = (
+        *_difference_notes(plan, changed, profile), *needs_notes(done, profile), *plan_notes(profile.graph, done),
+        *spread_note(profile.origin),
+    )  # fmt: skip
     source = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
     return replace(done, provenance=source, alternatives=(), left_out=())
+
+
+def needs_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
+    """Return a note if a plan breaks what its model needs to train like in one process (``Profile.needs``)."""
+    graph, needs = profile.graph, profile.needs
+    if plan.mode is not Mode.TRAINING or not needs.restrict:
+        return ()
+    fixed = read_pins(needs.fix, needs.forbid, graph).fixed
+    runs = [[run for stage in plan.stages for run in stage.runs], *(branch.runs for branch in plan.branches)]
+    keeps = all(
+        fixed.at_layer(layer.name).allows(strategy)
+        for part, layers in zip(runs, layers_of_parts(graph, plan), strict=True)
+        for layer, strategy in zip(layers, [run.strategy for run in part for _ in range(run.count)], strict=True)
+    )
+    keeps &= fixed.pipeline in (None, len(plan.stages)) and not ("branches" in fixed.forbidden and plan.branches)
+    keeps &= fixed.microbatches is None or (fixed.microbatches == plan.microbatches and plan.cyclic is None)
+    if keeps:
+        return ()
+    return (f"auto_parallelize refuses this plan: {'; '.join(needs.reasons)} (check=False leaves this out)",)
 
 
 def _difference_notes(plan: Plan, changed: Plan, profile: Profile) -> Iterator[str]:

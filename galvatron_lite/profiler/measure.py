@@ -53,6 +53,7 @@ from galvatron_lite.profiler.schema import (
     Origin,
     OriginKind,
     Overlap,
+    PlanNeeds,
     Profile,
     Throughput,
 )
@@ -115,6 +116,7 @@ def measure_profile(
     brief: bool = False,
     graph: ModelGraph | None = None,
     branch_seconds: BranchTimer | None = None,
+    find_needs: Callable[[ModelGraph], PlanNeeds] | None = None,
 ) -> Profile:
     """Measure what a model's layers and the links of this world cost, and write the profile.
 
@@ -140,6 +142,7 @@ def measure_profile(
         brief: measure quickly for plans of one device: the fewest and the most samples, and no shares of pixels.
         graph: the model's graph, if it was traced already.
         branch_seconds: measures the host seconds of a call of a branch; default: an estimate.
+        find_needs: finds what plans of the model keep to; every rank calls it, before the measurements.
 
     Raises:
         InputError: ``folder`` cannot be written.
@@ -150,6 +153,7 @@ def measure_profile(
     built = model if isinstance(model, nn.Module) else model()
     if graph is None:
         graph = trace(built, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
+    needs = PlanNeeds() if find_needs is None else find_needs(graph)
     machine = from_first_rank(cluster or probe(_world(), place.type))
     counts = sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES))
     counts = tuple(count for count in counts if count >= graph.least_samples) or (graph.least_samples,)
@@ -170,7 +174,7 @@ def measure_profile(
     if (refused := from_first_rank(unwritable(root) if is_first_rank() else None)) is not None:
         raise refused
     journal = _open_journal(journal_path(root, machine_name(machine), title), scope, resume)
-    profile = assemble(title, scope, run_tasks(tasks, journal, progress))
+    profile = replace(assemble(title, scope, run_tasks(tasks, journal, progress)), needs=needs)
     if journal is not None:
         save_profile(profile, root, machine_name(machine), remember=remember)
         journal.remove()

@@ -10,6 +10,7 @@ from annotated_types import Interval
 
 from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.cluster.transport import STRAIGHT, Transport
+from galvatron_lite.errors import InputError
 from galvatron_lite.files import Strict
 from galvatron_lite.limits import (
     SAMPLES,
@@ -194,6 +195,31 @@ class DeviceFigures(Strict):
 
 
 @dataclass(frozen=True, slots=True)
+class PlanNeeds(Strict):
+    """What plans for training keep to, so that the model trains like in one process; tried on its example batch."""
+
+    fix: tuple[str, ...] = ()  # fix, forbid: as options of ``galvatron plan``
+    forbid: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # on plans that keep to it
+    reasons: tuple[str, ...] = ()  # why other plans are ruled out, for errors
+
+    @property
+    def restrict(self) -> bool:
+        """Whether they rule plans out."""
+        return bool(self.fix or self.forbid)
+
+    def without_plan(self, devices: int, pins: str) -> InputError:
+        """Return the error that no plan on so many devices keeps to it; ``pins``: the user's, if there are any."""
+        lift = f"Lift {pins}, or train" if pins else "Train"
+        remedy = (
+            f"{'Beside it no' if pins else 'No'} plan on {devices} devices trains like one process: "
+            f"{'; '.join(self.reasons)}. {lift} in one process; "
+            "galvatron profile --no-check and auto_parallelize(check=False) leave this out."
+        )
+        return InputError("fix" if pins else "devices", pins or devices, remedy)
+
+
+@dataclass(frozen=True, slots=True)
 class Profile(Strict):
     """The input of the planner: a model, a cluster, and the costs of its layers and communication there.
 
@@ -239,6 +265,7 @@ class Profile(Strict):
         transport: how the software sends.
         pictures: how the software splits pictures.
         forward_only: whether figures are of forward passes only (``cost.forward_only``).
+        needs: what plans for training keep to; empty if the model was not tried.
     """
 
     version: int
@@ -274,6 +301,7 @@ class Profile(Strict):
     transport: Transport = STRAIGHT
     pictures: PictureSplit = SPARING
     forward_only: bool = False
+    needs: PlanNeeds = PlanNeeds()
 
     def on(self, cluster: Cluster) -> Profile:
         """Return the profile on some of its devices, with the figures of their type if they are all of one type."""

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from galvatron_lite.errors import LOG, FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, read_text, to_data, write_text, write_value
 from galvatron_lite.limits import FILE_BYTES, PARAMETERS
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.profiler.schema import PROFILE_VERSION, OriginKind, Profile
+from galvatron_lite.profiler.schema import PROFILE_VERSION, OriginKind, PlanNeeds, Profile
 from galvatron_lite.units import format_count
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ def last_profile(folder: Path = Path("profiles")) -> Path:
 
 
 def profile_hash(profile: Profile) -> str:
-    """Return sixteen hex digits that change with anything in the profile."""
-    return data_hash(to_data(profile))
+    """Return sixteen hex digits that change with anything in the profile but ``needs``, which no cost depends on."""
+    return data_hash(to_data(replace(profile, needs=PlanNeeds())))
 
 
 def data_hash(data: Any) -> str:

@@ -10,6 +10,7 @@ from galvatron_lite.capture.shared import items_of
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.peers.plan_files import needs_notes
 from galvatron_lite.plans.describe import other_size
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
@@ -28,6 +29,7 @@ from galvatron_lite.verify.source import ModelSource, example_of
 
 NAME = "dry run"
 SIZE = "the model is the plan's"  # told only where it is not
+NEEDS = "trains like one process"  # only if the profile says that it does not
 
 
 def check_dry(
@@ -66,9 +68,13 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
     )
     cluster = None if profile is None else profile.cluster
     planned = PlannedLayers(plan, graph)
+    broken = (
+        needs_notes(plan, profile) if profile is not None and len(profile.graph.layers) == len(graph.layers) else ()
+    )
     return [
         Check(NAME, Verdict.PASSED, summary),
         *(Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)),
+        *(Check(NEEDS, Verdict.DIFFERS, f"{line}.") for line in broken),
         *match(runs, plan),
         *layer_checks(runs, planned, cluster),
         gradients_summed(runs, planned),

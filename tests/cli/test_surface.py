@@ -25,7 +25,7 @@ SURFACE = {
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
-        "--calibration", "--trainable", "--freeze",
+        "--calibration", "--trainable", "--freeze", "--check",
     },
     "profile-transfer": {"--to", "--gpus", "--precision", "-o", "--output", "--folder", "--json"},
     "profile-import": {

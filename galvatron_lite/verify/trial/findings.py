@@ -10,6 +10,7 @@ from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.describe import shares_batch
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import PlanNeeds
 from galvatron_lite.runtime.loss.weights import LossWeight
 
 SAMPLES_NEED = ("tensor", "context", "expert", "spatial", "channel", "branches")
@@ -207,6 +208,7 @@ class Findings:
                 "Code between layers updates these buffers, and only one stage runs it. Give a plan of one stage, or "
                 "none, to have one found; or move buffers and update into a module that is called.",
                 forbid=("pipeline",),
+                reason=f"code between layers updates {_few(self.loose)}, which only one stage runs",
             )  # fmt: skip
 
     def _of_parameters(self) -> Iterator[Restriction]:
@@ -259,12 +261,19 @@ class Findings:
         """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``."""
         if self.unsaid is not None:
             raise self.unsaid
-        every = list(self.restrictions())
-        pins = {
-            "fix": tuple(dict.fromkeys(word for one in every for word in one.fix)),
-            "forbid": tuple(dict.fromkeys(word for one in every for word in one.forbid)),
-        }
+        needs = self.needs()
+        pins = {"fix": needs.fix, "forbid": needs.forbid}
         return {name: words for name, words in pins.items() if words}
+
+    def needs(self) -> PlanNeeds:
+        """What plans keep to, for a profile of the model."""
+        every = list(self.restrictions())
+        return PlanNeeds(
+            fix=tuple(dict.fromkeys(word for one in every for word in one.fix)),
+            forbid=tuple(dict.fromkeys(word for one in every for word in one.forbid)),
+            notes=tuple(self.notes()),
+            reasons=tuple(one.reason for one in every if one.reason),
+        )
 
     def notes(self) -> list[str]:
         """What pins are there for, in words."""
