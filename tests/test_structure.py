@@ -200,8 +200,8 @@ APPLYING = ("runtime/", "profiler/")
 """Folders that import what splits layers: to train, and to measure what one device then does. Not what costs."""
 NAMED = {
     "search/space.py": (3, "declares the space of proofs: fewest tokens, host memory only where nothing else fits"),
-    "cost/layer.py": (5, "what layers of a stage share: buckets of gradients, the link to the host, shares of pixels"),
-    "cost/points.py": (1, "copies of weights live for a pass where forward runs again"),
+    "cost/layer.py": (2, "what layers of a stage share: the link to the host, shares of pixels"),
+    "cost/layer_memory.py": (4, "what layers share: buckets of gradients; copies of weights where forward runs again"),
     "runtime/parameters/managed.py": (1, "makes the copies in host memory"),
     "runtime/sharding.py": (4, "hands settings to what splits the layer: the stage of ZeRO, what is gathered again"),
     "verify/conformance/layers.py": (4, "counts forward passes and kept bytes by what is computed again"),

@@ -221,7 +221,8 @@ def whole(
         if tensor is None:
             continue
         local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        gathered = _gathered(one, local).clone()
+        with torch._C.DisableTorchFunctionSubclass():  # loops may not choose elements of a part by their places
+            gathered = _gathered(one, local).clone()
         set_guard(gathered, guarded=False)
         found[first_names.get(one.names[0], one.names[0])] = gathered
     return found
