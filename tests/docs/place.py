@@ -19,7 +19,7 @@ from tests.docs.branch_page import run_page
 from tests.docs.pages import ROOT, blocks, text_of
 from tests.studies.hetu.cases import found
 
-RUNS = "profiles/published/runs.jsonl"
+RUNS, SUBMISSIONS = "profiles/published/runs.jsonl", "profiles/published/mlperf.jsonl"
 STEPS = 4
 PLANS = {
     "docs/evaluate.md": "",  # the one written by hand that the page shows
@@ -68,6 +68,7 @@ def make_place(place: Path) -> None:
     few = [line for number, line in enumerate(lines) if number % 90 == 0 or '"nanotron-' in line]
     (place / RUNS).parent.mkdir(parents=True)
     (place / RUNS).write_text("\n".join(few) + "\n")
+    (place / SUBMISSIONS).write_text(text_of(SUBMISSIONS))
     four = [line for line in lines if '"nanotron-' in line][:4]
     (place / "four.jsonl").write_text("\n".join(four) + "\n")
     row = json.loads(blocks(text_of("docs/validate.md"), "json")[0])

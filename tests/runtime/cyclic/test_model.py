@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +68,14 @@ def test_auto_parallelize_takes_a_plan() -> None:
         torch.testing.assert_close(value, expected[-1].parameters[name])
 
 
+@dataclass(frozen=True)
+class FakeProfile:
+    """What ``auto_parallelize`` reads of a profile before it plans."""
+
+    graph: Any = field(default_factory=lambda: SimpleNamespace(dead=0, parameters=1))
+    needs: Any = None
+
+
 @pytest.mark.parametrize(
     ("delay", "told"),
     [
@@ -85,9 +93,7 @@ def test_the_planner_is_told_of_delay(monkeypatch: pytest.MonkeyPatch, delay: st
         return make_plan(discovered(stages), "cdp-v1", "single")
 
     monkeypatch.setattr("galvatron_lite.api.plan", plan)
-    monkeypatch.setattr(
-        "galvatron_lite.auto._find_profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
-    )
+    monkeypatch.setattr("galvatron_lite.auto._find_profile", lambda *_: FakeProfile())
     auto_parallelize(model, make_batches(1, 2)[0], delay=delay, blocks=[layer.name for layer in layers])
     assert {key: asked[0][key] for key in told} == told
 
@@ -109,9 +115,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize(("mode", "delay"), [(None, "v3"), ("inference", "cyclic")])
 def test_a_delay_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, mode: str | None, delay: str) -> None:
-    monkeypatch.setattr(
-        "galvatron_lite.auto._find_profile", lambda *_: SimpleNamespace(graph=SimpleNamespace(dead=0, parameters=1))
-    )
+    monkeypatch.setattr("galvatron_lite.auto._find_profile", lambda *_: FakeProfile())
     with pytest.raises(InputError, match=f"delay: '{delay}'.*leave it out"):
         auto_parallelize(Blocks(2), make_batches(1, 2)[0], blocks=["blocks.0", "blocks.1"], mode=mode, delay=delay)
 
