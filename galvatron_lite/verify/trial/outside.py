@@ -1,8 +1,8 @@
 """Plain values that the code of a model and of its loss keeps outside of modules.
 
-They are numbers, tensors, and lists, tuples and dicts of them, in globals, closures, class attributes, defaults and
-attributes of the loss function. Code of installed packages is not searched. Passes over an example leave them as they
-were: training begins with what the user's program has set.
+They are numbers, tensors, and lists, tuples and dicts of them, in globals, closures, class attributes, default
+arguments and attributes of the loss function; code of installed packages is not searched. They are restored after
+passes over an example, so that training starts from what the user's program has set.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from galvatron_lite.verify.trial.attributes import OF_MODULES, frozen, same_valu
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGE = str(Path(__file__).parents[2])
-_LONGEST = 10_000  # items of a list or dict, and of tensors a thousand times as many: what is longer is data
-_CACHED = type(cache(len))
+_MAX_LENGTH = 10_000  # of a list or dict that is no data set; tensors may have 1000 times as many items
+_CACHED_FUNCTION = type(cache(len))
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A key of a dict, an attribute of a class, or what a closure holds."""
+    """Where code keeps a value: under a key of a dict, in an attribute of a class, or in the cell of a closure."""
 
     holder: Any
-    name: Any
+    name: Any  # key, attribute, or ``cell_contents``
 
     def read(self) -> Any:
         if isinstance(self.holder, CellType):
@@ -58,10 +58,10 @@ class _Place:
 
 
 class OutsideValues:
-    """Those of a model and its loss, to be set back; see the module."""
+    """A snapshot of the plain values outside of modules, of a model and its loss function."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
-        self._before: dict[str, tuple[_Place, Any, Any]] = {}
+        self._before: dict[str, tuple[_Place, Any, Any]] = {}  # place, value, copy of the value
         self._caches: list[Any] = []
         for name, place in self._places(model, loss_fn):
             value = place.read()
@@ -70,26 +70,26 @@ class OutsideValues:
                     self._before[name] = place, value, frozen(value)
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Set some of them."""
+        """Set those of the values that are in the snapshot, by name."""
         for name in values.keys() & self._before.keys():
             self._set(name, values[name])
 
     def restore(self) -> dict[str, Any]:
-        """Set all as they were, and empty the caches of functions; return those that had changed."""
+        """Restore the snapshot, and clear caches of functions; return values that had changed, by name."""
         changed = dict[str, Any]()
         for cached in self._caches:
             cached.cache_clear()
         for name, (place, _, content) in self._before.items():
-            now = place.read()
-            if not same_values(content, now):
-                changed[name] = frozen(now)
+            current = place.read()
+            if not same_values(content, current):
+                changed[name] = frozen(current)
                 self._set(name, content)
         return changed
 
     def _set(self, name: str, content: Any) -> None:
         place, value, _ = self._before[name]
         content = frozen(content)
-        if type(value) in (list, dict) and type(content) is type(value):  # others may hold it, too
+        if type(value) in (list, dict) and type(content) is type(value):  # other objects may hold it
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
             content = value
@@ -99,92 +99,96 @@ class OutsideValues:
         pending = [*_code_of(model), loss_fn]
         seen = {id(module) for module in model.modules()}
         while pending:
-            one = pending.pop()
-            if id(one) in seen:
+            item = pending.pop()
+            if id(item) in seen:
                 continue
-            seen.add(id(one))
-            for name, place in self._held_by(one, pending):
+            seen.add(id(item))
+            for name, place in self._places_of(item, pending):
                 yield name, place
                 pending.append(place.read())
 
-    def _held_by(self, one: Any, pending: list[Any]) -> Iterator[tuple[str, _Place]]:
-        """What an object keeps; functions and objects behind it become pending."""
-        if isinstance(one, partial):
-            pending += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, (MethodType, staticmethod, classmethod)):
-            pending += [one.__func__, getattr(one, "__self__", None)]
-        elif isinstance(one, property):
-            pending.append(one.fget)
-        elif isinstance(one, _CACHED):
-            if _is_users(one.__wrapped__):
-                self._caches.append(one)
-            pending.append(one.__wrapped__)
-        elif not _is_users(one):
-            if isinstance(one, FunctionType):  # a decorator's
-                pending.append(getattr(one, "__wrapped__", None))
-        elif isinstance(one, FunctionType):
-            path = f"{one.__module__}.{one.__qualname__}"
-            for name, attributes in _globals_of(one.__code__):
-                value = one.__globals__.get(name, _MISSING)
+    def _places_of(self, item: Any, pending: list[Any]) -> Iterator[tuple[str, _Place]]:
+        """Yield the places of a function, class or object, with names; append what it refers to to ``pending``."""
+        if isinstance(item, partial):
+            pending += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, (MethodType, staticmethod, classmethod)):
+            pending += [item.__func__, getattr(item, "__self__", None)]
+        elif isinstance(item, property):
+            pending.append(item.fget)
+        elif isinstance(item, _CACHED_FUNCTION):
+            if _is_user_code(item.__wrapped__):
+                self._caches.append(item)
+            pending.append(item.__wrapped__)
+        elif not _is_user_code(item):
+            if isinstance(item, FunctionType):  # of a decorator
+                pending.append(getattr(item, "__wrapped__", None))
+        elif isinstance(item, FunctionType):
+            path = f"{item.__module__}.{item.__qualname__}"
+            for name, attributes in _globals_of(item.__code__):
+                value = item.__globals__.get(name, _MISSING)
                 if isinstance(value, ModuleType):
-                    if _is_users(value):
-                        yield from ((f"{value.__name__}.{a}", _Place(vars(value), a)) for a in attributes)
+                    if _is_user_code(value):
+                        yield from ((f"{value.__name__}.{name}", _Place(vars(value), name)) for name in attributes)
                 else:
-                    yield f"{one.__module__}.{name}", _Place(one.__globals__, name)
-            for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
+                    yield f"{item.__module__}.{name}", _Place(item.__globals__, name)
+            for name, cell in zip(item.__code__.co_freevars, item.__closure__ or (), strict=True):
                 yield f"{path}.{name}", _Place(cell, "cell_contents")
-            defaults = dict(enumerate(one.__defaults__ or ())) | (one.__kwdefaults__ or {})
+            defaults = dict(enumerate(item.__defaults__ or ())) | (item.__kwdefaults__ or {})
             yield from ((f"{path}, default {key}", _Place(defaults, key)) for key in defaults)
-        elif isinstance(one, type):
-            yield from ((f"{one.__module__}.{one.__qualname__}.{name}", _Place(one, name)) for name in [*vars(one)])
-            pending += one.__bases__
-        elif hasattr(one, "__dict__"):
-            names = [name for name in vars(one) if name not in OF_MODULES]
-            yield from ((f"{type(one).__qualname__}.{name}", _Place(vars(one), name)) for name in names)
-            if isinstance(one, nn.Module):
-                yield from ((f"{type(one).__qualname__}.{name}", _Place(one._buffers, name)) for name in one._buffers)
-                pending += one.children()
-            pending.append(type(one))
+        elif isinstance(item, type):
+            yield from ((f"{item.__module__}.{item.__qualname__}.{name}", _Place(item, name)) for name in [*vars(item)])
+            pending += item.__bases__
+        elif hasattr(item, "__dict__"):
+            names = [name for name in vars(item) if name not in OF_MODULES]
+            yield from ((f"{type(item).__qualname__}.{name}", _Place(vars(item), name)) for name in names)
+            if isinstance(item, nn.Module):
+                yield from (
+                    (f"{type(item).__qualname__}.{name}", _Place(item._buffers, name)) for name in item._buffers
+                )
+                pending += item.children()
+            pending.append(type(item))
 
 
 def _code_of(model: nn.Module) -> Iterator[Any]:
-    """Classes, hooks, and functions in attributes, of all modules of a model."""
+    """Yield the classes, hooks, and functions in attributes of all modules of a model."""
     for module in model.modules():
         yield type(module)
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 yield from value.values()
-            elif isinstance(value, (FunctionType, MethodType, partial, _CACHED)):
+            elif isinstance(value, (FunctionType, MethodType, partial, _CACHED_FUNCTION)):
                 yield value
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, dict)) and len(value) > _LONGEST:
+    if isinstance(value, (list, tuple, dict)) and len(value) > _MAX_LENGTH:
         return False
     plain = value is _MISSING or value is None or isinstance(value, (int, float, complex, str, Tensor))
     return (plain or type(value) in (list, tuple, dict)) and (
-        sum(tensor.numel() for tensor in tensors_of(value)) <= 1000 * _LONGEST
+        sum(tensor.numel() for tensor in tensors_of(value)) <= 1000 * _MAX_LENGTH
     )
 
 
-def _is_users(one: Any) -> bool:
-    """Whether code is neither torch's, nor of an installed package, nor ours."""
-    if isinstance(one, FunctionType):
-        file = one.__code__.co_filename
+def _is_user_code(item: Any) -> bool:
+    """Whether a function, class or object is neither of an installed package nor of this one."""
+    if isinstance(item, FunctionType):
+        file = item.__code__.co_filename
     else:
-        kind = one if isinstance(one, (type, ModuleType)) else type(one)
+        kind = item if isinstance(item, (type, ModuleType)) else type(item)
         try:
             file = getfile(kind)
-        except (TypeError, OSError):  # built-in; of a class in __main__ of an interpreter
+        except (TypeError, OSError):  # built-in, or of an interactive session
             return isinstance(kind, type) and kind.__module__ == "__main__" and hasattr(kind, "__dict__")
     return not file.startswith((*_INSTALLED, _PACKAGE, "<frozen"))
 
 
 @cache
 def _globals_of(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Globals that a function and those inside it name, each with all names of attributes in them."""
+    """Return the globals that a function and those inside it name, each with all names of attributes in the code."""
     names = dict.fromkeys(
-        str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")
     )
-    inner = [pair for one in code.co_consts if isinstance(one, CodeType) for pair in _globals_of(one)]
+    inner = [pair for const in code.co_consts if isinstance(const, CodeType) for pair in _globals_of(const)]
     return (*((name, code.co_names) for name in names), *inner)
