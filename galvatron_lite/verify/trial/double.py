@@ -83,7 +83,7 @@ def _make_double(
     model: nn.Module, batch: Any, surplus: Sequence[str], init_fn: Callable[[nn.Module], None] | None
 ) -> Double:
     small, samples = _small_model(model, batch, surplus)
-    samples = in_float32(with_samples(cpu_values(samples), SAMPLES))
+    samples = cpu_batch(samples, SAMPLES)
     small = calmed(dropped(small, surplus)).train()
     prepare_for_training(small)
     for module in small.modules():
@@ -170,8 +170,8 @@ def _copy(model: nn.Module, surplus: Sequence[str], remaining: Sequence[nn.Param
         raise SkippedError(f"copy.deepcopy of the model fails ({error})") from error
 
 
-def cpu_values(batch: Any) -> Any:
-    """Return a batch on the CPU, without history.
+def cpu_batch(batch: Any, samples: int | None = None) -> Any:
+    """Return a batch on the CPU, in float32 where it is in half precision; of ``samples``, no two alike.
 
     Raises:
         SkippedError: it is on the meta device.
@@ -182,12 +182,8 @@ def cpu_values(batch: Any) -> Any:
             raise SkippedError("the example batch has no values")
         return tensor.detach().cpu()
 
-    return map_tensors(batch, move)
-
-
-def in_float32(batch: Any) -> Any:
-    """Return a batch with tensors of half precision in float32."""
-    halves = torch.float16, torch.bfloat16
+    batch, halves = map_tensors(batch, move), (torch.float16, torch.bfloat16)
+    batch = batch if samples is None else with_samples(batch, samples)
     return map_tensors(batch, lambda tensor: tensor.float() if tensor.dtype in halves else tensor)
 
 
@@ -298,7 +294,7 @@ def _seeded(seed: int, other_seed: int) -> Iterator[None]:
 def runs_on(double: Double, batch: Any) -> bool:
     """Whether the copy runs, forward and backward, on all samples of the user's batch at once."""
     try:
-        run_pass(double, in_float32(cpu_values(batch)))
+        run_pass(double, cpu_batch(batch))
     except (SkippedError, InputError):
         return False
     return True

@@ -173,9 +173,9 @@ class Findings:
             names = _few([name for name, _ in self.buffers])
             yield Restriction(
                 _splits_samples, "buffers", names,
-                "Forward passes update these buffers from the samples. Under this plan a rank computes with part of "
-                "each sample, and its update would be another. Give a plan of data parallelism, ZeRO or stages, "
-                f"{_SEARCHED}.",
+                "Forward passes update these buffers from the samples. Under this plan a rank computes only part "
+                "of each sample, and would update them with other values. Give a plan of data parallelism, ZeRO or "
+                f"stages, {_SEARCHED}.",
                 forbid=SPLITS_SAMPLES,
                 reason=f"forward passes update {names} from the samples, so every rank needs complete samples",
                 change=f"let forward passes update {names} only after they have read them for the last time",
@@ -184,7 +184,7 @@ class Findings:
             names = _few(self.uncombined)
             yield Restriction(
                 shares_batch, "buffers", names,
-                "Forward passes update these buffers from the samples, by neither a mean nor a sum over them, and the "
+                "Forward passes update these values from the samples, by neither a mean nor a sum over them, and the "
                 "loss reads the result. Updates from shares of the batch cannot be combined to the update from the "
                 f"full batch. {_KEEP_BATCH}. check=False lets each rank update its own copy.",
                 fix=FULL_BATCH,
@@ -217,9 +217,8 @@ class Findings:
 
     def _of_parameters(self) -> Iterator[Restriction]:
         """Yield restrictions of values used outside of their layers, and of changes and gradients in forward."""
-        if (
-            self.leaking and not self.takes_gradients
-        ):  # gradients taken in forward reach the loss without being returned
+        # gradients that forward takes reach the loss past all outputs of layers: restricted below
+        if self.leaking and not self.takes_gradients:
             names = _few(self.leaking)
             yield Restriction(
                 _splits_parameters, "model", f"{names}: more than what it returns",
