@@ -72,7 +72,7 @@ def try_model(
     try:
         attributes = _carried_attributes(double, full)
         trials = list(run_trials(double, distinct_counts(terms), full))
-        findings = _state_findings(model, double, trials[0], attributes)
+        findings = _state_findings(model, layers, double, trials[0], attributes)
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), undivided=True)
     findings = replace(
@@ -118,13 +118,15 @@ def _unsteady_findings(double: Double, full: PassResult, observer: CallObserver)
     )
 
 
-def _state_findings(model: nn.Module, double: Double, trial: Trial, attributes: Sequence[str]) -> Findings:
+def _state_findings(
+    model: nn.Module, layers: Sequence[Layer], double: Double, trial: Trial, attributes: Sequence[str]
+) -> Findings:
     """Return findings on buffers that a forward pass updates, and on attributes that it changes and the next reads."""
-    layers = [path for layer in double.layers for path in layer.modules]
+    layer_paths = [path for layer in layers for path in layer.modules]  # also of layers that the copy lacks
     modules = dict(double.model.named_modules())
     # both for values outside of modules, which code inside of layers may read, or around them
     anywhere = {name for name in attributes if name.rpartition(".")[0] not in modules}
-    inside = {name for name in attributes if any(at(name, path) for path in layers)}
+    inside = {name for name in attributes if any(at(name, path) for path in layer_paths)}
     buffers = _updated_buffers(model, double, trial)
     uncombined = _read_buffers(double, trial, [name for name, rule in buffers if not rule])
     return Findings(
@@ -133,7 +135,7 @@ def _state_findings(model: nn.Module, double: Double, trial: Trial, attributes: 
         attributes_around=bool(anywhere or set(attributes) - inside),
         buffers=buffers,
         uncombined=(*uncombined, *(name for name in attributes if not _leaves_alike(name, trial))),
-        buffers_between=tuple(name for name, _ in buffers if not any(at(name, path) for path in layers)),
+        buffers_between=tuple(name for name, _ in buffers if not any(at(name, path) for path in layer_paths)),
     )
 
 
