@@ -16,6 +16,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.loss.weights import LossWeight
 from galvatron_lite.verify.trial.check import try_model
+from galvatron_lite.verify.trial.double import SkippedError, make_double, run_pass
 from galvatron_lite.verify.trial.findings import Findings
 from tests.runtime.plans import make_plan
 
@@ -279,3 +280,26 @@ def test_values_that_a_loss_function_keeps_are_restored() -> None:
     rows = torch.randn(8, 4)
     findings = try_model(model, {"input": rows, "rows": rows}, discover_layers(model), loss_fn=counting_loss)
     assert (findings.skipped, findings.attributes, CALLS["count"]) == ("", (), 0)
+
+
+class Failing(nn.Module):
+    """Counts its passes in a buffer, and takes batches of four samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.count += 1
+        for block in self.blocks:
+            rows = block(rows)
+        return rows.view(4, 4).square().mean()
+
+
+def test_a_pass_that_fails_leaves_buffers_as_they_were() -> None:
+    model = Failing()
+    double = make_double(model, torch.randn(4, 4), discover_layers(model), None)
+    with pytest.raises(SkippedError):
+        run_pass(double, double.batch[:2])
+    assert double.model.count == 0

@@ -252,6 +252,7 @@ def run_pass(
     except Exception as error:  # a user's model may raise anything
         plain_attributes.restore()
         outside.restore()
+        _restore_tensors(model, before)
         raise SkippedError(f"a copy does not run in float32 on the CPU ({type(error).__name__}: {error})") from error
     changed = plain_attributes.restore() | outside.restore()
     gradients = {name: slope for name, slope in zip(parameters, slopes, strict=True) if slope is not None}

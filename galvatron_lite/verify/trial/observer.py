@@ -191,4 +191,6 @@ class RecordingBatch(dict[str, Any]):
         self.read_entries.update(self.keys())
         return super().__iter__()
 
-    get, items, values = Mapping.get, Mapping.items, Mapping.values  # which call the above
+    get: Any = Mapping.get  # these call the methods above
+    items: Any = Mapping.items
+    values: Any = Mapping.values
