@@ -24,12 +24,12 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.runtime.loss.weights import LossWeight
-from galvatron_lite.verify.trial.attributes import same_values
 from galvatron_lite.verify.trial.double import SAMPLES, Double, PassResult, SkippedError, make_double, run_pass, runs_on
 from galvatron_lite.verify.trial.findings import Findings
 from galvatron_lite.verify.trial.loss_weight import distinct_counts, with_loss_weight
 from galvatron_lite.verify.trial.observer import CallObserver, RecordingBatch
 from galvatron_lite.verify.trial.reads import Answer, ChangedReads, Site, site_name, values_decide
+from galvatron_lite.verify.trial.snapshots import same_values
 from galvatron_lite.verify.trial.trials import ROWS, SHARES, TOLERANCE, Trial, is_close, run_trials
 
 

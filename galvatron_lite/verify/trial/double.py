@@ -30,10 +30,9 @@ from galvatron_lite.runtime.loss.weights import ShareScale
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
-from galvatron_lite.verify.trial.attributes import PlainAttributes
 from galvatron_lite.verify.trial.observer import CallObserver
-from galvatron_lite.verify.trial.outside import OutsideValues
 from galvatron_lite.verify.trial.reads import ChangedReads, ItemReads, Site, SiteReads, ValueReads
+from galvatron_lite.verify.trial.snapshots import OutsideValues, PlainAttributes
 
 SAMPLES = 4
 MAX_BLOCKS = 2  # of each kind

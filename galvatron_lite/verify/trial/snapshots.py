@@ -1,8 +1,8 @@
-"""Plain values that the code of a model and of its loss keeps outside of modules.
+"""Snapshots of plain values that a model keeps: in attributes of its modules, and in code outside of them.
 
-They are numbers, tensors, and lists, tuples and dicts of them, in globals, closures, class attributes, default
-arguments and attributes of the loss function; code of installed packages is not searched. They are restored after
-passes over an example, so that training starts from what the user's program has set.
+Plain values are numbers, tensors, and lists, tuples and dicts of them. Code keeps them in globals, closures, class
+attributes, default arguments and attributes of the loss function; that of installed packages is not searched. They are
+restored after passes over an example, so that training starts from what the user's program has set.
 """
 
 from __future__ import annotations
@@ -18,16 +18,58 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from galvatron_lite.model.batch import LossFn, tensors_of
-from galvatron_lite.verify.trial.attributes import OF_MODULES, frozen, same_values
+from galvatron_lite.model.batch import LossFn, map_tensors, tensors_of
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGE = str(Path(__file__).parents[2])
 _MAX_LENGTH = 10_000  # of a list or dict that is no data set; tensors may have 1000 times as many items
 _CACHED_FUNCTION = type(cache(len))
 _MISSING = object()
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+class PlainAttributes:
+    """A snapshot of the attributes of all modules of a model, without those that every module has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {
+            f"{path}.{name}".lstrip("."): (module, name, value, _detached(value))
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if name not in _OF_MODULES
+        }
+        self._modules = dict(model.named_modules())
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Set attributes by name."""
+        for name, value in values.items():
+            path, _, local_name = name.rpartition(".")
+            if path in self._modules:
+                setattr(self._modules[path], local_name, _detached(value))
+
+    def restore(self) -> dict[str, Any]:
+        """Restore the snapshot; return attributes that had changed, by name."""
+        changed = dict[str, Any]()
+        for path, module in self._modules.items():
+            for local_name in [name for name in vars(module) if name not in _OF_MODULES]:
+                name, current = f"{path}.{local_name}".lstrip("."), vars(module)[local_name]
+                if name not in self._before:
+                    changed[name] = _detached(current)
+                    delattr(module, local_name)
+                elif not same_values(self._before[name][3], current):
+                    changed[name] = _detached(current)
+        for name, (module, local_name, value, content) in self._before.items():
+            if name not in changed and local_name in vars(module):
+                continue
+            if type(value) in (list, dict):  # other objects may hold it
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+            setattr(module, local_name, value if type(value) in (list, dict) else content)
+        return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +109,7 @@ class OutsideValues:
             value = place.read()
             with suppress(RecursionError):  # a list may hold itself
                 if _is_plain(value):
-                    self._before[name] = place, value, frozen(value)
+                    self._before[name] = place, value, _detached(value)
 
     def put(self, values: Mapping[str, Any]) -> None:
         """Set those of the values that are in the snapshot, by name."""
@@ -82,13 +124,13 @@ class OutsideValues:
         for name, (place, _, content) in self._before.items():
             current = place.read()
             if not same_values(content, current):
-                changed[name] = frozen(current)
+                changed[name] = _detached(current)
                 self._set(name, content)
         return changed
 
     def _set(self, name: str, content: Any) -> None:
         place, value, _ = self._before[name]
-        content = frozen(content)
+        content = _detached(content)
         if type(value) in (list, dict) and type(content) is type(value):  # other objects may hold it
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
@@ -139,7 +181,7 @@ class OutsideValues:
             yield from ((f"{item.__module__}.{item.__qualname__}.{name}", _Place(item, name)) for name in [*vars(item)])
             pending += item.__bases__
         elif hasattr(item, "__dict__"):
-            names = [name for name in vars(item) if name not in OF_MODULES]
+            names = [name for name in vars(item) if name not in _OF_MODULES]
             yield from ((f"{type(item).__qualname__}.{name}", _Place(vars(item), name)) for name in names)
             if isinstance(item, nn.Module):
                 yield from (
@@ -192,3 +234,35 @@ def _globals_of(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     )
     inner = [pair for const in code.co_consts if isinstance(const, CodeType) for pair in _globals_of(const)]
     return (*((name, code.co_names) for name in names), *inner)
+
+
+def _detached(value: Any) -> Any:
+    """Return a copy of a nest of tensors and numbers, without history; parameters stay the same objects."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        is_kept = isinstance(tensor, nn.Parameter) or not _has_values(tensor)
+        return tensor if is_kept else tensor.detach().clone()
+
+    return map_tensors(value, copied) if isinstance(value, Tensor) or type(value) in (list, tuple, dict) else value
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def same_values(first: Any, second: Any) -> bool:
+    """Whether two nests hold equal tensors, numbers and strings, and the same other objects."""
+    if isinstance(first, Tensor) and _has_values(first):
+        if not (isinstance(second, Tensor) and _has_values(second)):
+            return False
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (first, second)]
+        return kinds[0] == kinds[1] and torch.equal(first, second)
+    if type(first) in (list, tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(same_values, first, second))
+    if type(first) is dict:
+        if not isinstance(second, dict) or first.keys() != second.keys():
+            return False
+        return all(same_values(first[key], second[key]) for key in first)
+    if first is second:
+        return True
+    return isinstance(first, (int, float, str)) and type(first) is type(second) and first == second
