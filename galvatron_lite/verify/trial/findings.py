@@ -147,7 +147,7 @@ class Findings:
             yield Restriction(
                 shares_batch, "plan", "one that shares the batch",
                 "The loss compares samples with one another, so the loss of the batch is not the mean of the losses of "
-                f"its shares, which this plan would minimize. {_KEEP_BATCH}. If the loss is a mean over samples on "
+                f"its shares, with which this plan would train. {_KEEP_BATCH}. If the loss is a mean over samples on "
                 "your data, pass check=False.",
                 fix=FULL_BATCH,
                 reason="the loss compares samples with one another",
@@ -193,12 +193,12 @@ class Findings:
             )  # fmt: skip
         if self.attributes:
             names, inside, around = _few(self.attributes), self.attributes_inside, self.attributes_around
-            limits = " ".join(["and stage"] * around + ["without recomputation"] * inside)
+            limits = "".join([", one stage"] * around + [", without recomputation"] * inside)
             yield Restriction(
                 lambda plan: _repeats(plan, inside, around), "attributes", names,
                 f"Every forward pass changes {names}, and the loss reads the result. One process runs one pass a step; "
                 "this plan runs several (micro-batches, recomputation), or runs the modules on different ranks "
-                f"(stages). Use a buffer that the training loop updates; or give a plan of one micro-batch {limits}, "
+                f"(stages). Use a buffer that the training loop updates; or give a plan of one micro-batch{limits}, "
                 f"{_SEARCHED}.",
                 forbid=("recompute",) * inside + ("pipeline",) * around, fix=("microbatches=1",),
                 reason=f"every forward pass changes {names}, which the loss reads",
@@ -221,7 +221,7 @@ class Findings:
         if self.leaking and not self.takes_gradients:
             names = _few(self.leaking)
             yield Restriction(
-                _splits_parameters, "model", f"{names}: more than what it returns",
+                _splits_parameters, "model", f"values not returned by {names}",
                 "The loss depends on values that these layers write elsewhere (to a list, an attribute) instead of "
                 "returning them. Such values do not reach other stages, and a rank may have only a part of them. "
                 f"Return them; or give {_ONE_STAGE}, {_SEARCHED}.",
@@ -245,7 +245,7 @@ class Findings:
             yield Restriction(
                 _splits_or_recomputes, "model", "that calls torch.autograd.grad",
                 "Forward passes take gradients, which backward differentiates again. Under this plan a rank has only "
-                "shards or some of the layers, or restores activations and parameters for one backward pass alone. "
+                "shards or some of the layers, or frees what they need and restores it for one backward pass alone. "
                 f"Give {_ONE_STAGE} and without recomputation, {_SEARCHED}.",
                 forbid=(*SPLITS_PARAMETERS, "recompute"),
                 reason="forward passes take gradients, and layers that are split cannot be differentiated twice",
