@@ -127,10 +127,10 @@ def _find_needs(
         for one in findings.restrictions():
             if not (one.fix or one.forbid):
                 raise InputError(one.field, one.value, one.remedy)
-        if findings.unsaid is None:
+        if findings.loss_error is None:
             return needs
-        more = f"auto_parallelize refuses plans that share the batch as long as {findings.unsaid.field} is open: "
-        return replace(needs, notes=(*needs.notes, more + findings.unsaid.remedy.rstrip(".")))
+        more = f"auto_parallelize refuses plans that share the batch as long as {findings.loss_error.field} is open: "
+        return replace(needs, notes=(*needs.notes, more + findings.loss_error.remedy.rstrip(".")))
 
     random_states = generators()
     needs: PlanNeeds = from_rank_zero(find) if dist.is_initialized() else find()

@@ -44,7 +44,7 @@ from galvatron_lite.runtime.monitor.attach import (
 )
 from galvatron_lite.runtime.parameters.use import check_unsplit
 from galvatron_lite.runtime.peers import from_rank_zero
-from galvatron_lite.verify.trial.outside import OutsideValues
+from galvatron_lite.verify.trial.snapshots import OutsideValues
 from galvatron_lite.world import join, pick_device, world_size
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.loss.weights import LossWeight
 from galvatron_lite.verify.trial.check import try_model
+from galvatron_lite.verify.trial.double import SkippedError, make_double, run_pass
 from galvatron_lite.verify.trial.findings import Findings
 from tests.runtime.plans import make_plan
 
@@ -90,7 +91,7 @@ def found(model: nn.Module, *batch: Tensor) -> Findings:
 
 
 def test_buffers_that_the_next_loss_reads_keep_the_batch_whole() -> None:
-    assert found(Remembering(observes=False), torch.randn(8, 4)).remembered == ("memory",)
+    assert found(Remembering(observes=False), torch.randn(8, 4)).uncombined == ("memory",)
 
 
 def test_a_buffer_that_grows_is_put_back() -> None:
@@ -101,7 +102,7 @@ def test_a_buffer_that_grows_is_put_back() -> None:
 def test_a_weighted_mean_that_is_0_by_0_where_nothing_counts_is_trained_where_something_does() -> None:
     labels = torch.arange(8) % 4
     findings = found(Uncertain(), torch.randn(8, 4), labels)
-    assert findings.unsaid is None
+    assert findings.loss_error is None
     assert findings.weight is not None
     few = labels.masked_fill(torch.arange(8) < 4, -100)
     assert found(Uncertain(), torch.randn(8, 4), few).skipped == ""
@@ -115,7 +116,7 @@ def test_means_over_what_is_no_padding_are_seen_where_the_example_has_none(way: 
     ids = torch.arange(1, 9, dtype=torch.int32 if way == "limits" else torch.int64).expand(8, 8).clone()
     findings = found(Padded(way), ids, torch.full((8,), 8))
     assert findings.skipped == ""
-    assert (findings.unsaid is not None) == refused
+    assert (findings.loss_error is not None) == refused
     assert not findings.undivided
 
 
@@ -176,7 +177,7 @@ class Counting(nn.Module):
 )
 def test_what_a_module_keeps_from_pass_to_pass_is_refused_where_it_runs_more_often(kind: str, name: str) -> None:
     findings = found(Counting(kind), torch.randn(8, 4))
-    assert findings.kept == (name,)
+    assert findings.attributes == (name,)
     assert findings.skipped == ""
     assert findings.keeps_batch == (kind == "mean")
     assert "microbatches=1" in findings.pins()["fix"]
@@ -210,14 +211,14 @@ def several(masked: bool, **options: LossWeight) -> Findings:
 
 
 def test_a_loss_weight_that_is_not_needed_is_refused_for_that() -> None:
-    assert several(masked=False).unsaid is None
+    assert several(masked=False).loss_error is None
     refused = several(masked=False, weight=lambda batch: len(batch[0]))
-    assert "Leave it out" in str(refused.unsaid)
+    assert "Leave it out" in str(refused.loss_error)
     assert not refused.undivided
 
 
 def test_targets_that_shares_have_alike_are_not_blamed() -> None:
-    assert "a mean over a mask" in str(several(masked=True).unsaid)
+    assert "a mean over a mask" in str(several(masked=True).loss_error)
 
 
 class Ghost(nn.Module):
@@ -264,3 +265,41 @@ class Choosing(nn.Module):
 def test_losses_that_choose_samples_or_bend_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
     assert found(Choosing(kind), torch.randn(8, 4)).keeps_batch == (kind != "by sample")
+
+
+CALLS = {"count": 0}
+
+
+def counting_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    CALLS["count"] += 1
+    return (output - batch["rows"]).square().mean()
+
+
+def test_values_that_a_loss_function_keeps_are_restored() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rows = torch.randn(8, 4)
+    findings = try_model(model, {"input": rows, "rows": rows}, discover_layers(model), loss_fn=counting_loss)
+    assert (findings.skipped, findings.attributes, CALLS["count"]) == ("", (), 0)
+
+
+class Failing(nn.Module):
+    """Counts its passes in a buffer, and takes batches of four samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.count += 1
+        for block in self.blocks:
+            rows = block(rows)
+        return rows.view(4, 4).square().mean()
+
+
+def test_a_pass_that_fails_leaves_buffers_as_they_were() -> None:
+    model = Failing()
+    double = make_double(model, torch.randn(4, 4), discover_layers(model), None)
+    with pytest.raises(SkippedError):
+        run_pass(double, double.batch[:2])
+    assert double.model.count == 0
