@@ -102,6 +102,7 @@ FREE: dict[str, Callable[[Reading, Tensor, Tensor], Tensor]] = {
     "shape": lambda model, hidden, _: hidden * 2 if len(hidden) > 0 else hidden,
     "log": lambda model, hidden, _: logged(model, hidden),
     "rows": lambda model, hidden, _: by_row(hidden, 0.0),
+    "rows of several outputs": lambda model, hidden, _: sum(by_row(one, 0.0) for one in (hidden, hidden + 1)),
     "lengths": lambda model, hidden, classes: hidden * torch.tensor(classes.tolist()).unsqueeze(1),
     "experts": lambda model, hidden, classes: chosen(hidden, classes),
     "amount": lambda model, hidden, classes: hidden * 2 / ((classes >= 0).float().mean().item() + 1),
