@@ -148,12 +148,9 @@ def _stage_differences(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         if not split.forwards and split.layer in planned.layers and planned.layers[split.layer].modules:
             yield f"{rank} holds {split.layer} and never runs it."
     last = {name for stage in planned.stages_of(run.stage) for name in _last_layers(planned, stage)}
-    senders = [
-        message.layer
-        for message in run.messages
-        if message.kind is MessageType.SEND and message.purpose == "pipeline forward"
-    ]
-    for layer in dict.fromkeys(layer for layer in senders if layer and layer not in last):
+    sends = [message for message in run.messages if message.kind is MessageType.SEND]
+    senders = dict.fromkeys(message.layer for message in sends if message.purpose == "pipeline forward")
+    for layer in (layer for layer in senders if layer and layer not in last):
         yield f"{rank} sends on behind {layer}; the plan's stage ends behind {' or '.join(sorted(last))}."
 
 
@@ -275,9 +272,8 @@ def _byte_differences(name: str, kept: int, work: LayerWork, planned: PlannedLay
     if inexact or work.host_kept or work.gathered_items:
         return
     samples, recompute = work.samples, cast(Recompute, work.recompute)
-    bytes_by_choice = {
-        choice: samples * split.at(work.tensor, work.sequence_parallel) for choice, split in kind.kept.items()
-    }
+    tensor, sequence = work.tensor, work.sequence_parallel
+    bytes_by_choice = {choice: samples * split.at(tensor, sequence) for choice, split in kind.kept.items()}
     expected = float(bytes_by_choice[recompute])
     below, above = _boundary_bytes(name, planned)
     below += _norm_bytes(kind) * samples
@@ -299,13 +295,12 @@ def _norm_bytes(kind: LayerKind) -> int:
 
     Every elementwise product with weights counts as a norm, whatever the model calls it.
     """
-    memory = [
-        (operator.name.rpartition(".")[0], operator)
-        for operator in kind.operators
-        if operator.kind is OperatorClass.MEMORY
-    ]
-    norms = {name: operator for name, operator in memory if "norm" in name or (operator.weight_bytes and name)}
-    return sum(4 * operator.shape[0] for operator in norms.values())
+    rows: dict[str, int] = {}
+    for operator in kind.operators:
+        module = operator.name.rpartition(".")[0]
+        if operator.kind is OperatorClass.MEMORY and ("norm" in module or (operator.weight_bytes and module)):
+            rows[module] = operator.shape[0]
+    return 4 * sum(rows.values())
 
 
 def _boundary_bytes(name: str, planned: PlannedLayers) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.pipeline.table import Pipeline, actions_of
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
@@ -62,22 +62,19 @@ InFlight = tuple[int, ...]
 """Micro-batches before their backward pass, by stage of a group; last, those before their last pass."""
 
 
-def _peak_in_flight(pipeline: Pipeline, microbatches: int) -> list[dict[tuple[Pass, int], InFlight]]:
-    """Return the peaks of each group, by pass and stage of the group, while that pass runs."""
-    table = actions_of(pipeline.course(microbatches), pipeline.order)
-    return [_peak_of_group(actions, pipeline) for actions in table]
-
-
-def _peak_of_group(actions: Sequence[Action], pipeline: Pipeline) -> dict[tuple[Pass, int], InFlight]:
-    peaks: dict[tuple[Pass, int], InFlight] = {}
-    counts, last = [0] * (pipeline.virtual + 1), Pass.WEIGHT if pipeline.splits_backward else Pass.BACKWARD
-    for action in actions:
-        for index in (action.chunk, -1):
-            counts[index] += action.what is Pass.FORWARD
-        key = action.what, action.chunk
-        peaks[key] = tuple(map(max, peaks.get(key, counts), counts))
-        counts[action.chunk] -= action.what is Pass.BACKWARD
-        counts[-1] -= action.what is last
+def _peak_in_flight(pipeline: Pipeline, microbatches: int) -> dict[tuple[int, Pass, int], InFlight]:
+    """Return the peaks while a pass runs, by group of devices, pass, and stage of the group."""
+    peaks: dict[tuple[int, Pass, int], InFlight] = {}
+    last = Pass.WEIGHT if pipeline.splits_backward else Pass.BACKWARD
+    for group, actions in enumerate(actions_of(pipeline.course(microbatches), pipeline.order)):
+        counts = [0] * (pipeline.virtual + 1)
+        for action in actions:
+            for index in (action.chunk, -1):
+                counts[index] += action.what is Pass.FORWARD
+            key = group, action.what, action.chunk
+            peaks[key] = tuple(map(max, peaks.get(key, counts), counts))
+            counts[action.chunk] -= action.what is Pass.BACKWARD
+            counts[-1] -= action.what is last
     return peaks
 
 

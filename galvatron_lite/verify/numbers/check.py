@@ -84,9 +84,8 @@ def train_alone(small: SmallModel, plan: Plan) -> ReferenceTraining:
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optimizer.zero_grad()
         losses.append(_backward(small, batch, passes))
-        gradients.append(
-            {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-        )
+        trained = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients.append({name: gradient.clone() for name, gradient in trained.items() if gradient is not None})
         optimizer.step()
     norm = float(torch.stack([gradient.norm().double() for gradient in gradients[0].values()]).norm())
     return ReferenceTraining(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
@@ -139,10 +138,8 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
         if not abs(loss - expected) <= relative * abs(expected)
     ]
     parts = [*(stage.runs for stage in plan.stages), *(branch.runs for branch in plan.branches)]
-    synchronised = small.synchronised and any(run.strategy.batch_degree > 1 for runs in parts for run in runs)
-    return {
-        "draws": reference.draws, "wrong": [*wrong_losses, *wrong], "missing": missing, "synchronised": synchronised
-    }  # fmt: skip
+    shared = small.synchronised and any(run.strategy.batch_degree > 1 for runs in parts for run in runs)
+    return {"draws": reference.draws, "wrong": [*wrong_losses, *wrong], "missing": missing, "synchronised": shared}
 
 
 def _parallelize(small: SmallModel, plan: Plan, reference: ReferenceTraining) -> BranchedModel | ParallelModel:
@@ -270,8 +267,7 @@ def check_numbers(
 ) -> Check:
     """Compare training under a small plan on gloo processes with training in one process.
 
-    Takes the large model and its plan, a server from ``training_fork``, the most ``processes`` to start (see
-    ``shrink``) and a timeout in seconds.
+    ``training`` is a server from ``training_fork``, ``processes`` as for ``shrink``, ``timeout`` in seconds.
     """
     try:
         recipe = shrink(source, plan, processes)

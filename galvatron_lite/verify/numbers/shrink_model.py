@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import batch_size, map_tensors, sequence_length
+from galvatron_lite.parallelism.divisors import divisors
 
 PROBABILITIES = ("drop", "jitter", "stochastic_depth", "mask_time_prob", "mask_feature_prob")
 """Floating-point fields and attributes with one of these in their names are probabilities, as of dropout."""
@@ -119,14 +121,11 @@ def _image_changes(config: Any, divisor: int) -> dict[str, Any]:
     least = 2 * divisor
     widths = items.get("widths")
     if isinstance(widths, (tuple, list)) and widths and min(widths) > least:
-        group = items.get("group", 1)
-        factor = min(widths) // least
-        factor = next(
-            number for number in range(factor, 0, -1) if all(width % number == 0 for width in (*widths, group))
-        )
+        common = math.gcd(*widths, items.get("group", 1))
+        factor = max(number for number in divisors(common) if number <= min(widths) // least)
         changed["widths"] = type(widths)(width // factor for width in widths)
         if "group" in items:
-            changed["group"] = group // factor
+            changed["group"] = items["group"] // factor
     elif "depths" in items and "height" not in items and isinstance(items.get("width"), int):
         changed["width"] = min(items["width"], least)
     for name in ("base", "stem"):
