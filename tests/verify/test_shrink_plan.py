@@ -29,7 +29,7 @@ from galvatron_lite.search.space import Narrowed, strategies_for
 from galvatron_lite.verify.launched import Verifier, without_world
 from galvatron_lite.verify.numbers.check import check_numbers, training_fork
 from galvatron_lite.verify.numbers.shrink import (
-    LayerChoice,
+    LargeLayer,
     choose_size,
     features,
     legal_for,
@@ -127,11 +127,11 @@ def edges(devices: int) -> list[Strategy]:
     return [one for one in LEGAL[devices] if one.expert == 1 and one.context == 1 and one.recompute == "none"]
 
 
-def spots_of(plan: Plan) -> list[LayerChoice]:
+def spots_of(plan: Plan) -> list[LargeLayer]:
     layers = iter(GRAPH.layers)
     placed = [(number, run) for number, stage in enumerate(plan.stages) for run in stage.runs for _ in range(run.count)]
     return [
-        LayerChoice(one.name, one.kind, one.role, number, run.strategy)
+        LargeLayer(one.name, one.kind, one.role, number, run.strategy)
         for (number, run), one in zip(placed, layers, strict=True)
     ]
 
@@ -173,9 +173,7 @@ def test_zero_bubble_schedules_stay() -> None:
     plan = write_plan([["before", "a"], ["b", "after"]], dict.fromkeys(layers, Strategy(data=2)), devices=4, batch=8)
     for schedule in ZERO_BUBBLE:
         other = replace(plan, schedule=schedule)
-        spots = [
-            LayerChoice(name, "k", Role.BLOCK, number // 2, Strategy(data=2)) for number, name in enumerate(layers)
-        ]
+        spots = [LargeLayer(name, "k", Role.BLOCK, number // 2, Strategy(data=2)) for number, name in enumerate(layers)]
         size = choose_size(other, [Strategy(data=2)], 4)
         small = small_plan(other, size, spots, list(layers), dict.fromkeys(layers, Strategy(data=2)))
         assert check_runs(small).schedule is schedule

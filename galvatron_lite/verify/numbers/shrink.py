@@ -64,7 +64,7 @@ Legal = Callable[[Strategy], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerChoice:
+class LargeLayer:
     """A layer of the large model, with its stage and strategy in the large plan."""
 
     name: str
@@ -135,11 +135,11 @@ def lost_features(strategies: Sequence[Strategy], devices: int) -> list[str]:
     return lost
 
 
-def select_layers(layers: Sequence[LayerChoice], size: Size) -> list[LayerChoice]:
+def select_layers(layers: Sequence[LargeLayer], size: Size) -> list[LargeLayer]:
     """Return the layers that stay: all but repeats of a block that follow each other in a stage of the small plan."""
     stages = max(layer.stage for layer in layers) + 1
 
-    def run_key(layer: LayerChoice) -> tuple[object, ...]:
+    def run_key(layer: LargeLayer) -> tuple[object, ...]:
         return size.stage_of(layer.stage, stages), layer.kind, layer.strategy, layer.role is Role.BLOCK
 
     runs = [list(run) for _, run in groupby(layers, run_key)]
@@ -158,7 +158,7 @@ def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
 
 
 def small_plan(
-    plan: Plan, size: Size, layers: Sequence[LayerChoice], names: Sequence[str], strategies: Mapping[str, Strategy]
+    plan: Plan, size: Size, layers: Sequence[LargeLayer], names: Sequence[str], strategies: Mapping[str, Strategy]
 ) -> Plan:
     """Return the plan of the small model.
 
@@ -246,7 +246,7 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
         return _best_recipe(partial(_branched_recipe, source, plan, parts, processes or MANY))
     named = named_for(plan, model_layers, items_of(model_parts[0].parameters()))
     layers = [
-        LayerChoice(placed.layer.name, placed.layer.kind, placed.layer.role, number, placed.strategy)
+        LargeLayer(placed.layer.name, placed.layer.kind, placed.layer.role, number, placed.strategy)
         for number, stage in enumerate(place_layers(named, model_layers))
         for placed in stage
     ]
@@ -275,7 +275,7 @@ def _best_recipe(recipe_of: Callable[[int], Recipe], no_room: Collection[str] = 
     return min(recipes, key=lambda recipe: len(recipe.lost))
 
 
-def _recipe(source: ModelSource, plan: Plan, layers: Sequence[LayerChoice], size: Size, divisor: int) -> Recipe:
+def _recipe(source: ModelSource, plan: Plan, layers: Sequence[LargeLayer], size: Size, divisor: int) -> Recipe:
     with _failures_as("A smaller model does not run"):
         model, batch, loss_fn, changes = _narrow_model(source, divisor)
         selected = {layer.name for layer in select_layers(layers, size)}
@@ -365,7 +365,7 @@ def _narrow_model(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, Lo
     return small, batch, loss_fn, [f"sizes: {', '.join(changes) or 'as they are'}"]
 
 
-def _small_strategies(graph: ModelGraph, layers: Sequence[LayerChoice], size: Size) -> dict[str, Strategy]:
+def _small_strategies(graph: ModelGraph, layers: Sequence[LargeLayer], size: Size) -> dict[str, Strategy]:
     """Return the small plan's strategies by name in the large model.
 
     A strategy becomes one that is legal for all kinds of layers that have it; if there is none, one for each kind.
