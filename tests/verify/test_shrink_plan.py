@@ -202,7 +202,7 @@ def test_a_large_plan_trains_like_one_process_when_it_is_small() -> None:
     check = checked(LLAMA, plan)
     assert (check.verdict, check.name) == (Verdict.PASSED, "numbers"), check
     assert "4 gloo processes" in check.said
-    assert "Not kept small: every stage" in check.said
+    assert "Not covered: every stage" in check.said
     assert check.details[0] == (
         "plan: 64 devices, 4 stages, batch 64 in 4 micro-batches -> 4 devices, 2 stages, batch 8 in 4 micro-batches"
     )

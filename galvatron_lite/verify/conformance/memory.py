@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cluster.cluster import Cluster
@@ -82,22 +83,20 @@ def _check_budget(
     if provenance is None:
         return Check(BUDGET, Verdict.SKIPPED, "The plan was made for no budget.")
     lines, fails, remedy_bytes = list[str](), False, provenance.budget
-    fullest = (-1, "")
+    devices: list[tuple[int, int, int]] = []  # used bytes, budget, stage
     for run in runs:
         stage, context = plan.stages[stage_at(plan.schedule, plan.pipeline, run.stage, 0)], predicted[run.stage].context
         budget, used = provenance.budget_of(stage), run.peak.tensors + context
-        fullest = max(
-            fullest,
-            (used, f"The fullest device, of stage {run.stage}, takes {format_bytes(used)} of {format_bytes(budget)}."),
-            key=lambda device: device[0],
-        )
+        devices.append((used, budget, run.stage))
         if used > budget:
             reserve = _reserve(provenance, stage, cluster)
             lines.append(_describe_excess(run, used, budget, context, reserve))
             fails |= used > budget + reserve
             remedy_bytes = min(remedy_bytes, budget - (used - budget))
     if not lines:
-        return Check(BUDGET, Verdict.PASSED, fullest[1])
+        used, budget, group = max(devices, key=itemgetter(0))
+        usage = f"takes {format_bytes(used)} of {format_bytes(budget)}"
+        return Check(BUDGET, Verdict.PASSED, f"The fullest device, of stage {group}, {usage}.")
     lines = folded(lines)
     if not fails:
         return Check(BUDGET, Verdict.DIFFERS, first_of(lines), tuple(lines[1:]))

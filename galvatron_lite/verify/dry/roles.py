@@ -151,9 +151,7 @@ def _positions_by_role(strategies: Sequence[Strategy], width: int, *, even: bool
         return {"all ranks": list(range(width))}
     share = f"of {width}" if period == width else f"of every {period}"
     return {
-        f"place {first} {share}": [
-            position for position in range(width) if position % period // inner == first // inner
-        ]
+        f"place {first} {share}": [place for place in range(width) if place % period // inner == first // inner]
         for first in range(0, period, inner)
     }
 
@@ -164,9 +162,8 @@ def _are_tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
     They do if all layers that split tokens split them over the same ranks. If not, which tokens a rank exchanges
     between two layers depends on its position.
     """
-    if len({strategy.batch_degree for strategy in strategies}) > 1 or any(
-        lines_of(strategy).uneven for strategy in strategies
-    ):
+    batch_degrees = {strategy.batch_degree for strategy in strategies}
+    if len(batch_degrees) > 1 or any(lines_of(strategy).uneven for strategy in strategies):
         return False
     slices = {layout_of(strategy): strategy.weight_slices for strategy in strategies}
     token_splits = {(layout.tokens, slices[layout]) for layout in slices if layout.tokens * layout.sequence > 1}

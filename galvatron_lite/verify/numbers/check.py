@@ -294,7 +294,7 @@ def _judge(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
     wrong = {rank: lines for rank, result in ranks.items() if (lines := result["wrong"])}
     if wrong or first["missing"]:
         return _wrong_numbers(wrong, first["missing"], details)
-    lost = f" Not kept small: {', '.join(recipe.lost)}." if recipe.lost else ""
+    lost = f" Not covered: {', '.join(recipe.lost)}." if recipe.lost else ""
     processes = f"{len(ranks)} gloo process{'es' * (len(ranks) > 1)}"
     text = f"Loss, gradients and updated weights of a shrunken plan on {processes} equal those of one process.{lost}"
     if first["synchronised"]:

@@ -172,8 +172,8 @@ def small_plan(
         runs = [(strategy, [name for name, _ in run]) for strategy, run in groupby(stage, lambda layer: layer[1])]
         stages.append(Stage(tuple(LayerRun(run[0], run[-1], len(run), strategy) for strategy, run in runs)))
     microbatches = min(plan.microbatches, 2 * size.groups)
-    return _in_float32(
-        plan,
+    return replace(
+        _without_predictions(plan),
         devices=size.groups * size.devices,
         global_batch=math.lcm(*(strategy.batch_degree for strategy in strategies.values())) * microbatches,
         microbatches=microbatches,
@@ -183,10 +183,9 @@ def small_plan(
     )
 
 
-def _in_float32(plan: Plan, **changes: Any) -> Plan:
-    """Return a changed plan in float32, without what was computed for the large one."""
-    plain = replace(plan, precision="fp32", prediction=None, alternatives=(), left_out=(), provenance=None)
-    return replace(plain, **changes)
+def _without_predictions(plan: Plan) -> Plan:
+    """Return the plan in float32, without what was computed for the large one."""
+    return replace(plan, precision="fp32", prediction=None, alternatives=(), left_out=(), provenance=None)
 
 
 def describe_changes(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strategy]]) -> list[str]:
@@ -318,7 +317,8 @@ def _branched_recipe(
     microbatches = min(plan.microbatches, 2)
     # a trunk without layers shares samples where its devices divide them
     degrees = [math.gcd(plan.microbatch, plan.devices), *(placed.strategy.batch_degree for placed in placed_layers)]
-    small = _in_float32(plan, global_batch=math.lcm(*degrees) * microbatches, microbatches=microbatches)
+    global_batch = math.lcm(*degrees) * microbatches
+    small = replace(_without_predictions(plan), global_batch=global_batch, microbatches=microbatches)
     _check_size(graph, small)
     changes = [*describe_changes(plan, small, ()), *changes, f"model: {format_count(graph.parameters)} parameters"]
     return Recipe(small, divisor, (), tuple(changes), ())
