@@ -18,7 +18,7 @@ from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.trace.op_cache import OpCache, Traits
 from galvatron_lite.verify.dry.ledger import PASSING, Ledger, Use
 
-OWN = "galvatron"
+NAMESPACE = "galvatron"
 """Namespace of this project's operators that send messages; operations inside them are recorded."""
 SHARDING = "fsdp"  # namespace of FSDP2's operators that copy between parameters and communication buffers
 SMALL = 2**16
@@ -99,7 +99,7 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def compute(*args: Any, **kwargs: Any) -> Any:
                 return self._fake.__torch_dispatch__(func, types, args, kwargs)
 
-            if func.namespace == OWN:
+            if func.namespace == NAMESPACE:
                 with self:
                     output = compute(*args, **kwargs)
             else:
