@@ -26,7 +26,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.verify.checks import held_against
+from galvatron_lite.verify.checks import dry_run_checks
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.roles import run_roles
 from galvatron_lite.verify.dry.step import subject_of
@@ -52,7 +52,7 @@ def verify(family: str, plan: Plan) -> list[Check]:
     model, batch, graph = subject(family)
     try:
         runs = run_roles(subject_of(model, plan, batch), plan, chained=not graph.tensors)
-        return held_against(runs, plan, graph, profile_of(family, plan.devices))
+        return dry_run_checks(runs, plan, graph, profile_of(family, plan.devices))
     except DryRunError as error:
         return [Check("dry run", Verdict.SKIPPED, str(error))]
     except Exception as error:  # a fault of the checks, to be found

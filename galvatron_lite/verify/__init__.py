@@ -1,1 +1,1 @@
-"""Running a plan without its cluster: what would happen there, and whether it is what the plan says."""
+"""Check a plan without its cluster, by running its ranks on this machine."""

@@ -1,4 +1,4 @@
-"""The checks of a plan that need no values: one rank of each role is run without data, and what it did is looked at."""
+"""Run the checks of a plan: those on a dry run of one rank of each role, and the one on numbers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verifi
 from galvatron_lite.verify.source import ModelSource, example_of
 
 NAME = "dry run"
-SIZE = "the model is the plan's"  # told only where it is not
-NEEDS = "trains like one process"  # only if the profile says that it does not
+SIZE = "the model is the plan's"  # listed only if it is not
+NEEDS = "trains like one process"  # listed only if the profile says that it does not
 
 
 def check_dry(
     source: ModelSource, plan: Plan, progress: Progress, profile: Profile | None = None
 ) -> tuple[list[Check], list[RoleRun]]:
-    """Run one rank of each role through a step, and hold messages, splits and memory against the plan.
+    """Run a step of one rank of each role without data, and check its messages, splits and memory against the plan.
 
     Args:
-        source: the model that the plan is for.
+        source: of the model that the plan is for.
         plan: of any size.
         progress: called with (done, total, label).
-        profile: that communication is priced with; the one that the plan was made from if not given, where it is found.
+        profile: prices communication; by default the one that the plan was made from, if it is found.
     """
     reason = "Branches on devices of their own are run with data alone." if plan.branches else not_run(plan)
     if reason:
@@ -49,28 +49,28 @@ def check_dry(
     parts = source.on_meta()
     model, batch, loss_fn = parts[0], example_of(parts), parts[2]
     layers = discover_layers(model, batch)
-    named = named_for(plan, layers, items_of(model.parameters()))
-    subject = subject_of(model, named, batch, loss_fn=loss_fn, layers=layers)
+    plan_of_model = named_for(plan, layers, items_of(model.parameters()))
+    subject = subject_of(model, plan_of_model, batch, loss_fn=loss_fn, layers=layers)
     graph = trace(model, batch, loss_fn=loss_fn)
     try:
-        runs = run_roles(subject, named, progress, chained=not graph.tensors)
+        runs = run_roles(subject, plan_of_model, progress, chained=not graph.tensors)
     except DryRunError as error:
         return [Check(NAME, Verdict.SKIPPED, f"The model cannot be run without data. {error}")], []
     progress(len(runs), len(runs), "messages")
-    return held_against(runs, named, graph, profile or profile_if_here(plan)), runs
+    return dry_run_checks(runs, plan_of_model, graph, profile or profile_if_here(plan)), runs
 
 
-def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:
-    """Every check of runs that have been done."""
+def dry_run_checks(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:
+    """Return all checks of dry runs of a plan; ``profile`` prices communication."""
     seconds = sum(run.seconds for run in runs)
     summary = (
         f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
     )
     cluster = None if profile is None else profile.cluster
     planned = PlannedLayers(plan, graph)
-    broken = (
-        needs_notes(plan, profile) if profile is not None and len(profile.graph.layers) == len(graph.layers) else ()
-    )
+    broken: Sequence[str] = ()
+    if profile is not None and len(profile.graph.layers) == len(graph.layers):
+        broken = needs_notes(plan, profile)
     return [
         Check(NAME, Verdict.PASSED, summary),
         *(Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)),
@@ -79,12 +79,12 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
         *layer_checks(runs, planned, cluster),
         gradients_summed(runs, planned),
         groups_fit(runs, planned),
-        _volume(runs, plan, profile),
+        _check_volume(runs, plan, profile),
     ]
 
 
-def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
-    """Communication against what is priced, where there is a profile of the model to price with."""
+def _check_volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
+    """Check communication against its prices; skip the check if no profile has prices for the model."""
     planned = sum(run.count for stage in plan.stages for run in stage.runs)
     if stack := stack_of(plan):
         reason = f"The plan is priced as {stack} sends, not as galvatron's own runtime."
@@ -104,7 +104,7 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
 
 
 def launch_checks(source: ModelSource, plan: Plan) -> list[Check]:
-    """What is checked of a plan where it is launched."""
+    """Return the checks of a plan that run at launch."""
     return check_dry(source, plan, lambda *_: None)[0]
 
 
@@ -117,19 +117,17 @@ def run_checks(
     progress: Progress = lambda *_: None,
     profile: Profile | None = None,
 ) -> Verification:
-    """The verdicts on a plan; see ``api_plans.verify_plan`` and ``check_dry``."""
+    """Return the verdicts on a plan; for the arguments see ``api_plans.verify_plan`` and ``check_dry``."""
     results: list[Check] = []
     roles: list[RoleRun] = []
     with ExitStack() as stack:
-        # before anything else: later this process may not be fit to fork any more
+        # fork first: once this process has run a backward pass it must not fork
         training = stack.enter_context(training_fork(source)) if Checks.NUMBERS in checks else None
         if Checks.DRY in checks:
             results, roles = check_dry(source, plan, progress, profile)
         if training is not None:
             progress(len(roles), len(roles) + 1, "numbers")
             reason = not_run(plan)
-            numbers = (
-                Check(NUMBERS, Verdict.SKIPPED, reason) if reason else check_numbers(source, plan, training, processes)
-            )
-            results = [*results, numbers]
+            skipped = Check(NUMBERS, Verdict.SKIPPED, reason)
+            results = [*results, skipped if reason else check_numbers(source, plan, training, processes)]
     return Verification(tuple(results), tuple(roles))

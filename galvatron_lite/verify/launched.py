@@ -1,7 +1,7 @@
-"""Verify a plan in a fork of this process: the fork is made early, and knows nothing of the world joined later.
+"""Verify a plan at launch, in a fork of rank 0.
 
-A process that has run a backward pass beside a GPU, or whose threads have shared work, must not fork any more.
-``Verifier`` forks rank 0 before it joins the world; all ranks get what the fork finds, and go on or raise together.
+A process that has run a backward pass beside a GPU, or whose threads have shared work, must not fork. So ``Verifier``
+forks rank 0 before it joins the world. All ranks get the verdict of the fork, and go on or raise together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Verify = Callable[[ModelSource, Plan], Sequence[Check]]
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Do something in a fork of this process; gloo's threads may abort a normal exit, so it ends at once."""
+    """Run ``work`` in a fork of this process and return its process id.
+
+    The fork ends without Python's exit handlers, because gloo's threads may abort a normal exit.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -53,27 +56,27 @@ class ForkedServer:
     """A fork of this process that answers requests.
 
     Args:
-        answer: called in the fork with a request, and with a function that tells whether nobody waits any more.
+        answer: called in the fork with a request, and with a function that returns whether the request is cancelled.
     """
 
     def __init__(self, answer: Callable[[Any, Callable[[], bool]], Any]) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, server_end = Pipe()
 
         def serve() -> None:
             self._connection.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
             while True:
                 try:
-                    request = theirs.recv()
+                    request = server_end.recv()
                 except (EOFError, OSError):
                     return
-                theirs.send(answer(request, theirs.poll))
+                server_end.send(answer(request, server_end.poll))
 
         self._pid = fork(serve)
-        theirs.close()
+        server_end.close()
 
     def ask(self, request: Any, timeout: float) -> Any:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
             TimeoutError: it takes more than ``timeout`` seconds.
@@ -85,7 +88,7 @@ class ForkedServer:
         return self._connection.recv()
 
     def close(self, *, kill: bool = False) -> None:
-        """End the fork; ``kill`` even where it still works on an answer."""
+        """End the fork; ``kill`` ends it even while it works on an answer."""
         self._connection.close()
         if kill:
             os.kill(self._pid, signal.SIGKILL)
@@ -99,13 +102,13 @@ class ForkedServer:
 
 
 class Verifier:
-    """Verifies one plan for a model, on rank 0; made on every rank before the world is joined."""
+    """Verifies one plan for a model on rank 0; every rank creates one before it joins the world."""
 
     def __init__(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, verify: Verify) -> None:
         self.seconds = 0.0
         source = module_source(model, batch, loss_fn)
 
-        def answer(plan: Plan, _gone: Callable[[], bool]) -> str | list[Check]:
+        def answer(plan: Plan, _cancelled: Callable[[], bool]) -> str | list[Check]:
             try:
                 with without_world():
                     return list(verify(source, plan))
@@ -115,18 +118,18 @@ class Verifier:
         self._server = ForkedServer(answer) if _rank() == 0 else None
 
     def check(self, plan: Plan) -> None:
-        """Go on where the plan is as it should be; all ranks call it, once.
+        """Verify the plan, and raise the same error on every rank unless it passes; all ranks call it, once.
 
         Raises:
-            VerificationError: a check failed; on every rank.
-            LaunchError: there was no verdict; on every rank.
+            VerificationError: a check failed.
+            LaunchError: there was no verdict.
         """
-        begun = time.monotonic()
-        box: list[Any] = [None if self._server is None else self._answer(self._server, plan)]
+        start = time.monotonic()
+        broadcast: list[Any] = [None if self._server is None else self._answer(self._server, plan)]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(box)
-        self.seconds = time.monotonic() - begun
-        answer: str | Sequence[Check] = box[0]
+            dist.broadcast_object_list(broadcast)
+        self.seconds = time.monotonic() - start
+        answer: str | Sequence[Check] = broadcast[0]
         if isinstance(answer, str):
             raise LaunchError(f"The plan could not be verified: {answer} Leave out verify, or mend what it says.")
         failed = [check for check in answer if check.verdict is Verdict.FAILED]
@@ -161,10 +164,10 @@ def _rank() -> int:
 
 @contextmanager
 def without_world() -> Iterator[None]:
-    """As if no world had been joined; only in a fork, whose copy of the world's group is dead.
+    """Hide the default process group; for forks only, in which it does not work.
 
-    torch has no public way to forget a default process group: destroying it waits for threads that a fork does not
-    have. This is the only place that relies on a private one. The group is kept, so that nothing destroys it.
+    torch has no public function to unset a default process group: destroying it waits for threads that a fork does not
+    have. This is the only use of the private one. The group is kept alive, so that nothing destroys it.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:

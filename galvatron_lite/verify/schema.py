@@ -1,4 +1,4 @@
-"""The checks of a plan, what a dry run observed, and their verdicts."""
+"""Records of dry runs, and the checks of a plan with their verdicts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import StrEnum
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import MemoryBreakdown, Mode, Plan, TrainedBy
 
-NOBODY = -1  # in place of a rank, a micro-batch or a number of messages: there is none
+NOBODY = -1  # no rank, no micro-batch, or no message
 
 
 class MessageType(StrEnum):
-    """What a message is, as seen by one rank."""
+    """Kind of a message, as one rank sees it."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -29,7 +29,7 @@ class MessageType(StrEnum):
 
 
 class During(StrEnum):
-    """What a rank does meanwhile, in the order of a step."""
+    """Phase of a step, in order."""
 
     SETUP = "setup"
     BETWEEN = "between"
@@ -43,95 +43,88 @@ class During(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective, or one message from rank to rank, as one rank gave it."""
+    """A collective, or a message between two ranks, as recorded on one rank."""
 
     number: int  # of this rank's messages, in the order in which they start, from 0
-    kind: MessageType  # what it is
+    kind: MessageType
     ranks: tuple[int, ...]  # world ranks of its group, in order
-    purpose: str  # what its group is for: the name that the runtime made it with
-    peer: int  # the world rank that a message goes to or comes from, or the root of a collective
-    tag: int  # of a message from rank to rank
-    shape: tuple[int, ...]  # of what this rank gives; of what it gets, where it only receives
-    dtype: str  # of it (``float32``)
-    # that this rank gives: of a reduce-scatter or all-to-all its whole input, of an all-gather its own part; of what
-    # only arrives, 0
+    purpose: str  # of its group: the description that the runtime gave it
+    peer: int  # world rank of the partner of a message between two ranks, or of the root of a collective
+    tag: int  # of a message between two ranks
+    shape: tuple[int, ...]  # of this rank's input; of its output if it only receives
+    dtype: str  # ``float32``, ...
+    # of this rank's input: all of it for a reduce-scatter or all-to-all, this rank's shard for an all-gather; 0 if it
+    # only receives
     bytes: int
-    phase: During  # of the step
-    microbatch: int = NOBODY  # ``NOBODY``: none
-    layer: str = ""  # whose forward or backward it belongs to; empty: none, or unknown
-    # sent, taken: of an all-to-all of uneven parts: items for and from each rank of the group; empty: even ones
-    sent: tuple[int, ...] = ()
-    taken: tuple[int, ...] = ()
-    # how many messages this rank had started when it first waited for this one; ``NOBODY``: it did not
-    waited: int = NOBODY
-    # the micro-batch that was worked on when this rank first waited for this one; ``NOBODY``: it did not, or there
-    # was none
-    used: int = NOBODY
-    operator: str = ""  # of a sum: ``sum``, ``max``, ...; empty elsewhere
-    times: int = 1  # in a step: more than one where it stands for those of micro-batches that were not run
+    phase: During
+    microbatch: int = NOBODY
+    layer: str = ""  # whose forward or backward pass it belongs to; empty: none, or unknown
+    sent: tuple[int, ...] = ()  # by an uneven all-to-all: items to each rank of the group; empty: even
+    taken: tuple[int, ...] = ()  # by an uneven all-to-all: items from each rank of the group; empty: even
+    waited: int = NOBODY  # messages that this rank had started when it first waited for this one; ``NOBODY``: never
+    used: int = NOBODY  # micro-batch that ran when this rank first waited for this one; ``NOBODY``: none, or never
+    operator: str = ""  # of a reduction: ``sum``, ``max``, ...
+    times: int = 1  # in a step; more than 1 if it stands for messages of micro-batches that were not run
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory at one moment of the run."""
+    """Memory at one moment of a dry run."""
 
-    number: int  # of the moment: how many operations had run
-    phase: During  # of the step
-    microbatch: int  # ``NOBODY``: none
+    number: int  # operations that had run
+    phase: During
+    microbatch: int
     layer: str  # that ran last; empty: none
-    memory: MemoryBreakdown  # bytes by category; ``context`` is not seen in a dry run and 0 here
+    memory: MemoryBreakdown  # bytes by category; ``context`` is 0, as a dry run has no driver
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """What a rank has of a parameter."""
+    """A parameter on one rank."""
 
     name: str  # in the model
-    whole: tuple[int, ...]  # its shape in the unsplit model
-    held: tuple[int, ...]  # shape of this rank's part at rest
+    whole: tuple[int, ...]  # shape in the model
+    held: tuple[int, ...]  # shape of what this rank stores between steps
     updated: int  # items that this rank's optimizer updates
-    # whether other ranks hold the rest of what this rank computes with, which is gathered for use (ZeRO)
-    sharded: bool = False
+    sharded: bool = False  # whether it is gathered from other ranks before use (ZeRO)
     on_host: bool = False  # whether the optimizer updates it in host memory
-    # shape of what this rank computes with: ``held``, or what is gathered of it; empty: not known
-    used: tuple[int, ...] = ()
+    used: tuple[int, ...] = ()  # shape of what this rank computes with, gathered if ``sharded``; empty: unknown
     trains: bool = True  # whether the loss depends on it
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """What was really done to a layer on one rank."""
+    """A layer on one rank."""
 
-    layer: str  # its name
-    # shape of the hidden state it was given in a micro-batch (as it lies on this rank); of its first tensor where it
-    # is given no floating-point one; empty: it never ran
+    layer: str  # name
+    # shape on this rank of its first floating-point input in a micro-batch, or else of its first tensor; empty: it
+    # never ran
     taken: tuple[int, ...]
     returned: tuple[int, ...]  # shape of the first tensor that it returned
-    forwards: int  # how often its forward ran in a step, recomputation included
-    parameters: tuple[ParameterSplit, ...] = ()  # of it
+    forwards: int  # forward passes in a step, recomputation included
+    parameters: tuple[ParameterSplit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRun:
-    """A whole step of one rank, of which others do exactly what it does."""
+    """A step of one rank, which stands for all ranks of its role."""
 
     rank: int  # that was run
-    stage: int  # the group of devices that it belongs to; its stage, where each has one
-    role: str  # what is particular about it, in words
-    ranks: tuple[int, ...]  # all that play this role
-    messages: tuple[Message, ...]  # of setting up and of one step, in order; see ``Message.times``
-    samples: tuple[Sample, ...]  # memory over the step, in order; not all moments, but every layer's end and the peak
-    peak: MemoryBreakdown  # memory at the step's worst moment. ``context`` is the prediction's, where one was given
-    # bytes kept behind a layer's forward until its backward, of one micro-batch, by layer
-    kept: dict[str, int] = field(default_factory=dict)
-    splits: tuple[LayerSplit, ...] = ()  # what was done to this rank's layers
+    stage: int  # the group of devices that it belongs to; its stage, if each group has one
+    role: str  # distinguishes it from the other roles of the stage
+    ranks: tuple[int, ...]  # of the role
+    messages: tuple[Message, ...]  # of setup and of one step, in order; see ``Message.times``
+    samples: tuple[Sample, ...]  # memory over the step, in order: at the end of every layer, and at the peak
+    peak: MemoryBreakdown  # memory when it is largest; ``context`` is the prediction's, if there is one
+    kept: dict[str, int] = field(default_factory=dict)  # bytes that a layer keeps for backward, of one micro-batch
+    splits: tuple[LayerSplit, ...] = ()  # this rank's layers
     seconds: float = 0.0  # of processor time that the dry run took
-    host: int = 0  # most bytes held in host memory meanwhile (offload)
-    notes: tuple[str, ...] = ()  # what the run took for granted, or could not see
+    host: int = 0  # most bytes in host memory (offload)
+    notes: tuple[str, ...] = ()  # assumptions of the run, and what it could not see
 
 
 class Verdict(StrEnum):
-    """Of one check; ``differs``: other than predicted, by no more than the kernels of another device may explain."""
+    """Result of a check; ``differs``: not as predicted, by no more than another device's kernels may cause."""
 
     PASSED = "passed"
     DIFFERS = "differs"
@@ -141,24 +134,24 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about a plan, answered."""
+    """A check of a plan, with its verdict."""
 
-    name: str  # of the question
-    verdict: Verdict  # the answer
+    name: str
+    verdict: Verdict
     said: str  # one line that a person can act on
     details: tuple[str, ...] = ()  # more lines
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """All that was checked of a plan."""
+    """All checks of a plan."""
 
-    checks: Sequence[Check]  # in the order in which they are told
-    roles: Sequence[RoleRun] = ()  # what was run for them
+    checks: Sequence[Check]  # in the order of output
+    roles: Sequence[RoleRun] = ()  # dry runs that they are based on
 
     @property
     def passed(self) -> bool:
-        """Whether none failed."""
+        """Whether no check failed."""
         return all(check.verdict is not Verdict.FAILED for check in self.checks)
 
 
@@ -170,17 +163,21 @@ class Checks(StrEnum):
 
 
 def checks_named(names: str | Sequence[str]) -> tuple[Checks, ...]:
-    """Checks by their names; in one text with commas between."""
+    """Return the kinds of checks with these names, which may be one text with commas between.
+
+    Raises:
+        InputError: there is no such kind.
+    """
     words = names.split(",") if isinstance(names, str) else names
-    names_known = [one.value for one in Checks]
+    choices = [kind.value for kind in Checks]
     for word in words:
-        if word not in names_known:
-            raise InputError("--checks", word, f"Give one or several of {', '.join(names_known)}, with commas between.")
-    return tuple(one for one in Checks if one.value in words)
+        if word not in choices:
+            raise InputError("--checks", word, f"Give one or several of {', '.join(choices)}, with commas between.")
+    return tuple(kind for kind in Checks if kind.value in words)
 
 
 def not_run(plan: Plan) -> str:
-    """Why no rank of a plan is run here; empty where they are."""
+    """Return why ``galvatron verify`` runs no rank of a plan; empty if it runs them."""
     if plan.cyclic is not None:
         return "Gradients are delayed under the plan: it is not meant to train like one process."
     if plan.backend is not TrainedBy.GALVATRON:

@@ -1,4 +1,4 @@
-"""Models that plans are verified for, built when needed: by name, by a user's function, without storages."""
+"""Sources of models: a name, a user's function, or a module; built when needed, with or without storages."""
 
 from __future__ import annotations
 
@@ -31,34 +31,38 @@ from galvatron_lite.model.zoo import build, build_image, size_named
 
 
 def build_named(name: str, sequence: int | None = None) -> nn.Module:
-    """A model by its name.
+    """Build a model by its name.
 
     Args:
         name: of the zoo (``gpt-tiny``), of ``configs/models`` (``llama3-70b``), or the path of such a YAML file; or a
-            configuration of transformers, see ``model.huggingface.find_config``.
-        sequence: tokens a sample; the model's own if not given; a transformers model's batch decides it.
+            configuration of transformers, see ``capture.huggingface.find_config``.
+        sequence: tokens per sample; by default the model's. Ignored for transformers, where the batch decides.
     """
     config = find_config(name)
     if config is not None:
         return build_model(config)
-    plain = size_named(name)
-    if plain is not None and not name.endswith((".yaml", ".yml", ".json")):
-        return build(plain, **({} if sequence is None else {"sequence": sequence}))
+    zoo_name = size_named(name)
+    if zoo_name is not None and not name.endswith((".yaml", ".yml", ".json")):
+        return build(zoo_name, **({} if sequence is None else {"sequence": sequence}))
     return build_shape(load_shape(name), sequence)
 
 
 def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
-    """A module of a shape."""
+    """Build a module of a published shape.
+
+    Raises:
+        InputError: no module of the zoo or of transformers has this shape.
+    """
     match shape:
         case MoeShape() | DecoderShape():
             return _decoder(shape, sequence or shape.seq_len)
         case EncoderShape():
-            calm = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
+            dropout = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
             return _transformers(
                 "BertForMaskedLM", "BertConfig", vocab_size=shape.entries, hidden_size=shape.hidden,
                 num_hidden_layers=shape.layers, num_attention_heads=shape.heads, type_vocab_size=shape.segments,
                 intermediate_size=shape.ffn_hidden or 4 * shape.hidden,
-                max_position_embeddings=max(sequence or shape.seq_len, shape.position_entries), **calm,
+                max_position_embeddings=max(sequence or shape.seq_len, shape.position_entries), **dropout,
             )  # fmt: skip
         case EncoderDecoderShape():
             return _transformers(
@@ -69,12 +73,12 @@ def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
                 tie_word_embeddings=shape.tied_embeddings, relative_attention_num_buckets=shape.buckets,
             )  # fmt: skip
         case VitShape():
-            calm = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
+            dropout = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
             return _transformers(
                 "ViTForImageClassification", "ViTConfig", hidden_size=shape.hidden, num_hidden_layers=shape.layers,
                 num_attention_heads=shape.heads, intermediate_size=shape.ffn_hidden or 4 * shape.hidden,
                 image_size=shape.image_size, patch_size=shape.patch, num_channels=shape.channels,
-                num_labels=shape.classes, **calm,
+                num_labels=shape.classes, **dropout,
             )  # fmt: skip
         case PictureShape():
             return build_image(shape)
@@ -118,42 +122,42 @@ ModelParts = tuple[nn.Module, Any, LossFn | None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that can be built again and again."""
+    """A model that can be built any number of times."""
 
-    name: str  # for people
-    # builds the model on the current default device, with an example batch and its ``loss_fn(output, batch)``; None
-    # for what it has not: a model without a batch makes its own
+    name: str  # in messages
+    # builds the model on the current default device, and returns it with an example batch and a
+    # ``loss_fn(output, batch)``; either may be None, and a model without a batch makes one
     make: Callable[[], ModelParts]
-    configured: bool = False  # whether it is known that the model is made of its ``config`` alone
+    configured: bool = False  # whether the model is known to be built from its ``config`` alone
 
     def on_meta(self) -> ModelParts:
-        """What ``make`` gives; the model is a copy without storages.
+        """Return the result of ``make`` with a copy of the model on the meta device.
 
-        The batch may be without values, too. Where the factory needs values (of files, say) it is called as it is.
+        The batch may be on the meta device, too, unless ``make`` needs values (of files, say).
         """
         try:
             with torch.device("meta"):
                 model, batch, loss_fn = self.make()
         except GalvatronError:
             raise
-        except Exception:  # whatever a user's function does that there are no shapes for
+        except Exception:  # a user's function may fail in any way on the meta device
             model, batch, loss_fn = self.make()
         return copy_with(model, partial(torch.empty_like, device="meta")), batch, loss_fn
 
 
 def example_of(parts: ModelParts) -> Any:
-    """An example batch of a model: the one that came with it, or its own."""
+    """Return the example batch of a model: its source's, or else the model's."""
     model, batch, _ = parts
     return example_batch(model) if batch is None else batch
 
 
 def named_source(name: str, sequence: int | None = None) -> ModelSource:
-    """A model of the zoo or of ``configs/models``; see ``named.build_named``."""
+    """Return the source of a named model; see ``build_named``."""
     return ModelSource(name, lambda: (build_named(name, sequence), None, None), configured=True)
 
 
 def factory_source(factory: Callable[[], Any], name: str = "the model") -> ModelSource:
-    """What a user's function returns: a model, (model, batch) or (model, batch, loss_fn)."""
+    """Return the source of what a user's function returns: a model, (model, batch) or (model, batch, loss_fn)."""
 
     def make() -> ModelParts:
         built = factory()
@@ -166,10 +170,10 @@ def factory_source(factory: Callable[[], Any], name: str = "the model") -> Model
 
 
 def module_source(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> ModelSource:
-    """A model that is there already; it is copied and not changed. Without storages, none of its values is touched."""
+    """Return the source of an existing model, which is copied and not changed."""
 
     def make() -> ModelParts:
-        bare = torch.get_default_device().type == "meta"
-        return model if bare else copy.deepcopy(model), batch, loss_fn
+        without_values = torch.get_default_device().type == "meta"  # ``on_meta`` copies it without its values
+        return model if without_values else copy.deepcopy(model), batch, loss_fn
 
     return ModelSource(type(model).__name__, make)

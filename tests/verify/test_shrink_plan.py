@@ -29,14 +29,14 @@ from galvatron_lite.search.space import Narrowed, strategies_for
 from galvatron_lite.verify.launched import Verifier, without_world
 from galvatron_lite.verify.numbers.check import check_numbers, training_fork
 from galvatron_lite.verify.numbers.shrink import (
-    Spot,
+    LargeLayer,
     choose_size,
     features,
-    kept_spots,
     legal_for,
-    reduced,
-    reductions,
+    select_layers,
+    shrink_strategy,
     small_plan,
+    smaller_strategies,
 )
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource, factory_source, named_source
@@ -65,7 +65,7 @@ def any_strategy(devices: int) -> st.SearchStrategy[Strategy]:
 @settings(max_examples=60, deadline=None)
 @given(any_strategy(16), st.sampled_from([1, 2, 4, 8]))
 def test_a_smaller_strategy_uses_nothing_new(strategy: Strategy, devices: int) -> None:
-    for one in reductions(strategy, devices):
+    for one in smaller_strategies(strategy, devices):
         assert one.devices == devices
         assert features(one) <= features(strategy)
         assert all(getattr(strategy, name) % getattr(one, name) == 0 for name in ("data", "zero", "tensor", "context"))
@@ -74,7 +74,7 @@ def test_a_smaller_strategy_uses_nothing_new(strategy: Strategy, devices: int) -
 @settings(max_examples=60, deadline=None)
 @given(any_strategy(16))
 def test_some_smaller_strategy_is_legal_and_keeps_what_there_is_room_for(strategy: Strategy) -> None:
-    smaller = reduced(strategy, 8, SETS[8].__contains__)
+    smaller = shrink_strategy(strategy, 8, SETS[8].__contains__)
     assert smaller is not None
     assert smaller in LEGAL[8]
     ways = sum(getattr(strategy, name) > 1 for name in ("data", "zero", "tensor", "context"))
@@ -101,7 +101,7 @@ def test_what_is_legal_is_what_the_planner_offers() -> None:
     ],
 )
 def test_degrees(text: str, devices: int, expected: str) -> None:
-    smaller = reduced(parse_strategy(text), devices)
+    smaller = shrink_strategy(parse_strategy(text), devices)
     assert (features(smaller), smaller.devices) == (features(parse_strategy(expected)), devices)
 
 
@@ -127,11 +127,11 @@ def edges(devices: int) -> list[Strategy]:
     return [one for one in LEGAL[devices] if one.expert == 1 and one.context == 1 and one.recompute == "none"]
 
 
-def spots_of(plan: Plan) -> list[Spot]:
+def spots_of(plan: Plan) -> list[LargeLayer]:
     layers = iter(GRAPH.layers)
     placed = [(number, run) for number, stage in enumerate(plan.stages) for run in stage.runs for _ in range(run.count)]
     return [
-        Spot(one.name, one.kind, one.role, number, run.strategy)
+        LargeLayer(one.name, one.kind, one.role, number, run.strategy)
         for (number, run), one in zip(placed, layers, strict=True)
     ]
 
@@ -142,8 +142,8 @@ def test_the_small_plan_is_legal_and_of_the_same_kind(plan: Plan, processes: int
     spots = spots_of(plan)
     strategies = list(dict.fromkeys(spot.strategy for spot in spots))
     size = choose_size(plan, strategies, processes)
-    kept = kept_spots(spots, size)
-    images = {one: reduced(one, size.devices, SETS[size.devices].__contains__) for one in strategies}
+    kept = select_layers(spots, size)
+    images = {one: shrink_strategy(one, size.devices, SETS[size.devices].__contains__) for one in strategies}
     chosen = {spot.name: one for spot in spots if (one := images[spot.strategy]) is not None}
     assert len(chosen) == len(spots)
     small = small_plan(plan, size, kept, [spot.name for spot in kept], chosen)
@@ -173,7 +173,7 @@ def test_zero_bubble_schedules_stay() -> None:
     plan = write_plan([["before", "a"], ["b", "after"]], dict.fromkeys(layers, Strategy(data=2)), devices=4, batch=8)
     for schedule in ZERO_BUBBLE:
         other = replace(plan, schedule=schedule)
-        spots = [Spot(name, "k", Role.BLOCK, number // 2, Strategy(data=2)) for number, name in enumerate(layers)]
+        spots = [LargeLayer(name, "k", Role.BLOCK, number // 2, Strategy(data=2)) for number, name in enumerate(layers)]
         size = choose_size(other, [Strategy(data=2)], 4)
         small = small_plan(other, size, spots, list(layers), dict.fromkeys(layers, Strategy(data=2)))
         assert check_runs(small).schedule is schedule
@@ -202,7 +202,7 @@ def test_a_large_plan_trains_like_one_process_when_it_is_small() -> None:
     check = checked(LLAMA, plan)
     assert (check.verdict, check.name) == (Verdict.PASSED, "numbers"), check
     assert "4 gloo processes" in check.said
-    assert "Not kept small: every stage" in check.said
+    assert "Not covered: every stage" in check.said
     assert check.details[0] == (
         "plan: 64 devices, 4 stages, batch 64 in 4 micro-batches -> 4 devices, 2 stages, batch 8 in 4 micro-batches"
     )

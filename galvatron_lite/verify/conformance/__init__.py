@@ -1,1 +1,1 @@
-"""Whether what a dry run did is what the plan says and what the cost model priced."""
+"""Check that a dry run does what the plan says and what the cost model priced."""

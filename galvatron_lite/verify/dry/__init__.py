@@ -1,1 +1,1 @@
-"""One rank of each role runs a step of a plan by the real runtime, on tensors without data."""
+"""Run a step of one rank of each role with the real runtime, on tensors without data."""

@@ -1,7 +1,7 @@
-"""Kernels of accelerators, where a dry run's tensors are said to lie on the CPU.
+"""Stand-ins for the kernels of GPUs in dry runs, whose tensors have a CPU as their device.
 
-What autograd keeps for backward depends on them: a CPU runs dropout and RMSNorm in steps, and has no attention that
-drops weights without keeping them all.
+What autograd keeps for backward depends on the kernel. A CPU runs dropout and RMSNorm as several operations, and its
+attention with dropout keeps all weights.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ Function = Callable[..., Any]
 
 @contextmanager
 def accelerated() -> Iterator[None]:
-    """Run as one kernel each, keeping what that keeps, what a CPU runs in steps.
+    """Keep for backward what GPU kernels keep.
 
-    The functions themselves are replaced: a mode is off while backward runs, which computes layers again.
+    Functions of torch are replaced, because modes are off during backward, where recomputation calls them.
     """
-    before = {(home, name): getattr(home, name) for (home, name) in _KERNELS}
-    for (home, name), kernel in _KERNELS.items():
-        setattr(home, name, wraps(before[home, name])(partial(_on_plain, kernel, before[home, name])))
+    originals = {(module, name): getattr(module, name) for (module, name) in _KERNELS}
+    for (module, name), kernel in _KERNELS.items():
+        original = originals[module, name]
+        setattr(module, name, wraps(original)(partial(_run_kernel, kernel, original)))
     try:
         yield
     finally:
-        for (home, name), function in before.items():
-            setattr(home, name, function)
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
 
 
-def _on_plain(kernel: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Tensors that wrap others take the function apart first."""
-    wrapped = any(isinstance(one, (ShardedTensor, LayoutTensor)) for one in (*args, *kwargs.values()))
+def _run_kernel(kernel: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel; on wrapped tensors the original function, which calls it again on their contents."""
+    wrapped = any(isinstance(argument, (ShardedTensor, LayoutTensor)) for argument in (*args, *kwargs.values()))
     return function(*args, **kwargs) if wrapped else kernel(function, *args, **kwargs)
 
 
 def _attention(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Leave the dropout out: one kernel keeps no mask of it, but the state that its random numbers began with.
+    """Run without dropout: a fused kernel keeps the random state instead of a mask.
 
-    CPUs have no such kernel for a mask that is trained (a relative bias).
+    CPUs have no fused kernel for a mask that needs a gradient (a relative bias).
     """
     kwargs.pop("dropout_p", None)
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
@@ -71,20 +72,20 @@ def _dropout(
 def _rms_norm(
     function: Function, input: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None  # noqa: A002
 ) -> Any:  # fmt: skip
-    """Keeps its input, and a reciprocal root in float32 of each row; of operands of two precisions it is in steps."""
+    """Keep the input, and a reciprocal root in float32 of each row; GPUs have no kernel for mixed precisions either."""
     if weight is not None and weight.dtype != input.dtype:
         return function(input, shape, weight, eps)
     return _RmsNorm.apply(input, weight, len(shape))  # type: ignore[no-untyped-call]
 
 
 def _narrow(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """In the precision of its input: autocast widens it on CPUs alone."""
+    """Run in the precision of the input, which autocast widens only on CPUs."""
     with torch.autocast("cpu", enabled=False):
         return function(*args, **kwargs)
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """The tensors of one kernel, and no values."""
+    """Attention with a trained mask as one kernel, without values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class _BiasedAttention(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The tensors of one kernel, and no values."""
+    """RMSNorm as one kernel, without values."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None, dims: int) -> Tensor:

@@ -1,15 +1,13 @@
-"""Micro-batches that repeat: a long step is run with a few of them, of which one stands for the others.
+"""Run a step with fewer micro-batches, one of which stands for those left out.
 
-Under 1F1B (Narayanan et al., 2019, PipeDream) a stage takes up work until as many micro-batches are under way as
-there are stages from it to the last; from then on each forward is followed by one backward, and nothing changes from
-micro-batch to micro-batch, neither what is held nor what is sent, until the last ones drain. Gradient accumulation
-without a pipeline is the same with one stage. The order of other schedules (interleaved, zero-bubble) does not repeat
-exactly, but what a stage holds at once stops growing: a step with so many micro-batches that as many wait at once, for
-each pass, as in the whole step shows as much memory.
+Under 1F1B (Narayanan et al., 2019, PipeDream) a stage starts micro-batches until as many are in flight as there are
+stages from it to the last. From then on forward and backward passes alternate, with the same memory and messages for
+each micro-batch, until the last ones drain. Gradient accumulation without a pipeline is the same with one stage. Other
+schedules (interleaved, zero-bubble) do not repeat exactly, but the memory of a stage stops growing: a shorter step in
+which as many micro-batches wait for each pass as in the full step shows the same peak.
 
-One micro-batch in the middle stands for those left out. That its neighbour sends the same is looked at, not assumed.
-All ranks run as many, so that their messages meet: where all come through one more micro-batch in the middle, they come
-through any number of them.
+A micro-batch in the middle stands for those left out; that the next one sends the same messages is checked. All ranks
+run the same number, so their messages match: if they do with one more in the middle, they do with any number.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.pipeline.table import Pipeline, actions_of
 from galvatron_lite.plans.io import pipeline_of
 from galvatron_lite.plans.schema import Plan
@@ -28,16 +26,15 @@ from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 
 
 class UnlikeError(GalvatronError):
-    """Micro-batches did not repeat: all must be run."""
+    """Micro-batches do not repeat, so all must be run."""
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan with as many micro-batches as show all that happens in a step, each of the same size; itself if it has
-    no more.
+    """Return the plan with as few micro-batches, of the same size, as show the memory and messages of its step.
 
-    Where they repeat, those are as many as are under way at most, and two more: behind the first backward pass, which
-    makes the gradients, there is then a forward pass during which the next one's input arrives. Elsewhere see
-    ``_settled_count``. Schedules that hold more the more micro-batches there are stay as long as they are.
+    Schedules that repeat need as many as are in flight at most, and two more: after the first backward pass, which
+    allocates the gradients, there is then a forward pass during which the next input arrives. For other schedules see
+    ``_settled_count``; those whose memory grows with every micro-batch (GPipe) keep them all.
     """
     if plan.pipeline == 1:
         enough = 4
@@ -52,51 +49,49 @@ def shortened(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=64)
 def _settled_count(pipeline: Pipeline, microbatches: int) -> int:
-    """The fewest rounds of micro-batches in which every group of devices holds as much as in a step of so many."""
-    wanted, groups = _most_held(pipeline, microbatches), pipeline.groups
+    """Return the fewest micro-batches, in rounds, with which every group of devices has the peak of the full step."""
+    peaks, groups = _peak_in_flight(pipeline, microbatches), pipeline.groups
     counts = range(_ROUNDS * groups, microbatches, groups)
-    return next((count for count in counts if _most_held(pipeline, count) == wanted), microbatches)
+    return next((count for count in counts if _peak_in_flight(pipeline, count) == peaks), microbatches)
 
 
 _ROUNDS = 3
-"""Of as many micro-batches as there are groups: one fills the pipeline, one lies in between, one drains it."""
+"""Of one micro-batch for each group of devices: one fills the pipeline, one is in the middle, one drains it."""
 
-Held = tuple[int, ...]
-"""Micro-batches whose backward pass is to come, by stage of a group; all for which a pass is to come."""
-
-
-def _most_held(pipeline: Pipeline, microbatches: int) -> list[dict[tuple[Pass, int], Held]]:
-    """By group and pass: the most that is held when it runs."""
-    table = actions_of(pipeline.course(microbatches), pipeline.order)
-    return [_most_of(actions, pipeline) for actions in table]
+InFlight = tuple[int, ...]
+"""Micro-batches before their backward pass, by stage of a group; last, those before their last pass."""
 
 
-def _most_of(actions: Sequence[Action], pipeline: Pipeline) -> dict[tuple[Pass, int], Held]:
-    most: dict[tuple[Pass, int], Held] = {}
-    held, last = [0] * (pipeline.virtual + 1), Pass.WEIGHT if pipeline.splits_backward else Pass.BACKWARD
-    for action in actions:
-        for place in (action.chunk, -1):
-            held[place] += action.what is Pass.FORWARD
-        key = action.what, action.chunk
-        most[key] = tuple(map(max, most.get(key, held), held))
-        held[action.chunk] -= action.what is Pass.BACKWARD
-        held[-1] -= action.what is last
-    return most
+def _peak_in_flight(pipeline: Pipeline, microbatches: int) -> dict[tuple[int, Pass, int], InFlight]:
+    """Return the peaks while a pass runs, by group of devices, pass, and stage of the group."""
+    peaks: dict[tuple[int, Pass, int], InFlight] = {}
+    last = Pass.WEIGHT if pipeline.splits_backward else Pass.BACKWARD
+    for group, actions in enumerate(actions_of(pipeline.course(microbatches), pipeline.order)):
+        counts = [0] * (pipeline.virtual + 1)
+        for action in actions:
+            for index in (action.chunk, -1):
+                counts[index] += action.what is Pass.FORWARD
+            key = group, action.what, action.chunk
+            peaks[key] = tuple(map(max, peaks.get(key, counts), counts))
+            counts[action.chunk] -= action.what is Pass.BACKWARD
+            counts[-1] -= action.what is last
+    return peaks
 
 
 def lengthened(messages: Sequence[Message], run: int, microbatches: int) -> tuple[Message, ...]:
-    """The messages of a rank in a step that ran so many of the micro-batches; those of one in the middle are counted
-    as often as there are micro-batches like it.
+    """Return the messages of a step that ran ``run`` of its micro-batches, counted for all ``microbatches``.
+
+    Messages of one micro-batch in the middle get ``Message.times``.
 
     Raises:
-        UnlikeError: the micro-batch behind it sends other messages.
+        UnlikeError: the next micro-batch sends other messages.
     """
     middle = (run - 1) // 2
-    alike, following = (
-        Counter(_without_order(message) for message in messages if _microbatch_of(message) == place)
-        for place in (middle, middle + 1)
+    in_middle, in_next = (
+        Counter(_without_order(message) for message in messages if _microbatch_of(message) == index)
+        for index in (middle, middle + 1)
     )
-    if alike != following:
+    if in_middle != in_next:
         raise UnlikeError("Micro-batches of one step send unlike messages.")
     times = microbatches - run + 1
     return tuple(
@@ -105,12 +100,12 @@ def lengthened(messages: Sequence[Message], run: int, microbatches: int) -> tupl
 
 
 def _microbatch_of(message: Message) -> int:
-    """The micro-batch that a message is for: one that arrives was asked for while another was worked on."""
+    """Return the micro-batch that uses a message; it may be received while another one runs."""
     arrives = message.kind is MessageType.RECEIVE and message.used != NOBODY
     return message.used if arrives else message.microbatch
 
 
 def _without_order(message: Message) -> Message:
-    """What is left of a message whenever it is sent."""
+    """Return a message without all that depends on when it is sent."""
     phase = During.BETWEEN if message.kind is MessageType.RECEIVE else message.phase
     return replace(message, number=0, microbatch=0, waited=NOBODY, used=NOBODY, phase=phase)

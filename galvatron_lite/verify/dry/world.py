@@ -1,9 +1,9 @@
-"""A world of processes of which only one is there: its collectives answer at once, and every one is written down.
+"""A backend of ``torch.distributed`` that runs one rank without the others.
 
-Its process groups are made by ``torch.distributed`` itself, through the public registry of backends; so whoever sends
-(this project's runtime, FSDP2, functional collectives), the call ends here. What arrives has the right shape, and no
-values: it is made for tensors without data. Where the runtime must know what another rank says (which shapes a stage
-sends), it is told what the rank that was run before said (``Announced``).
+Collectives return at once and are logged. As the backend is registered with torch, it sees the messages of this
+project's runtime, of FSDP2 and of functional collectives alike. Received tensors have the right shape and no values;
+only small ones of integers, by which stages announce shapes to one another, have the values that the sending rank
+announced when it ran (``Announced``).
 """
 
 from __future__ import annotations
@@ -25,40 +25,45 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 from galvatron_lite.world import DRY_BACKEND
 
-EVERYONE = "all ranks"  # what the group that torch calls ``default_pg`` is for
+EVERYONE = "all ranks"  # purpose of the group that torch calls ``default_pg``
 
 Announced = dict[tuple[str, int], list[Tensor]]
-"""What a rank announced, by the purpose of the group and the receiver's place in it, in order."""
+"""Integers that a rank sent, in order, by the group's purpose and the receiver's rank in the group."""
 Hear = Callable[[int, str, int, int], Tensor | None]
-"""``hear(source, purpose, place, number)``: what a world rank announced to the rank at a place of a group."""
+"""``hear(source, purpose, place, number)``: what world rank ``source`` sent as its ``number``-th announcement to rank
+``place`` of a group; None if it has not run that far."""
 
 
 class UnheardError(LaunchError):
-    """A rank waits for what another announces, which was not run so far."""
+    """A rank receives an announcement of a rank that has not run that far."""
 
 
 @dataclass(slots=True)
 class RankPlace:
-    """Where the rank is; changed by whoever runs it."""
+    """Where in its step a rank is; kept up to date by whoever runs the rank."""
 
-    phase: During = During.SETUP  # of the step
+    phase: During = During.SETUP
     microbatch: int = NOBODY  # ``NOBODY``: none
-    layer: str = ""  # whose pass runs, or ran last
-    between: bool = False  # whether code behind its forward runs
+    layer: str = ""  # that runs, or ran last
+    between: bool = False  # whether code after its forward runs
 
 
 @dataclass(slots=True)
 class MessageLog:
-    """What one rank sends."""
+    """Messages of one rank."""
 
-    place: RankPlace = field(default_factory=RankPlace)  # where the rank is
-    messages: list[Message] = field(default_factory=list)  # so far
-    announced: Announced = field(default_factory=dict)  # what it announced
-    hear: Hear | None = None  # what other ranks announced to this one
-    heard: dict[tuple[int, str], int] = field(default_factory=dict)  # how much of it was listened to
+    place: RankPlace = field(default_factory=RankPlace)
+    messages: list[Message] = field(default_factory=list)
+    announced: Announced = field(default_factory=dict)  # by this rank
+    hear: Hear | None = None  # returns announcements of other ranks
+    heard: dict[tuple[int, str], int] = field(default_factory=dict)  # announcements received, by source and purpose
 
     def listen(self, source: int, purpose: str, place: int) -> Tensor:
-        """The next of these announcements."""
+        """Return the next announcement of world rank ``source`` to rank ``place`` of a group.
+
+        Raises:
+            UnheardError: the source has not run that far.
+        """
         number = self.heard.get((source, purpose), 0)
         self.heard[source, purpose] = number + 1
         heard = None if self.hear is None else self.hear(source, purpose, place, number)
@@ -66,23 +71,23 @@ class MessageLog:
             raise UnheardError(f"Rank {source} must be run before: what it announces ({purpose}) is not known.")
         return heard
 
-    def waited(self, numbers: Sequence[int]) -> None:
-        """The rank waits for messages that it started."""
+    def mark_waited(self, numbers: Sequence[int]) -> None:
+        """Record that the rank waits for messages that it started."""
         for number in numbers:
-            one = self.messages[number]
-            if one.waited == NOBODY:
-                self.messages[number] = replace(one, waited=len(self.messages), used=self.place.microbatch)
+            message = self.messages[number]
+            if message.waited == NOBODY:
+                self.messages[number] = replace(message, waited=len(self.messages), used=self.place.microbatch)
 
 
 class _DoneWork(dist.Work):
-    """A collective that is over; who waits for it is noted."""
+    """A completed collective; the first wait for it is logged."""
 
     def __init__(self, log: MessageLog, numbers: Sequence[int], result: object) -> None:
         super().__init__()
         self._log, self.numbers, self._result = log, tuple(numbers), result
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - torch's signature
-        self._log.waited(self.numbers)
+        self._log.mark_waited(self.numbers)
         return True
 
     def is_completed(self) -> bool:
@@ -98,9 +103,9 @@ class _DoneWork(dist.Work):
 
 
 class _DryGroup(dist.ProcessGroup):
-    """A process group of which this rank alone is there.
+    """A process group in which only this rank runs.
 
-    Its methods are those that ``torch.distributed`` calls of every group; names of 2.11 and of 2.13.
+    It has the methods that ``torch.distributed`` calls, by their names in torch 2.11 and in 2.13.
     """
 
     def __init__(self, options: Any, log: MessageLog) -> None:
@@ -125,7 +130,7 @@ class _DryGroup(dist.ProcessGroup):
     def _note(
         self, kind: MessageType, tensors: Any, nbytes: int | None = None, *, result: object = None, **more: Any
     ) -> _DoneWork:
-        """Write a message down, of a tensor or of the first of several; the work that is over returns ``result``."""
+        """Log a message of a tensor, or of the first of several, and return completed work that holds ``result``."""
         place, log = self._log.place, self._log
         tensor: Tensor | None = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         message = Message(
@@ -139,18 +144,18 @@ class _DryGroup(dist.ProcessGroup):
         log.messages.append(message)
         return _DoneWork(log, [message.number], tensors if result is None else result)
 
-    def _together(self, works: Iterable[_DoneWork], result: object) -> _DoneWork:
+    def _combine(self, works: Iterable[_DoneWork], result: object) -> _DoneWork:
         return _DoneWork(self._log, [number for work in works for number in work.numbers], result)
 
     def _root(self, opts: Any) -> int:
-        """The rank of a collective's root in the world."""
+        """Return the world rank of a collective's root."""
         return int(self._ranks[0 if opts is None else opts.rootRank])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         return self._note(MessageType.ALL_REDUCE, tensors, operator=_operator(opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _DoneWork:
-        return self._together([self.allreduce([tensor], opts) for tensor in tensors], tensors)
+        return self._combine([self.allreduce([tensor], opts) for tensor in tensors], tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         root = self._root(opts)
@@ -163,9 +168,9 @@ class _DryGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # noqa: ARG002
         works = [self._note(MessageType.ALL_GATHER, input_) for input_ in inputs]
         for gathered, tensor in zip(outputs, inputs, strict=True):
-            for part in gathered:
-                _fill(part, tensor)
-        return self._together(works, outputs)
+            for output in gathered:
+                _copy_if_alike(output, tensor)
+        return self._combine(works, outputs)
 
     allgather_coalesced = allgather  # type: ignore[assignment]
 
@@ -175,18 +180,14 @@ class _DryGroup(dist.ProcessGroup):
     all_gather_single = _allgather_base  # type: ignore[assignment]
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # noqa: ARG002
-        return self._together(map(self._allgather_base, outputs, inputs), outputs)
+        return self._combine(map(self._allgather_base, outputs, inputs), outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        works = [
-            self._note(
-                MessageType.REDUCE_SCATTER, parts, sum(part.nbytes for part in parts), operator=_operator(opts)
-            )
-            for parts in inputs
-        ]  # fmt: skip
-        return self._together(works, outputs)
+        kind, operator = MessageType.REDUCE_SCATTER, _operator(opts)
+        works = [self._note(kind, parts, sum(part.nbytes for part in parts), operator=operator) for parts in inputs]
+        return self._combine(works, outputs)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _DoneWork:
         return self._note(MessageType.REDUCE_SCATTER, tensor, operator=_operator(opts), result=output)
@@ -195,7 +196,7 @@ class _DryGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._together([self._reduce_scatter_base(output, one, opts) for output, one in pairs], outputs)
+        return self._combine([self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs], outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
@@ -204,7 +205,7 @@ class _DryGroup(dist.ProcessGroup):
     ) -> _DoneWork:
         del opts
         if has_value(tensor):
-            _fill_from_each(output, tensor, input_sizes, len(self._ranks), self._place)
+            _exchange_if_even(output, tensor, input_sizes, len(self._ranks), self._place)
         sent, taken = tuple(map(int, input_sizes)), tuple(map(int, output_sizes))
         return self._note(MessageType.ALL_TO_ALL, tensor, result=output, sent=sent, taken=taken)
 
@@ -217,8 +218,8 @@ class _DryGroup(dist.ProcessGroup):
         return self._note(MessageType.ALL_TO_ALL, inputs, nbytes, result=outputs, sent=sent, taken=taken)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
-        for part in outputs[0] if outputs else ():
-            _fill(part, inputs[0])
+        for output in outputs[0] if outputs else ():
+            _copy_if_alike(output, inputs[0])
         return self._note(MessageType.GATHER, inputs, peer=self._root(opts), result=outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
@@ -226,13 +227,13 @@ class _DryGroup(dist.ProcessGroup):
         return self._note(MessageType.SCATTER, outputs, nbytes, peer=self._root(opts))
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> _DoneWork:
-        """What has a value is kept for whoever runs the other rank."""
+        """Log a send; a tensor with values is an announcement, kept for the run of the other rank."""
         if has_value(tensors[0]):
             self._log.announced.setdefault((self._purpose, target), []).append(tensors[0].clone())
         return self._note(MessageType.SEND, tensors, peer=self._ranks[target], tag=tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _DoneWork:
-        """What is to have a value has that which the other rank sent when it was run."""
+        """Log a receive; a tensor with values gets those of the other rank's announcement."""
         if has_value(tensors[0]):
             tensors[0].copy_(self._log.listen(self._ranks[source], self._purpose, self._place))
         return self._note(MessageType.RECEIVE, tensors, 0, peer=self._ranks[source], tag=tag)
@@ -246,7 +247,7 @@ class _DryGroup(dist.ProcessGroup):
 
 
 def has_value(tensor: Tensor) -> bool:
-    """Whether a tensor has data: small ones of whole numbers."""
+    """Whether a tensor has data, as small ones of integers do."""
     return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_floating_point()
 
 
@@ -255,22 +256,26 @@ def _operator(opts: Any) -> str:
     return "sum" if operator is None else str(getattr(operator, "op", operator)).rpartition(".")[-1].lower()
 
 
-def _fill(target: Tensor, source: Tensor) -> None:
-    """What other ranks give is taken to be like what this one does, where the shapes are."""
-    if target.shape == source.shape and target.dtype == source.dtype:
-        target.copy_(source)
+def _copy_if_alike(output: Tensor, tensor: Tensor) -> None:
+    """Receive what this rank sends, as if the other ranks sent the same values, if the shapes agree."""
+    if output.shape == tensor.shape and output.dtype == tensor.dtype:
+        output.copy_(tensor)
 
 
-def _fill_from_each(output: Tensor, tensor: Tensor, input_sizes: Sequence[int], size: int, rank: int) -> None:
-    """From every rank what this one gives itself, where that is as much."""
-    kept: Tensor = torch.split(tensor, list(input_sizes) or len(tensor) // size)[rank]
-    if len(kept) * size == len(output):
-        output.copy_(torch.cat([kept] * size))
+def _exchange_if_even(output: Tensor, tensor: Tensor, input_sizes: Sequence[int], size: int, rank: int) -> None:
+    """Receive from each of ``size`` ranks what this one sends to itself, if that fills the output."""
+    local: Tensor = torch.split(tensor, list(input_sizes) or len(tensor) // size)[rank]
+    if len(local) * size == len(output):
+        output.copy_(torch.cat([local] * size))
 
 
 @contextmanager
 def dry_world(rank: int, size: int, log: MessageLog) -> Iterator[None]:
-    """Be one rank of a world of so many, of which no other is there."""
+    """Be one rank of a world of ``size`` ranks whose others do not run.
+
+    Raises:
+        LaunchError: this process has joined a world.
+    """
     if dist.is_initialized():
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
     if not dist.is_backend_available(DRY_BACKEND):
@@ -282,20 +287,23 @@ def dry_world(rank: int, size: int, log: MessageLog) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # joining a world puts this rank's name before all that fails later
+        sys.excepthook = hook  # init_process_group installs one that prefixes errors with this rank
         _LOG.reset(before)
         _forget_meshes()
 
 
 def _forget_meshes() -> None:
-    """Have DTensor forget which layouts operations return: it keeps them with the mesh of the first such call, and
-    meshes of the same ranks are equal to it whichever of them this process is; the next world would get this one's."""
-    # private, as torch has no public way; the name is the same from 2.11 to 2.13
+    """Clear DTensor's cache of the layouts that operations return.
+
+    Its entries hold the mesh of the first call, and meshes of the same ranks compare equal whichever rank this process
+    is, so the next world would get this one's meshes.
+    """
+    # private, as torch has no public function; the name is the same from 2.11 to 2.13
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 _LOG: ContextVar[MessageLog] = ContextVar("galvatron_dry_log")
-"""Of the world that this process plays in: torch's registry of backends hands on no arguments."""
+"""Log of the current dry world; torch passes no arguments of ours to a backend."""
 
 
 def _create_group(options: Any, _more: Any) -> _DryGroup:

@@ -1,1 +1,1 @@
-"""Whether the messages of all ranks of the world meet, as they would on the cluster."""
+"""Check that the messages of all ranks match, as they must on the cluster."""

@@ -1,4 +1,4 @@
-"""Messages, ranks and stages in words, as every check of a dry run tells of them."""
+"""Words for messages, ranks and stages, shared by the checks of a dry run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from galvatron_lite.verify.schema import NOBODY, During, Message
 
-MOST = 8  # ranks, or lines of one sort, that are shown
+MOST = 8  # ranks, or lines of a kind, that are shown
 
 
 def where(stage: int, message: Message) -> str:
-    """Where in its step a rank gives a message: ``stage 1, backward of micro-batch 2, layer h.3``."""
+    """Return where in its step a rank sends a message: ``stage 1, backward of micro-batch 2, layer h.3``."""
     during = "before the step" if message.phase is During.SETUP else str(message.phase)
     of = f" of micro-batch {message.microbatch}" if message.microbatch != NOBODY else ""
     layer = f", layer {message.layer}" if message.layer else ""
@@ -19,14 +19,14 @@ def where(stage: int, message: Message) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0, 2``; the first ones where they are many."""
+    """Return ``rank 3`` or ``ranks 0, 2``; of many only the first, with their number."""
     shown = ", ".join(map(str, ranks[:MOST]))
     more = f" and {len(ranks) - MOST} more" if len(ranks) > MOST else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def first_of(lines: Sequence[str]) -> str:
-    """The first of some lines, and how many there are."""
+    """Return the first line, with the number of lines if there are more."""
     return lines[0] + (f" ({len(lines)} in all)" if len(lines) > 1 else "")
 
 
@@ -35,7 +35,7 @@ _STAGE = re.compile(r"^([Ss])tage (\d+)(: .*)$", re.DOTALL)
 
 
 def folded(lines: Iterable[str]) -> list[str]:
-    """The lines in order; ranks, or stages, of which the same is said are named together in the first of them."""
+    """Merge lines that differ only in their rank or stage into the first of them; the order stays."""
     groups: dict[str, list[re.Match[str]]] = {}
     for line in lines:
         match = _RANK.match(line) or _STAGE.match(line)
@@ -43,22 +43,22 @@ def folded(lines: Iterable[str]) -> list[str]:
             groups.setdefault(line, [])
         else:
             groups.setdefault(match.expand(r"Rank\3" if match.re is _RANK else r"\1tage\3"), []).append(match)
-    return [_folded_line(matches) if matches else line for line, matches in groups.items()]
+    return [_merge(matches) if matches else line for line, matches in groups.items()]
 
 
-def _folded_line(matches: Sequence[re.Match[str]]) -> str:
+def _merge(matches: Sequence[re.Match[str]]) -> str:
     first = matches[0]
     if len(matches) == 1:
         return first[0]
+    stages = {int(match[2]) for match in matches}
     if first.re is _STAGE:
-        return f"{first[1]}tages {_numbers({int(one[2]) for one in matches})}{first[3]}"
-    stages = {int(one[2]) for one in matches}
-    many = "stages" if len(stages) > 1 else "stage"
-    return f"Ranks {_numbers({int(one[1]) for one in matches})} ({many} {_numbers(stages)}){first[3]}"
+        return f"{first[1]}tages {_format_numbers(stages)}{first[3]}"
+    ranks = _format_numbers({int(match[1]) for match in matches})
+    return f"Ranks {ranks} (stage{'s' * (len(stages) > 1)} {_format_numbers(stages)}){first[3]}"
 
 
-def _numbers(numbers: Iterable[int]) -> str:
-    """``0 to 2, 5`` for 0, 1, 2 and 5; ``0, 1`` for two."""
+def _format_numbers(numbers: Iterable[int]) -> str:
+    """Return ``0 to 2, 5`` for 0, 1, 2 and 5; ``0, 1`` for two."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

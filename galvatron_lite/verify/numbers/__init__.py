@@ -1,1 +1,1 @@
-"""Whether a plan trains like one process: a shrunken model under a shrunken plan, run for real."""
+"""Check that a plan trains like one process, by training a small model under a small plan."""

@@ -1,6 +1,7 @@
-"""Whether a plan trains like one process: a small model under a small plan of the same kind, run for real.
+"""Check that a plan trains like one process.
 
-It is trained on gloo processes, and by plain PyTorch in one; loss, gradients and weights are compared.
+A small model is trained under a small plan of the same kind on gloo processes, and by plain PyTorch in one process.
+Losses, gradients and weights are compared.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from galvatron_lite.verify.source import ModelSource
 from galvatron_lite.verify.trial.check import try_model
 
 NAME = "numbers"
-TIMEOUT = 300.0  # seconds for the reference, and for the ranks
-_MOST = 12  # differences that are listed
+TIMEOUT = 300.0  # seconds until ranks that have not ended are killed
+_MOST = 12  # differences, or lines of a trace, that are listed
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 RELATIVE = 1e-5
-"""Largest error of a tensor, in its reference's largest entry: what another order of float32 sums makes."""
+"""Tolerance as a share of a tensor's largest entry: covers another order of sums in float32."""
 EPSILON = torch.finfo(torch.float32).eps
 PATIENCE = 60.0  # seconds that a rank waits for another one
-GRACE = 3.0  # seconds that the others are given once one rank has failed
-HANGS = "hangs"  # error of a process that did not end
+GRACE = 3.0  # seconds until the other ranks are killed after one has failed
+HANGS = "hangs"  # ``error`` of a rank that did not end
 
 Tensors = Mapping[str, Tensor]
 Result = Mapping[str, Any]
@@ -54,23 +55,23 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTraining:
-    """What one process computes."""
+    """Results of training in one process."""
 
     initial: dict[str, Tensor]  # the model's state before the first step
-    losses: list[float]  # of every step, and of one more batch
-    norm: float  # of the first gradient
-    first: dict[str, Tensor]  # gradients of the first step and of the last batch
-    last: dict[str, Tensor]
-    parameters: dict[str, Tensor]  # after the steps
-    draws: bool  # whether a forward pass gives another loss when it is run again: it draws random numbers
+    losses: list[float]  # of every batch
+    norm: float  # of the gradients of the first batch
+    first: dict[str, Tensor]  # gradients of the first batch
+    last: dict[str, Tensor]  # gradients of the last batch
+    parameters: dict[str, Tensor]  # that the last batch's gradients are of
+    draws: bool  # whether two forward passes give different losses: the model draws random numbers
 
 
 def train_alone(small: SmallModel, plan: Plan) -> ReferenceTraining:
-    """The small model, trained by plain PyTorch.
+    """Train the small model by plain PyTorch.
 
-    The whole batch in one go; in the plan's micro-batches where statistics of the samples of a pass are taken.
+    A batch is one forward pass; with batch norms, whose statistics depend on it, one for each micro-batch of the plan.
     """
-    model, count = small.model, plan.microbatches if small.normed else 1
+    model, passes = small.model, plan.microbatches if small.normed else 1
     initial = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         draws = bool(_loss(small, small.batches[0]) != _loss(small, small.batches[0]))
@@ -80,10 +81,11 @@ def train_alone(small: SmallModel, plan: Plan) -> ReferenceTraining:
     gradients: list[dict[str, Tensor]] = []
     parameters: dict[str, Tensor] = {}
     for batch in small.batches:
-        parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optimizer.zero_grad()
-        losses.append(_backward(small, batch, count))
-        gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+        losses.append(_backward(small, batch, passes))
+        trained = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients.append({name: gradient.clone() for name, gradient in trained.items() if gradient is not None})
         optimizer.step()
     norm = float(torch.stack([gradient.norm().double() for gradient in gradients[0].values()]).norm())
     return ReferenceTraining(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
@@ -93,40 +95,33 @@ def _loss(small: SmallModel, batch: Any) -> Tensor:
     return loss_of(call_model(small.model, batch), batch, small.loss_fn)
 
 
-def _backward(small: SmallModel, batch: Any, count: int) -> float:
-    each, total = batch_size(batch) // count, 0.0
-    for number in range(count):
-        loss = _loss(small, slice_batch(batch, number * each, (number + 1) * each)) / count
+def _backward(small: SmallModel, batch: Any, passes: int) -> float:
+    samples, total = batch_size(batch) // passes, 0.0
+    for index in range(passes):
+        loss = _loss(small, slice_batch(batch, index * samples, (index + 1) * samples)) / passes
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
 
 
 def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining) -> dict[str, Any]:
-    """Train under the plan, on every rank of its world.
+    """Train under the plan and compare with the reference; every rank calls it.
 
     Returns:
-        ``draws``: of the reference. ``wrong``: what differs from it, a line each. ``missing``: tensors that all ranks
-        together do not have complete. ``synchronised``: whether statistics of batch norms were taken over more ranks
-        than the model takes them over.
+        ``draws``: of the reference. ``wrong``: lines on this rank's differences. ``missing``: lines on tensors that all
+        ranks together do not have complete. ``synchronised``: whether batch norms shared statistics between ranks,
+        which the model does not.
     """
-    small.model.load_state_dict(reference.initial)
-    # shares weigh as auto_parallelize lets them weigh: by their counts of labels, where the loss is a mean over these
-    findings = try_model(small.model, small.batches[0], small.layers, loss_fn=small.loss_fn)
-    kind = BranchedModel if plan.branches else ParallelModel
-    parallel = kind(
-        small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32",
-        loss_weight=findings.weight,
-    )  # fmt: skip
+    parallel = _parallelize(small, plan, reference)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     relative, wrong, missing = RELATIVE * small.relative, list[str](), list[str]()
 
-    def compare(what: str, parts: list[LocalShard], expected: Tensors) -> None:
-        wrong.extend(f"{what}: {line}" for line in _differences(parts, expected, relative))
-        missing.extend(f"{what}: {line}" for line in _incomplete(parts, expected))
+    def compare(label: str, shards: list[LocalShard], expected: Tensors) -> None:
+        wrong.extend(f"{label}: {line}" for line in _differences(shards, expected, relative))
+        missing.extend(f"{label}: {line}" for line in _incomplete(shards, expected))
 
     first, *others, final = small.batches
-    losses = [_global(parallel.backward_step(first))]
+    losses = [_global_loss(parallel.backward_step(first))]
     compare("gradients of step 1", held_gradients(parallel), reference.first)
     norm = float(parallel.clip_grad_norm(float("inf")))
     if not abs(norm - reference.norm) <= relative * reference.norm:
@@ -135,84 +130,95 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
     optimizer.zero_grad()
     losses += [float(parallel.train_step(batch, optimizer)) for batch in others]
     compare(f"weights after step {len(others) + 1}", held_parameters(parallel), reference.parameters)
-    losses.append(_global(parallel.backward_step(final)))
+    losses.append(_global_loss(parallel.backward_step(final)))
     compare(f"gradients of step {len(others) + 2}", held_gradients(parallel), reference.last)
-    pairs = enumerate(zip(losses, reference.losses, strict=True), 1)
-    off = [
-        f"loss of step {number} is {loss:.8g}, not {wanted:.8g}"
-        for number, (loss, wanted) in pairs
-        if not abs(loss - wanted) <= relative * abs(wanted)
+    wrong_losses = [
+        f"loss of step {step} is {loss:.8g}, not {expected:.8g}"
+        for step, (loss, expected) in enumerate(zip(losses, reference.losses, strict=True), 1)
+        if not abs(loss - expected) <= relative * abs(expected)
     ]
     parts = [*(stage.runs for stage in plan.stages), *(branch.runs for branch in plan.branches)]
-    apart = small.synchronised and any(run.strategy.batch_degree > 1 for runs in parts for run in runs)
-    return {"draws": reference.draws, "wrong": [*off, *wrong], "missing": missing, "synchronised": apart}
+    shared = small.synchronised and any(run.strategy.batch_degree > 1 for runs in parts for run in runs)
+    return {"draws": reference.draws, "wrong": [*wrong_losses, *wrong], "missing": missing, "synchronised": shared}
 
 
-def _incomplete(parts: list[LocalShard], expected: Tensors) -> Iterator[str]:
-    """Tensors of which all ranks together do not have every item; all ranks call it."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {(part.name, str(part.box.ranges)): part.box.items for part in parts})
+def _parallelize(small: SmallModel, plan: Plan, reference: ReferenceTraining) -> BranchedModel | ParallelModel:
+    small.model.load_state_dict(reference.initial)
+    # weigh each rank's loss as auto_parallelize does: by its count of labels, where the loss is a mean over labels
+    findings = try_model(small.model, small.batches[0], small.layers, loss_fn=small.loss_fn)
+    kind = BranchedModel if plan.branches else ParallelModel
+    return kind(
+        small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32",
+        loss_weight=findings.weight,
+    )  # fmt: skip
+
+
+def _incomplete(shards: list[LocalShard], expected: Tensors) -> Iterator[str]:
+    """Yield a line for each tensor whose shards on all ranks do not make it complete; a collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {(shard.name, str(shard.box.ranges)): shard.box.items for shard in shards})
     items = Counter[str]()
-    for (name, _), size in {box: size for some in every for box, size in some.items()}.items():
+    for (name, _), size in {box: size for boxes in by_rank for box, size in boxes.items()}.items():
         items[name] += size
     for name, tensor in expected.items():
         if items[name] < tensor.numel():
             yield f"of {name} all ranks together have {items[name]} of {tensor.numel()} items"
 
 
-def _global(part: Tensor) -> float:
-    """The batch's loss from this rank's part of it."""
-    total = part.detach().clone()
+def _global_loss(local_loss: Tensor) -> float:
+    """Return the batch's loss, the sum over ranks."""
+    total = local_loss.detach().clone()
     dist.all_reduce(total)
     return float(total)
 
 
-def _differences(held: list[LocalShard], expected: Tensors, relative: float) -> Iterator[str]:
-    """Parts of tensors against whole ones.
+def _differences(shards: list[LocalShard], expected: Tensors, relative: float) -> Iterator[str]:
+    """Yield a line for each tensor whose shards differ from its expected value.
 
-    The largest error is ``relative`` times the largest entry of the whole tensor. Some gradients are zero in exact
-    arithmetic (a bias of attention keys shifts every score alike) and rounding noise in float32, so one float32 epsilon
-    of the largest entry of all tensors is allowed as well.
+    The tolerance is ``relative`` times the tensor's largest entry. Some gradients are zero in exact arithmetic (a bias
+    of attention keys shifts every score alike) and rounding noise in float32, so one float32 epsilon of the largest
+    entry of all tensors is allowed as well.
     """
-    noise = EPSILON * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=0.0)
+    noise = EPSILON * max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=0.0)
     errors: dict[str, list[Tensor]] = {}
-    for one in held:
-        if one.name not in expected:
-            yield f"{one.name} has some, but none in one process"
-        elif one.box.items:
-            other = cut_box(expected[one.name], one.box)
-            errors.setdefault(one.name, []).append((one.items.detach().to(other) - other).abs().max())
-    for name, parts in errors.items():
-        error, scale = float(torch.stack(parts).max()), float(expected[name].abs().max())
+    for shard in shards:
+        if shard.name not in expected:
+            yield f"{shard.name} has some, but none in one process"
+        elif shard.box.items:
+            wanted = cut_box(expected[shard.name], shard.box)
+            errors.setdefault(shard.name, []).append((shard.items.detach().to(wanted) - wanted).abs().max())
+    for name, shard_errors in errors.items():
+        error, scale = float(torch.stack(shard_errors).max()), float(expected[name].abs().max())
         if not error <= relative * scale + noise:
             yield f"{name} is off by {error:.3g} where the largest entry is {scale:.3g}"
 
 
 def training_fork(source: ModelSource, patience: float = PATIENCE) -> ForkedServer:
-    """A fork of this process that starts the ranks of small plans, each a fork of it; ask it for (recipe, timeout).
+    """Fork a server that trains small models; a request is (recipe, timeout in seconds).
 
-    It answers with what each rank returned, by rank: see ``train_under_plan``; or ``error`` and ``trace``.
+    The answer is what ``train_under_plan`` returned, by rank; ``error`` and ``trace`` for a rank that failed, ``alone``
+    too if the reference did.
 
     Args:
-        source: of the model; it need not be something that can be pickled.
+        source: of the large model; need not be picklable, as ranks are forks of the server.
         patience: seconds that a rank waits for another one.
     """
     return ForkedServer(partial(_train, source, patience))
 
 
 def _train(
-    source: ModelSource, patience: float, request: tuple[Recipe, float], gone: Callable[[], bool]
+    source: ModelSource, patience: float, request: tuple[Recipe, float], cancelled: Callable[[], bool]
 ) -> dict[int, Result]:
-    """Run every rank in a process; those that do not end in time, or long after another has failed, are ended."""
+    """Run every rank in a process; kill those that do not end in time, or soon after another has failed."""
     recipe, timeout = request
     ranks, deadline = range(recipe.plan.devices), time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="galvatron-numbers-") as name:
         folder = Path(name)
-        running = {fork(partial(_guarded, rank, recipe, folder, source, patience)): rank for rank in ranks}
-        while running and time.monotonic() < deadline and not gone():
+        running = {fork(partial(_run_rank, rank, recipe, folder, source, patience)): rank for rank in ranks}
+        while running and time.monotonic() < deadline and not cancelled():
             time.sleep(0.02)
             for pid in list(running):
-                if os.waitpid(pid, os.WNOHANG)[0] and "error" in _result(folder, running.pop(pid)):
+                if os.waitpid(pid, os.WNOHANG)[0] and "error" in _read_result(folder, running.pop(pid)):
                     deadline = min(deadline, time.monotonic() + GRACE)
         for pid in running:
             os.kill(pid, signal.SIGUSR1)
@@ -220,11 +226,11 @@ def _train(
         for pid in running:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        return {rank: _result(folder, rank) for rank in ranks}
+        return {rank: _read_result(folder, rank) for rank in ranks}
 
 
-def _guarded(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patience: float) -> None:
-    """Do a rank's work and write its result; on SIGUSR1 write where the process is."""
+def _run_rank(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patience: float) -> None:
+    """Train one rank and write its result to ``folder``; on SIGUSR1 write its stack."""
     faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.stack").open("w"))
     os.dup2(os.open(folder / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT, 0o644), 2)
     torch.set_num_threads(1)
@@ -248,7 +254,7 @@ def _guarded(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patie
         dist.barrier()  # no rank may close its connections while another still reads from them
 
 
-def _result(folder: Path, rank: int) -> Result:
+def _read_result(folder: Path, rank: int) -> Result:
     with suppress(FileNotFoundError):
         result: Result = json.loads((folder / f"{rank}.json").read_text())
         return result
@@ -259,33 +265,36 @@ def _result(folder: Path, rank: int) -> Result:
 def check_numbers(
     source: ModelSource, plan: Plan, training: ForkedServer, processes: int | None = None, timeout: float = TIMEOUT
 ) -> Check:
-    """Train a small model under a small plan on gloo processes, and hold loss, gradients and weights against one."""
+    """Compare training under a small plan on gloo processes with training in one process.
+
+    ``training`` is a server from ``training_fork``, ``processes`` as for ``shrink``, ``timeout`` in seconds.
+    """
     try:
         recipe = shrink(source, plan, processes)
     except TooLargeError as error:
         return Check(NAME, Verdict.SKIPPED, f"{error} Nothing was run.")
     try:
-        return _judged(recipe, training.ask((recipe, timeout), timeout + 4 * GRACE))
+        return _judge(recipe, training.ask((recipe, timeout), timeout + 4 * GRACE))
     except TimeoutError:
         world = recipe.plan.devices
-        return _broken({rank: {"error": HANGS} for rank in range(world)}, world, recipe.changes)
+        return _failed_ranks({rank: {"error": HANGS} for rank in range(world)}, world, recipe.changes)
 
 
-def _judged(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
+def _judge(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
     details, first = recipe.changes, ranks[0]
     if alone := first.get("alone"):
         text = f"The small model does not train in one process either: {alone} Nothing was compared."
-        return Check(NAME, Verdict.SKIPPED, text, (*details, *_trace(first)))
+        return Check(NAME, Verdict.SKIPPED, text, (*details, *_last_lines(first)))
     failed = {rank: result for rank, result in ranks.items() if "error" in result}
     if first.get("draws"):
         text = "The model draws random numbers that dropout does not explain: two runs of it differ."
         return Check(NAME, Verdict.SKIPPED, f"{text} Nothing was compared.", details)
     if failed:
-        return _broken(failed, len(ranks), details)
+        return _failed_ranks(failed, len(ranks), details)
     wrong = {rank: lines for rank, result in ranks.items() if (lines := result["wrong"])}
     if wrong or first["missing"]:
-        return _different(wrong, first["missing"], details)
-    lost = f" Not kept small: {', '.join(recipe.lost)}." if recipe.lost else ""
+        return _wrong_numbers(wrong, first["missing"], details)
+    lost = f" Not covered: {', '.join(recipe.lost)}." if recipe.lost else ""
     processes = f"{len(ranks)} gloo process{'es' * (len(ranks) > 1)}"
     text = f"Loss, gradients and updated weights of a shrunken plan on {processes} equal those of one process.{lost}"
     if first["synchronised"]:
@@ -293,8 +302,8 @@ def _judged(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
     return Check(NAME, Verdict.PASSED, text, details)
 
 
-def _broken(failed: Mapping[int, Result], world: int, details: Sequence[str]) -> Check:
-    """Ranks that raised, or never came to an end."""
+def _failed_ranks(failed: Mapping[int, Result], world: int, details: Sequence[str]) -> Check:
+    """Return the failed check of ranks that raised or hang."""
     raised = {rank: result for rank, result in failed.items() if result["error"] != HANGS}
     rank, first = next(iter((raised or failed).items()))
     if raised:
@@ -302,20 +311,20 @@ def _broken(failed: Mapping[int, Result], world: int, details: Sequence[str]) ->
     else:
         ranks = ", ".join(map(str, failed))
         text = f"The shrunken plan hangs: rank{'s' * (len(failed) > 1)} {ranks} of {world} did not come to an end."
-    return Check(NAME, Verdict.FAILED, text, (*details, *_trace(first)))
+    return Check(NAME, Verdict.FAILED, text, (*details, *_last_lines(first)))
 
 
-def _trace(result: Result) -> list[str]:
+def _last_lines(result: Result) -> list[str]:
     return str(result.get("trace", "")).splitlines()[-_MOST:]
 
 
-def _different(wrong: Mapping[int, Sequence[str]], missing: Sequence[str], details: Sequence[str]) -> Check:
-    """What differs from one process, each line with the ranks that found it."""
-    lines = [*dict.fromkeys(line for some in wrong.values() for line in some)]
+def _wrong_numbers(wrong: Mapping[int, Sequence[str]], missing: Sequence[str], details: Sequence[str]) -> Check:
+    """Return the failed check of numbers that differ from one process, each line with its ranks."""
+    lines = [*dict.fromkeys(line for rank_lines in wrong.values() for line in rank_lines)]
     by_rank = [f"{line} (rank {', '.join(str(rank) for rank in wrong if line in wrong[rank])})" for line in lines]
     kinds = list(Counter(line.split(":")[0].split(" is ")[0] for line in lines))
-    what = ", ".join(kinds[:4]) or missing[0]
+    differing = ", ".join(kinds[:4]) or missing[0]
     where = f"on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}" if wrong else "on any rank"
-    text = f"The shrunken plan does not train like one process: {what} differ {where}."
+    text = f"The shrunken plan does not train like one process: {differing} differ {where}."
     more = [f"... and {len(lines) - _MOST} more"] * (len(lines) > _MOST)
     return Check(NAME, Verdict.FAILED, text, (*missing, *by_rank[:_MOST], *more, *details))

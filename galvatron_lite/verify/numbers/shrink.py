@@ -1,12 +1,14 @@
-"""From a large model and its plan to ones that run in seconds on a few processes of this machine.
+"""Shrink a model and its plan until they train in seconds on a few processes of this machine.
 
-The small plan uses all that the large one does, each degree as small as it can be.
+The small plan uses every dimension, option and schedule that the large one does, each degree as small as possible. The
+small model has fewer and narrower layers of the same kinds. What has no room is listed, not dropped silently.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
@@ -44,77 +46,74 @@ from galvatron_lite.verify.numbers.shrink_model import (
 )
 from galvatron_lite.verify.source import ModelSource, example_of
 
-Chosen = Mapping[str, Strategy]
-LARGEST = 50_000_000  # parameters of a model that is run for real, at most
-MOST_WORK = 4 * 10**11
-"""FLOPs of a step of it, at most: with steps, processes and the reference a minute or two on two cores."""
-BUILT = 500_000_000
-"""Parameters of a whole model that is built for the sake of its factory's batch, at most."""
-FEW, MANY = 4, 8  # processes that are started
+MOST_PARAMETERS = 50_000_000  # of a model that is trained
+MOST_FLOPS = 4 * 10**11  # of its step; all steps, with the reference, then take a minute or two on two cores
+MOST_BUILT_PARAMETERS = 500_000_000  # of a full-size model that is built only for its factory's example batch
+FEW, MANY = 4, 8  # processes; also the degrees by which the sizes of a narrow model divide
 STAGES = "every stage"
-STEPS = 3  # batches that a small model is given
-REPEATS = 2  # equal layers with equal strategies that are kept next to each other in a stage
-MOST_LAYERS = 24  # layers beyond which only one is kept of such
+STEPS = 3  # batches that a small model gets
+REPEATS = 2  # of consecutive equal layers of a stage with equal strategies, so many stay
+MOST_LAYERS = 24  # if more layers than this would stay, one of such layers stays
 
 
 class TooLargeError(GalvatronError):
-    """The numbers of a plan cannot be had on this machine; the message says why."""
+    """No model and plan can be made that are small enough to train on this machine; the message says why."""
 
 
 Legal = Callable[[Strategy], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """A layer of the large model, and where its plan puts it."""
+class LargeLayer:
+    """A layer of the large model, with its stage and strategy in the large plan."""
 
-    name: str  # of the layer
-    kind: str  # of the layer; consecutive layers of one kind can stand in for each other
-    role: Role  # where it stands
-    stage: int  # number of its stage
-    strategy: Strategy  # what the plan does with it
+    name: str
+    kind: str  # consecutive layers of one kind can stand in for each other
+    role: Role
+    stage: int
+    strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many processes there are, and how they are shared out."""
+    """Devices and stages of a small plan."""
 
-    groups: int  # of devices that the stages are spread over
-    devices: int  # of each group
-    stages: int  # of the plan
+    groups: int  # of devices, each with the same number of stages
+    devices: int  # in each group
+    stages: int
 
-    def stage_of(self, number: int, stages: int) -> int:
-        """The stage that one of so many ``stages`` becomes part of."""
-        return number * self.stages // stages
+    def stage_of(self, stage: int, stages: int) -> int:
+        """Return the stage of the small plan that takes the layers of one of the ``stages`` of the large plan."""
+        return stage * self.stages // stages
 
 
 def features(strategy: Strategy) -> frozenset[str]:
-    """What a strategy uses, whatever the degrees: ``tensor``, ``zero3``, ``full recomputation``."""
-    return frozenset(name for one in pinned() for name in one.features(strategy))
+    """Return what a strategy uses, whatever its degrees: ``tensor``, ``zero3``, ``full recomputation``."""
+    return frozenset(name for dimension in pinned() for name in dimension.features(strategy))
 
 
-def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
-    """Strategies on so many devices that use nothing this one does not, each degree a divisor of its own."""
+def smaller_strategies(strategy: Strategy, devices: int) -> Iterator[Strategy]:
+    """Yield strategies on ``devices`` devices that add no feature, with degrees that divide those of ``strategy``."""
     names = [name for name in degree_names() if getattr(strategy, name) > 1]
     for degrees in product(*(divisors(getattr(strategy, name)) for name in names)):
         if math.prod(degrees) == devices:
             smaller = changed(strategy, dict(zip(names, degrees, strict=True)))
-            for settings in product(*(one.shrunk(smaller, strategy) for one in pinned())):
-                yield changed(smaller, {name: value for part in settings for name, value in part.items()})
+            for settings in product(*(dimension.shrunk(smaller, strategy) for dimension in pinned())):
+                yield changed(smaller, {name: value for setting in settings for name, value in setting.items()})
 
 
-def reduced(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> Strategy | None:
-    """The strategy on so many devices that uses most of what this one does; None where none is legal."""
+def shrink_strategy(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> Strategy | None:
+    """Return the legal strategy on ``devices`` devices that keeps the most features; None if none is legal."""
 
-    def worth(smaller: Strategy) -> tuple[int, int, tuple[int, ...]]:
-        degrees = tuple(getattr(smaller, name) for name in degree_names())  # they decide between equals
+    def rank(smaller: Strategy) -> tuple[int, int, tuple[int, ...]]:
+        degrees = tuple(getattr(smaller, name) for name in degree_names())  # the last entry breaks ties
         return len(features(smaller)), -max(degrees), degrees
 
-    return max(filter(legal, reductions(strategy, devices)), key=worth, default=None)
+    return max(filter(legal, smaller_strategies(strategy, devices)), key=rank, default=None)
 
 
 def choose_size(plan: Plan, strategies: Sequence[Strategy], processes: int) -> Size:
-    """How few processes keep most of what a plan uses: the features of its strategies, its pipeline, its stages."""
+    """Return the size that loses the fewest features; among equals the one with most groups, then fewest devices."""
     groups, devices = max(
         (
             (groups, devices)
@@ -122,58 +121,61 @@ def choose_size(plan: Plan, strategies: Sequence[Strategy], processes: int) -> S
             for devices in divisors(plan.stage_devices)
             if groups * devices <= processes
         ),
-        key=lambda size: (-len(unkept(strategies, size[1])), size[0], -size[0] * size[1]),
+        key=lambda size: (-len(lost_features(strategies, size[1])), size[0], -size[0] * size[1]),
     )
     return Size(groups, devices, groups * min(plan.virtual_stages, 2))
 
 
-def unkept(strategies: Sequence[Strategy], devices: int) -> list[str]:
-    """What strategies use, and so many devices have no room for; all of one that fits on them in no way."""
+def lost_features(strategies: Sequence[Strategy], devices: int) -> list[str]:
+    """Return features that have no room on ``devices`` devices; ``itself`` too for a strategy that does not fit."""
     lost: list[str] = []
     for strategy in strategies:
-        smaller, used = reduced(strategy, devices), features(strategy)
+        smaller, used = shrink_strategy(strategy, devices), features(strategy)
         lost += used - features(smaller) if smaller else {*used, "itself"}
     return lost
 
 
-def kept_spots(spots: Sequence[Spot], size: Size) -> list[Spot]:
-    """The layers that stay: of equal ones next to each other in a stage of the small plan a few, of others all."""
-    stages = max(spot.stage for spot in spots) + 1
+def select_layers(layers: Sequence[LargeLayer], size: Size) -> list[LargeLayer]:
+    """Return the layers that stay: all but repeats of a block that follow each other in a stage of the small plan."""
+    stages = max(layer.stage for layer in layers) + 1
 
-    def alike(spot: Spot) -> tuple[object, ...]:
-        return size.stage_of(spot.stage, stages), spot.kind, spot.strategy, spot.role is Role.BLOCK
+    def run_key(layer: LargeLayer) -> tuple[object, ...]:
+        return size.stage_of(layer.stage, stages), layer.kind, layer.strategy, layer.role is Role.BLOCK
 
-    runs = [list(run) for _, run in groupby(spots, alike)]
+    runs = [list(run) for _, run in groupby(layers, run_key)]
     for repeats in (REPEATS, 1):
-        kept = [spot for run in runs for spot in (run[:repeats] if run[0].role is Role.BLOCK else run)]
-        if len(kept) <= MOST_LAYERS:
+        selected = [layer for run in runs for layer in (run[:repeats] if run[0].role is Role.BLOCK else run)]
+        if len(selected) <= MOST_LAYERS:
             break
-    return kept
+    return selected
 
 
 def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
-    """What the planner may do with layers of all these kinds on so many devices, and the runtime runs."""
+    """Return a predicate: whether the planner offers a strategy for all these kinds, and the runtime runs it."""
     runnable = Narrowed(GALVATRON.values)
     offered = [set(strategies_for(kind, devices, narrowed=runnable)) for kind in kinds]
-    return lambda strategy: GALVATRON.combines(strategy) and all(strategy in one for one in offered)
+    return lambda strategy: GALVATRON.combines(strategy) and all(strategy in choices for choices in offered)
 
 
 def small_plan(
-    plan: Plan, size: Size, kept: Sequence[Spot], names: Sequence[str], chosen: Mapping[str, Strategy]
+    plan: Plan, size: Size, layers: Sequence[LargeLayer], names: Sequence[str], strategies: Mapping[str, Strategy]
 ) -> Plan:
-    """The plan for the small model; ``chosen`` are strategies by names of the large model's layers."""
-    layers: list[list[tuple[str, Strategy]]] = [[] for _ in range(size.stages)]
-    for spot, name in zip(kept, names, strict=True):
-        layers[size.stage_of(spot.stage, len(plan.stages))].append((name, chosen[spot.name]))
+    """Return the plan of the small model.
+
+    Its layers stand for ``layers`` of the large model and are called ``names``; ``strategies`` are by the large names.
+    """
+    by_stage: list[list[tuple[str, Strategy]]] = [[] for _ in range(size.stages)]
+    for layer, name in zip(layers, names, strict=True):
+        by_stage[size.stage_of(layer.stage, len(plan.stages))].append((name, strategies[layer.name]))
     stages = []
-    for stage in layers:
+    for stage in by_stage:
         runs = [(strategy, [name for name, _ in run]) for strategy, run in groupby(stage, lambda layer: layer[1])]
         stages.append(Stage(tuple(LayerRun(run[0], run[-1], len(run), strategy) for strategy, run in runs)))
     microbatches = min(plan.microbatches, 2 * size.groups)
-    return _plain(
-        plan,
+    return replace(
+        _without_predictions(plan),
         devices=size.groups * size.devices,
-        global_batch=math.lcm(*(one.batch_degree for one in chosen.values())) * microbatches,
+        global_batch=math.lcm(*(strategy.batch_degree for strategy in strategies.values())) * microbatches,
         microbatches=microbatches,
         stages=tuple(stages),
         virtual_stages=size.stages // size.groups,
@@ -181,18 +183,17 @@ def small_plan(
     )
 
 
-def _plain(plan: Plan, **changes: Any) -> Plan:
-    """A changed plan in float32, without predictions."""
-    plain = replace(plan, precision="fp32", prediction=None, alternatives=(), left_out=(), provenance=None)
-    return replace(plain, **changes)
+def _without_predictions(plan: Plan) -> Plan:
+    """Return the plan in float32, without what was computed for the large one."""
+    return replace(plan, precision="fp32", prediction=None, alternatives=(), left_out=(), provenance=None)
 
 
-def differences(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strategy]]) -> list[str]:
-    """What the small plan has less of than the large one, a line each."""
+def describe_changes(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strategy]]) -> list[str]:
+    """Return lines that say what is smaller in the small plan; ``pairs`` are strategies before and after."""
     before, after = (
-        f"{one.devices} devices, {len(one.stages)} stage{'s' * (len(one.stages) > 1)}, batch {one.global_batch} in "
-        f"{one.microbatches} micro-batch{'es' * (one.microbatches > 1)}"
-        for one in (plan, small)
+        f"{each.devices} devices, {len(each.stages)} stage{'s' * (len(each.stages) > 1)}, batch {each.global_batch} in "
+        f"{each.microbatches} micro-batch{'es' * (each.microbatches > 1)}"
+        for each in (plan, small)
     )
     lines = [f"plan: {before} -> {after}"]
     for large, smaller in pairs:
@@ -204,52 +205,65 @@ def differences(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strateg
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a small model and its plan are made; plain data, so that other processes make the same."""
+    """How to make a small model and its plan; can be pickled, so that every process makes the same ones."""
 
     plan: Plan  # of the small model
-    divisor: int  # degree by which everything in it that is split divides; 0: it is as wide as the large one
-    left_out: tuple[str, ...]  # paths of blocks that it does without
-    changes: tuple[str, ...]  # what was made smaller, and what could not be, a line each
-    lost: tuple[str, ...]  # what the large plan uses and the small one does not
+    divisor: int  # of the sizes of the small model; 0: it is as wide as the large one
+    left_out: tuple[str, ...]  # paths of the large model's blocks that the small one does not have
+    changes: tuple[str, ...]  # lines that say what is smaller, and what stayed as it was
+    lost: tuple[str, ...]  # features of the large plan that the small one does not use
 
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A small model with what it is trained on."""
+    """A small model and its data."""
 
-    model: nn.Module  # in training mode, without chances
-    batches: tuple[Any, ...]  # of the plan's size, with values
-    loss_fn: LossFn | None  # of the model
-    layers: tuple[Layer, ...]  # of the model
-    relative: float  # largest error allowed, in the largest entry of a tensor, is so many times the usual one
-    normed: bool  # whether it takes statistics of the samples of a batch
-    synchronised: bool  # whether its batch norms were made to take those of all ranks
+    model: nn.Module  # in training mode, without dropout
+    batches: tuple[Any, ...]  # of the plan's batch size
+    loss_fn: LossFn | None
+    layers: tuple[Layer, ...]
+    relative: float  # factor on the usual tolerance
+    normed: bool  # whether it has batch norms of any kind
+    synchronised: bool  # whether its batch norms were converted to ``SyncBatchNorm``
 
 
 def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Recipe:
-    """How to make a small model and a plan for it that uses what ``plan`` uses."""
-    parts = source.on_meta()
-    layers = discover_layers(parts[0], example_of(parts))
+    """Return how to make a small model, and a plan for it that uses what ``plan`` uses.
+
+    Args:
+        source: of the large model.
+        plan: of the large model.
+        processes: the most that are started; if not given, ``FEW``, or ``MANY`` if features have no room on those.
+
+    Raises:
+        TooLargeError: no model and plan are small enough.
+    """
+    model_parts = source.on_meta()
+    model_layers = discover_layers(model_parts[0], example_of(model_parts))
     if plan.branches:
-        return _first(partial(_branched, source, plan, place_parts(plan, layers), processes or MANY))
-    named = named_for(plan, layers, items_of(parts[0].parameters()))
-    placed = [(number, one) for number, stage in enumerate(place_layers(named, layers)) for one in stage]
-    spots = [Spot(one.layer.name, one.layer.kind, one.layer.role, number, one.strategy) for number, one in placed]
-    strategies = list(dict.fromkeys(spot.strategy for spot in spots))
+        parts = place_parts(plan, model_layers)
+        return _best_recipe(partial(_branched_recipe, source, plan, parts, processes or MANY))
+    named = named_for(plan, model_layers, items_of(model_parts[0].parameters()))
+    layers = [
+        LargeLayer(placed.layer.name, placed.layer.kind, placed.layer.role, number, placed.strategy)
+        for number, stage in enumerate(place_layers(named, model_layers))
+        for placed in stage
+    ]
+    strategies = list(dict.fromkeys(layer.strategy for layer in layers))
     size = choose_size(named, strategies, processes or FEW)
-    if processes is None and unkept(strategies, size.devices):
+    if processes is None and lost_features(strategies, size.devices):
         size = choose_size(named, strategies, MANY)
-    no_room = {*unkept(strategies, size.devices), STAGES}
-    return _first(partial(_recipe, source, named, spots, size), no_room)
+    no_room = {*lost_features(strategies, size.devices), STAGES}
+    return _best_recipe(partial(_recipe, source, named, layers, size), no_room)
 
 
-def _first(recipe: Callable[[int], Recipe], no_room: Collection[str] = ()) -> Recipe:
-    """The narrowest model whose plan loses no more than there is no room for; else what loses least."""
+def _best_recipe(recipe_of: Callable[[int], Recipe], no_room: Collection[str] = ()) -> Recipe:
+    """Return the narrowest recipe that loses nothing but ``no_room``; else the one that loses the fewest features."""
     recipes: list[Recipe] = []
     reason = ""
     for divisor in (FEW, MANY, 0):
         try:
-            recipes.append(recipe(divisor))
+            recipes.append(recipe_of(divisor))
         except TooLargeError as error:
             reason = str(error)
             continue
@@ -260,78 +274,84 @@ def _first(recipe: Callable[[int], Recipe], no_room: Collection[str] = ()) -> Re
     return min(recipes, key=lambda recipe: len(recipe.lost))
 
 
-def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, divisor: int) -> Recipe:
-    try:
-        model, batch, loss_fn, changes = _narrow(source, divisor)
-        wanted = {spot.name for spot in kept_spots(spots, size)}
-        left_out = [spot.name for spot in spots if spot.name not in wanted and can_drop(model, spot.name)]
-        kept = [spot for spot in spots if spot.name not in left_out]
+def _recipe(source: ModelSource, plan: Plan, layers: Sequence[LargeLayer], size: Size, divisor: int) -> Recipe:
+    with _failures_as("A smaller model does not run"):
+        model, batch, loss_fn, changes = _narrow_model(source, divisor)
+        selected = {layer.name for layer in select_layers(layers, size)}
+        left_out = [layer.name for layer in layers if layer.name not in selected and can_drop(model, layer.name)]
+        remaining = [layer for layer in layers if layer.name not in left_out]
         graph = trace(dropped(model, left_out), batch, loss_fn=loss_fn)
-    except TooLargeError:
-        raise
-    except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise TooLargeError(f"A smaller model does not run: {error}") from error
-    names = [layer.name for layer in graph.layers]
-    if len(names) != len(kept):
+    if len(graph.layers) != len(remaining):
         raise TooLargeError("A shorter model has other layers.")
-    chosen = _strategies(graph, kept, names, size)
-    small = small_plan(plan, size, kept, names, chosen)
+    strategies = _small_strategies(graph, remaining, size)
+    small = small_plan(plan, size, remaining, [layer.name for layer in graph.layers], strategies)
     _check_size(graph, small)
-    pairs = list(dict.fromkeys((spot.strategy, chosen[spot.name]) for spot in kept))
-    blocks, left = (sum(spot.role is Role.BLOCK for spot in some) for some in (spots, kept))
+    pairs = list(dict.fromkeys((layer.strategy, strategies[layer.name]) for layer in remaining))
+    before, after = (sum(layer.role is Role.BLOCK for layer in some) for some in (layers, remaining))
     changes = [
-        *differences(plan, small, pairs),
+        *describe_changes(plan, small, pairs),
         *changes,
-        f"blocks: {blocks} -> {left}" if blocks > left else f"blocks: all {blocks}",
+        f"blocks: {before} -> {after}" if before > after else f"blocks: all {before}",
         f"model: {format_count(graph.parameters)} parameters",
     ]
-    lost = {name for spot in kept for name in features(spot.strategy) - features(chosen[spot.name])}
+    lost = {name for large, smaller in pairs for name in features(large) - features(smaller)}
     lost |= {STAGES} if len(small.stages) < len(plan.stages) else set()
     return Recipe(small, divisor, tuple(left_out), tuple(changes), tuple(sorted(lost)))
 
 
-def _branched(source: ModelSource, plan: Plan, parts: Sequence[PlacedPart], processes: int, divisor: int) -> Recipe:
-    """With branches on devices of their own: all layers, devices and strategies stay as they are."""
+def _branched_recipe(
+    source: ModelSource, plan: Plan, parts: Sequence[PlacedPart], processes: int, divisor: int
+) -> Recipe:
+    """Return a recipe for a plan with branches on separate devices; it keeps all layers, devices and strategies."""
     if plan.devices > processes:
         raise TooLargeError(f"Plans with branches are run on all of their {plan.devices} devices or not at all.")
-    try:
-        model, batch, loss_fn, changes = _narrow(source, divisor)
+    with _failures_as("The model does not run"):
+        model, batch, loss_fn, changes = _narrow_model(source, divisor)
         graph = trace(model, batch, loss_fn=loss_fn)
-    except TooLargeError:
-        raise
-    except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise TooLargeError(f"The model does not run: {error}") from error
     kinds = {layer.name: graph.kind_of(layer) for layer in graph.layers}
-    placed = [one for part in parts for one in part.stage]
-    for one in placed:
-        if one.layer.name in kinds and not legal_for([kinds[one.layer.name]], one.strategy.devices)(one.strategy):
-            raise TooLargeError(f"{one.layer.name} has no strategy {one.strategy}.")
-    count = min(plan.microbatches, 2)
+    placed_layers = [placed for part in parts for placed in part.stage]
+    for placed in placed_layers:
+        kind, strategy = kinds.get(placed.layer.name), placed.strategy
+        if kind is not None and not legal_for([kind], strategy.devices)(strategy):
+            raise TooLargeError(f"{placed.layer.name} has no strategy {strategy}.")
+    microbatches = min(plan.microbatches, 2)
     # a trunk without layers shares samples where its devices divide them
-    degrees = [math.gcd(plan.microbatch, plan.devices), *(one.strategy.batch_degree for one in placed)]
-    small = _plain(plan, global_batch=math.lcm(*degrees) * count, microbatches=count)
+    degrees = [math.gcd(plan.microbatch, plan.devices), *(placed.strategy.batch_degree for placed in placed_layers)]
+    global_batch = math.lcm(*degrees) * microbatches
+    small = replace(_without_predictions(plan), global_batch=global_batch, microbatches=microbatches)
     _check_size(graph, small)
-    changes = [*differences(plan, small, ()), *changes, f"model: {format_count(graph.parameters)} parameters"]
+    changes = [*describe_changes(plan, small, ()), *changes, f"model: {format_count(graph.parameters)} parameters"]
     return Recipe(small, divisor, (), tuple(changes), ())
 
 
+@contextmanager
+def _failures_as(message: str) -> Iterator[None]:
+    """Raise ``TooLargeError`` for whatever a model raises that was built with other sizes."""
+    try:
+        yield
+    except TooLargeError:
+        raise
+    except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise TooLargeError(f"{message}: {error}") from error
+
+
 def _check_size(graph: ModelGraph, small: Plan) -> None:
-    """Raises TooLargeError where a small model and plan do not run, or not in reasonable time."""
+    """Raise ``TooLargeError`` if a small model and plan do not run, or not in reasonable time."""
     try:
         check_runs(check_plan(small))
     except InputError as error:
         raise TooLargeError(f"No smaller plan runs: {error}") from error
-    if graph.parameters > LARGEST:
+    if graph.parameters > MOST_PARAMETERS:
         raise TooLargeError(
-            f"It still has {format_count(graph.parameters)} parameters; up to {format_count(LARGEST)} are run. Models "
-            "of the zoo and of transformers are made narrower by their configuration, others only shorter."
+            f"It still has {format_count(graph.parameters)} parameters; up to {format_count(MOST_PARAMETERS)} are run. "
+            "Models of the zoo and of transformers are made narrower by their configuration, others only shorter."
         )
-    if (work := graph.flops * small.global_batch) > MOST_WORK:
-        raise TooLargeError(f"A step of it still takes {work:.1e} FLOPs; up to {MOST_WORK:.0e} are run.")
+    if (flops := graph.flops * small.global_batch) > MOST_FLOPS:
+        raise TooLargeError(f"A step of it still takes {flops:.1e} FLOPs; up to {MOST_FLOPS:.0e} are run.")
 
 
-def _narrow(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
-    """The model without storages, with its example batch; narrower, and what changed, where ``divisor`` is not 0."""
+def _narrow_model(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
+    """Return the (narrower, unless ``divisor`` is 0) model on meta, with its batch, loss and a line on its sizes."""
     parts = source.on_meta()
     model, batch, loss_fn = parts
     if divisor == 0:
@@ -345,51 +365,56 @@ def _narrow(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, LossFn |
     return small, batch, loss_fn, [f"sizes: {', '.join(changes) or 'as they are'}"]
 
 
-def _strategies(graph: ModelGraph, kept: Sequence[Spot], names: Sequence[str], size: Size) -> Chosen:
-    """What becomes of each strategy: legal for all the layers that have it; by kind of layer where none is."""
-    kinds = dict(zip(names, (graph.kind_of(layer) for layer in graph.layers), strict=True))
+def _small_strategies(graph: ModelGraph, layers: Sequence[LargeLayer], size: Size) -> dict[str, Strategy]:
+    """Return the small plan's strategies by name in the large model.
+
+    A strategy becomes one that is legal for all kinds of layers that have it; if there is none, one for each kind.
+    """
+    kinds = {layer.name: graph.kind_of(small) for layer, small in zip(layers, graph.layers, strict=True)}
     users: dict[Strategy, dict[str, LayerKind]] = {}
-    for spot, name in zip(kept, names, strict=True):
-        users.setdefault(spot.strategy, {})[kinds[name].name] = kinds[name]
+    for layer in layers:
+        users.setdefault(layer.strategy, {})[kinds[layer.name].name] = kinds[layer.name]
     chosen: dict[tuple[Strategy, str], Strategy] = {}
-    for strategy, user in users.items():
-        together = reduced(strategy, size.devices, legal_for(list(user.values()), size.devices))
-        # for one kind of layer, what the planner would not do there is left out
+    devices = size.devices
+    for strategy, user_kinds in users.items():
+        common = shrink_strategy(strategy, devices, legal_for(list(user_kinds.values()), devices))
+        # the planner may not offer these for a single kind of layer
         plain = replace(strategy, recompute=Recompute.NONE, sequence_parallel=False, expert=1, expert_tensor=0)
-        for name, kind in user.items():
-            legal = legal_for([kind], size.devices)
-            smaller = together or reduced(strategy, size.devices, legal) or reduced(plain, size.devices, legal)
+        for name, kind in user_kinds.items():
+            legal = legal_for([kind], devices)
+            smaller = common or shrink_strategy(strategy, devices, legal) or shrink_strategy(plain, devices, legal)
             if smaller is None:
-                like = f"is like {strategy} in layers of kind {name}."
-                raise TooLargeError(f"No strategy on {size.devices} processes {like}")
+                raise TooLargeError(f"No strategy on {devices} processes is like {strategy} in layers of kind {name}.")
             chosen[strategy, name] = smaller
-    return {spot.name: chosen[spot.strategy, kinds[name].name] for spot, name in zip(kept, names, strict=True)}
+    return {layer.name: chosen[layer.strategy, kinds[layer.name].name] for layer in layers}
 
 
 def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
-    """The small model with values, always the same ones; its batches differ from one another."""
+    """Return the small model with the same values on every call, and batches that differ from one another."""
     torch.manual_seed(0)
     model, batch, loss_fn = source.on_meta() if recipe.divisor else source.make()
     narrow = narrowed(model, recipe.divisor, source.configured) if recipe.divisor else None
     small = model if narrow is None else narrow[0]
-    each = recipe.plan.global_batch
+    batch_size = recipe.plan.global_batch
     if any(tensor.is_meta for tensor in tensors_of(batch)):
-        # the factory makes values beside the full model, where that is not too large
-        batch = source.make()[1] if sum(one.numel() for one in model.parameters()) <= BUILT else None
+        # the factory returns values only together with the full-size model
+        builds = sum(parameter.numel() for parameter in model.parameters()) <= MOST_BUILT_PARAMETERS
+        batch = source.make()[1] if builds else None
     if batch is not None and narrow is not None:
         batch = cut_for(batch, small)
-    batch = example_batch(small, each * STEPS) if batch is None else with_samples(batch, each * STEPS)
+    samples = batch_size * STEPS
+    batch = example_batch(small, samples) if batch is None else with_samples(batch, samples)
     small = calmed(dropped(small, recipe.left_out)).float().train()
     normed = any(isinstance(module, BATCH_NORMS) for module in small.modules())
     synchronised = any(isinstance(module, LOCAL_BATCH_NORMS) for module in small.modules())
     if synchronised:
         small = nn.SyncBatchNorm.convert_sync_batchnorm(small)  # type: ignore[no-untyped-call]
-    # sums over pixels are long: in float32 another order of them shows
+    # sums over pixels are long: in float32 their order changes the result visibly
     convolves = sum(isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)) for module in small.modules()) > 1
-    # and branches on devices of their own run other numbers of samples at once than the trunk does
+    # and branches on separate devices run another number of samples at once than the trunk
     precision = torch.float64 if convolves or recipe.plan.branches else torch.float32
     small = small.to(precision)
-    batch = map_tensors(batch, lambda one: one.to(precision) if one.is_floating_point() else one)
+    batch = map_tensors(batch, lambda tensor: tensor.to(precision) if tensor.is_floating_point() else tensor)
     layers = discover_layers(small, batch)
-    batches = tuple(slice_batch(batch, number * each, (number + 1) * each) for number in range(STEPS))
+    batches = tuple(slice_batch(batch, step * batch_size, (step + 1) * batch_size) for step in range(STEPS))
     return SmallModel(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed, synchronised)
