@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.discover import watch_model
+from galvatron_lite.model.graph import Role
+from galvatron_lite.model.trace.record import ValuesReadError
 from tests.model.models import FAMILIES, Mixer, Plain, plain
 
 
@@ -206,3 +208,69 @@ def test_a_state_that_is_kept_for_each_sample_is_named(in_buffer: bool) -> None:
     for run in (trace, watch_model) if in_buffer else (trace,):
         with pytest.raises(TraceError, match=r"model: 'state'.*keeps it from pass to pass"):
             run(model, (torch.randn(8, 4),))
+
+
+class Margins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.multi_margin_loss(self.body(x), labels)
+
+
+def test_operators_that_do_not_run_without_data_are_named() -> None:
+    batch = {"x": torch.ones(4, 6), "labels": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(ValuesReadError, match=r"no aten::multi_margin_loss\w* without data.*take another operator"):
+        trace(Margins(), batch)
+
+
+class Remembering(nn.Module):
+    """Attends to the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.memory: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.memory[0] if self.memory else x
+        self.memory = [x.detach()]
+        for layer in self.body:
+            x = layer(x)
+        return torch.cat([before, x], 1).mean()
+
+
+def test_a_memory_of_another_batch_size_is_found_by_its_line() -> None:
+    with pytest.raises(TraceError, match=r"\(test_trace_errors\.py, line \d+\).*keeps tensors of an earlier batch"):
+        trace(Remembering(), torch.ones(4, 4))
+
+
+class Turn(nn.Module):
+    """A step of a normalizing flow: the logarithm of a determinant goes on beside the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.first, self.last = nn.Parameter(torch.eye(6)), nn.Linear(3, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, volume: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = (x @ self.turn).chunk(2, -1)
+        shift, scale = self.last(self.first(left).tanh()).chunk(2, -1)
+        return torch.cat([left, right * scale.tanh().exp() + shift], -1), volume + scale.tanh().sum(-1)
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(Turn() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        volume = x.new_zeros(len(x))
+        for step in self.body:
+            x, volume = step(x, volume)
+        return (x.square().sum(-1) - volume).mean()
+
+
+def test_blocks_may_hand_on_a_vector_beside_their_activations() -> None:
+    graph = trace(Flow(), torch.ones(8, 6))
+    assert [layer.name for layer in graph.layers if layer.role is Role.BLOCK] == ["body.0", "body.1", "body.2"]
