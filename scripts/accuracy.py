@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,9 +187,10 @@ def main() -> None:
     profile = read_profile(last_profile(options.folder))
     model, cases = CASES[options.model]
     rows = []
-    for case in cases():
-        if options.only not in case.name:
-            continue
+    chosen = [case for case in cases() if options.only in case.name]
+    for number, case in enumerate(chosen, 1):
+        if rank() == 0:
+            print(f"{number} of {len(chosen)}: {case.name}", file=sys.stderr)
         plan = evaluate(profile, plan_of(case, profile, model.BATCH))
         peak = peak_of(lambda plan=plan: stepper(model.make, plan))
         found = measure(stepper(model.make, plan), 2, options.steps, peak)
