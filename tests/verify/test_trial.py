@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +266,36 @@ class Choosing(nn.Module):
 def test_losses_that_choose_samples_or_bend_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
     assert found(Choosing(kind), torch.randn(8, 4)).keeps_batch == (kind != "by sample")
+
+
+class Adding(torch.autograd.Function):
+    """Adds the term of RWKV to the gradient of logits, or clips it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor, clips: bool) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.clips = clips
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return slopes[0].clamp(-9, 9) if ctx.clips else slopes[0], logits / logits.numel() * (not ctx.clips), None
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_that_do_not_scale_with_the_loss_keep_it_in_one_piece(clips: bool) -> None:
+    class Model(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            logits = super().forward(rows)
+            loss: Tensor = Adding.apply(logits.square().mean(), logits, clips)
+            return loss
+
+    findings = found(Model(4, 4), torch.randn(8, 4))
+    findings.check(make_plan([["blocks"]], [[Strategy(tensor=2)]], 8))
+    for strategy in (Strategy(data=2), Strategy(context=2)):
+        with pytest.raises(InputError, match="scaled before backward"):
+            findings.check(make_plan([["blocks"]], [[strategy]], 8))
 
 
 CALLS = {"count": 0}

@@ -84,6 +84,7 @@ def try_model(
         sparse=full.sparse,
         written=tuple(sorted(double.written.union(full.written))),
         takes_gradients=observer.takes_gradients,
+        unscaled=not _scales(double, full),
     )
     if not _writes_alike(trials[0]) or _splits_statistics(model, batch):
         return replace(findings, undivided=True)  # each rank would update them by its own samples
@@ -220,6 +221,15 @@ def _writes_alike(trial: Trial) -> bool:
         for share in trial.shares
         for name, parameter in trial.full.written.items()
     )
+
+
+def _scales(double: Double, full: PassResult) -> bool:
+    """Whether gradients scale with the loss, also where backward clips them: far larger and smaller ones, too."""
+    for scale in (2.0**10, 2.0**-10):
+        scaled = run_pass(double, double.batch, scale=lambda loss, scale=scale: scale * loss)
+        if Trial(double.batch, full, (), (scaled,)).relative_error([1 / scale]) > TOLERANCE:
+            return False
+    return True
 
 
 def _splits_statistics(model: nn.Module, batch: Any) -> bool:

@@ -45,6 +45,12 @@ def _splits_samples(plan: Plan) -> bool:
     )
 
 
+def _shares_loss(plan: Plan) -> bool:
+    """Whether a rank or a pass has only a part of the loss, which is scaled before backward."""
+    strategies = _strategies(plan)
+    return shares_batch(plan) or bool(plan.branches) or any(one.devices > one.tensor for one in strategies)
+
+
 def _splits_parameters(plan: Plan) -> bool:
     """Whether a rank has a shard of the parameters, or some of the layers."""
     sharded = any(strategy.parameter_shards > 1 for strategy in _strategies(plan))
@@ -91,6 +97,7 @@ class Findings:
     weight: LossWeight | None = None  # the loss weight that is right; None: shares weigh the same, or the user gave one
     loss_error: InputError | None = None  # what the user must state of the loss before plans may share the batch
     undivided: bool = False  # whether the loss is right only for the full batch
+    unscaled: bool = False  # whether gradients do not scale with the loss
     # file and line of code that decides what runs by comparing a number computed from all samples
     compares: tuple[str, ...] = ()
     # file and line of code that decides by whether any or all entries fulfil a condition, or how many do
@@ -118,7 +125,7 @@ class Findings:
     @property
     def keeps_batch(self) -> bool:
         """Whether no plan may share a batch out."""
-        return self.undivided or bool(self.compares) or bool(self.uncombined)
+        return self.undivided or self.unscaled or bool(self.compares) or bool(self.uncombined)
 
     def restrictions(self) -> Iterator[Restriction]:
         """Yield what rules plans out, in the order in which plans are checked."""
@@ -154,6 +161,18 @@ class Findings:
                 effect=_ONLY_FULL_BATCH,
                 change="" if self.buffers else
                 "make the loss a mean over samples (for a loss that balances experts: over the tokens of each sample)",
+            )  # fmt: skip
+        if self.unscaled:
+            yield Restriction(
+                _shares_loss, "model", "gradients that do not scale with the loss",
+                "A hook or the backward of a torch.autograd.Function adds to gradients, or clips them. The losses of "
+                "shares of a batch or of its tokens are scaled before backward, so this plan would train with other "
+                "gradients. Give a plan of tensor parallelism or stages with one micro-batch, "
+                f"{_SEARCHED}; or add the term to the loss, and clip after backward (max_grad_norm).",
+                forbid=tuple(name for name in SPLITS_SAMPLES if name != "tensor"), fix=FULL_BATCH,
+                reason="a hook or the backward of a torch.autograd.Function adds to gradients, or clips them",
+                effect=_ONLY_FULL_BATCH,
+                change="add the term to the loss, and clip after backward (max_grad_norm)",
             )  # fmt: skip
         if self.compares:
             yield Restriction(
