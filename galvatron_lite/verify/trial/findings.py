@@ -97,8 +97,9 @@ class Findings:
     weight: LossWeight | None = None  # the loss weight that is right; None: shares weigh the same, or the user gave one
     loss_error: InputError | None = None  # what the user must state of the loss before plans may share the batch
     undivided: bool = False  # whether the loss is right only for the full batch
+    least_samples: int = 1  # that a share must have: one alone may not run, or give another loss
     unscaled: bool = False  # whether gradients do not scale with the loss
-    # file and line of code that decides what runs by comparing a number computed from all samples
+    # file and line of code that decides what it computes by comparing a number computed from all samples
     compares: tuple[str, ...] = ()
     # file and line of code that decides by whether any or all entries fulfil a condition, or how many do
     guards: tuple[str, ...] = ()
@@ -133,6 +134,12 @@ class Findings:
         yield from self._of_state()
         yield from self._of_parameters()
 
+    def _has_few_samples(self, plan: Plan) -> bool:
+        samples = plan.global_batch // plan.microbatches
+        return shares_batch(plan) and any(
+            samples // strategy.batch_degree < self.least_samples for strategy in _strategies(plan)
+        )
+
     def _of_batch(self) -> Iterator[Restriction]:
         """Yield restrictions of losses and gradients that do not add up over shares of the batch."""
         if self.sparse:
@@ -153,9 +160,9 @@ class Findings:
         if self.undivided:
             yield Restriction(
                 shares_batch, "plan", "one that shares the batch",
-                "The loss compares samples with one another, so the loss of the batch is not the mean of the losses of "
-                f"its shares, with which this plan would train. {_KEEP_BATCH}. If the loss is a mean over samples on "
-                "your data, pass check=False.",
+                "The loss compares samples with one another, or depends on their number, so the loss of the batch is "
+                f"not the mean of the losses of its shares, with which this plan would train. {_KEEP_BATCH}. If the "
+                "loss is a mean over samples on your data, pass check=False.",
                 fix=FULL_BATCH,
                 reason="the loss compares samples with one another",
                 effect=_ONLY_FULL_BATCH,
@@ -303,6 +310,7 @@ class Findings:
             forbid=tuple(dict.fromkeys(pin for restriction in restrictions for pin in restriction.forbid)),
             notes=tuple(self.notes()),
             reasons=tuple(restriction.reason for restriction in restrictions if restriction.reason),
+            least_samples=self.least_samples,
         )
 
     def notes(self) -> list[str]:
@@ -323,6 +331,13 @@ class Findings:
         for restriction in self.restrictions():
             if restriction.refuses(plan):
                 raise InputError(restriction.field, restriction.value, restriction.remedy)
+        if self._has_few_samples(plan):
+            remedy = (
+                "The model does not run on a single sample, or trains otherwise on it than on several (squeeze() drops "
+                "the dim of samples, or code asks for their number). Give a plan with fewer micro-batches or replicas, "
+                f"or a larger batch, {_SEARCHED}."
+            )
+            raise InputError("plan", "one with shares of a single sample", remedy)
 
     def without_plan(self, devices: int, uncaptured: str = "", pins: str = "") -> InputError:
         """Return the error that no plan trains like one process: what rules plans out, and what to change.
