@@ -262,7 +262,7 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "far", "by sample"])
-def test_losses_that_choose_samples_or_bend_keep_the_batch_whole(kind: str) -> None:
+def test_losses_that_select_or_clamp_samples_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
     assert found(Choosing(kind), torch.randn(8, 4)).keeps_batch == (kind != "by sample")
 
