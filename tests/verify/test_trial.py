@@ -293,7 +293,7 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "far", "chosen", "scaled", "counted", "by sample"])
-def test_losses_that_choose_samples_or_bend_keep_the_batch_whole(kind: str) -> None:
+def test_losses_that_select_or_clamp_samples_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
     findings = found(Choosing(kind), torch.randn(8, 4))
     assert (findings.keeps_batch or findings.loss_error is not None) == (kind != "by sample")
