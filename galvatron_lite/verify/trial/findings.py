@@ -45,6 +45,12 @@ def _splits_samples(plan: Plan) -> bool:
     )
 
 
+def _shares_loss(plan: Plan) -> bool:
+    """Whether a rank or a pass has only a part of the loss, which is scaled before backward."""
+    strategies = _strategies(plan)
+    return shares_batch(plan) or bool(plan.branches) or any(one.devices > one.tensor for one in strategies)
+
+
 def _splits_parameters(plan: Plan) -> bool:
     """Whether a rank has a shard of the parameters, or some of the layers."""
     sharded = any(strategy.parameter_shards > 1 for strategy in _strategies(plan))
@@ -97,7 +103,9 @@ class Findings:
     weight: LossWeight | None = None  # the loss weight that is right; None: shares weigh the same, or the user gave one
     loss_error: InputError | None = None  # what the user must state of the loss before plans may share the batch
     undivided: bool = False  # whether the loss is right only for the full batch
-    # file and line of code that decides what runs by comparing a number computed from all samples
+    least_samples: int = 1  # that a share must have: one alone may not run, or give another loss
+    unscaled: bool = False  # whether gradients do not scale with the loss
+    # file and line of code that decides what it computes by comparing a number computed from all samples
     compares: tuple[str, ...] = ()
     # file and line of code that decides by whether any or all entries fulfil a condition, or how many do
     guards: tuple[str, ...] = ()
@@ -126,13 +134,19 @@ class Findings:
     @property
     def keeps_batch(self) -> bool:
         """Whether no plan may share a batch out."""
-        return self.undivided or bool(self.compares) or bool(self.uncombined)
+        return self.undivided or self.unscaled or bool(self.compares) or bool(self.uncombined)
 
     def restrictions(self) -> Iterator[Restriction]:
         """Yield what rules plans out, in the order in which plans are checked."""
         yield from self._of_batch()
         yield from self._of_state()
         yield from self._of_parameters()
+
+    def _has_few_samples(self, plan: Plan) -> bool:
+        samples = plan.global_batch // plan.microbatches
+        return shares_batch(plan) and any(
+            samples // strategy.batch_degree < self.least_samples for strategy in _strategies(plan)
+        )
 
     def _of_batch(self) -> Iterator[Restriction]:
         """Yield restrictions of losses and gradients that do not add up over shares of the batch."""
@@ -154,14 +168,26 @@ class Findings:
         if self.undivided:
             yield Restriction(
                 shares_batch, "plan", "one that shares the batch",
-                "The loss compares samples with one another, so the loss of the batch is not the mean of the losses of "
-                f"its shares, with which this plan would train. {_KEEP_BATCH}. If the loss is a mean over samples on "
-                "your data, pass check=False.",
+                "The loss compares samples with one another, or depends on their number, so the loss of the batch is "
+                f"not the mean of the losses of its shares, with which this plan would train. {_KEEP_BATCH}. If the "
+                "loss is a mean over samples on your data, pass check=False.",
                 fix=FULL_BATCH,
                 reason="the loss compares samples with one another",
                 effect=_ONLY_FULL_BATCH,
                 change="" if self.buffers else
                 "make the loss a mean over samples (for a loss that balances experts: over the tokens of each sample)",
+            )  # fmt: skip
+        if self.unscaled:
+            yield Restriction(
+                _shares_loss, "model", "gradients that do not scale with the loss",
+                "A hook or the backward of a torch.autograd.Function adds to gradients, or clips them. The losses of "
+                "shares of a batch or of its tokens are scaled before backward, so this plan would train with other "
+                "gradients. Give a plan of tensor parallelism or stages with one micro-batch, "
+                f"{_SEARCHED}; or add the term to the loss, and clip after backward (max_grad_norm).",
+                forbid=tuple(name for name in SPLITS_SAMPLES if name != "tensor"), fix=FULL_BATCH,
+                reason="a hook or the backward of a torch.autograd.Function adds to gradients, or clips them",
+                effect=_ONLY_FULL_BATCH,
+                change="add the term to the loss, and clip after backward (max_grad_norm)",
             )  # fmt: skip
         if self.compares:
             yield Restriction(
@@ -306,6 +332,7 @@ class Findings:
             forbid=tuple(dict.fromkeys(pin for restriction in restrictions for pin in restriction.forbid)),
             notes=tuple(self.notes()),
             reasons=tuple(restriction.reason for restriction in restrictions if restriction.reason),
+            least_samples=self.least_samples,
         )
 
     def notes(self) -> list[str]:
@@ -326,6 +353,13 @@ class Findings:
         for restriction in self.restrictions():
             if restriction.refuses(plan):
                 raise InputError(restriction.field, restriction.value, restriction.remedy)
+        if self._has_few_samples(plan):
+            remedy = (
+                "The model does not run on a single sample, or trains otherwise on it than on several (squeeze() drops "
+                "the dim of samples, or code asks for their number). Give a plan with fewer micro-batches or replicas, "
+                f"or a larger batch, {_SEARCHED}."
+            )
+            raise InputError("plan", "one with shares of a single sample", remedy)
 
     def without_plan(self, devices: int, uncaptured: str = "", pins: str = "") -> InputError:
         """Return the error that no plan trains like one process: what rules plans out, and what to change.
