@@ -342,7 +342,7 @@ class LayerKinds:
 
     def _context_reason(self, layer: Layer, dims: SplitDims) -> str:
         """Why a layer does not run on a shard of the tokens; empty if it does."""
-        if dims.sequence > 1 and (folded := folded_hidden(*self.calls, SAMPLES)):
+        if dims.sequence > 1 and (folded := folded_hidden(self.calls[0], self.calls[1], SAMPLES)):
             return f"{folded} takes several rows a sample, or its samples along another dim than the first"
         if layer.role is not Role.BLOCK or dims.sequence == 1 or dims.in_channels:
             return ""
