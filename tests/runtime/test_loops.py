@@ -317,6 +317,7 @@ def reading_gradients(model: nn.Module) -> list[float]:
         assert parameter.grad is not None
         read[0] += float(parameter.grad.norm())
         read[1] = max(read[1], parameter.grad.clone().abs().max().item())
+        read[0] += float(abs(parameter.grad.cpu().numpy()).sum())
         read[2] += bool((parameter.grad * parameter.grad > 1e-7).any())
     return read
 

@@ -36,6 +36,8 @@ _COMBINING_MODULES = ("torch.nn.functional", "torch.linalg", "torch._C._linalg",
 _READING = frozenset((
     "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "__complex__",
 ))  # fmt: skip
+_LISTING = frozenset(("tolist", "numpy", "__array__"))
+"""Functions that give elements to others than torch, which has none of them for DTensors."""
 _SELECTING = frozenset(("__getitem__", "index_select", "gather", "take", "masked_select", "__get__"))
 """Functions whose results have fewer elements, but do not combine them."""
 _PLACES = frozenset((
@@ -53,9 +55,9 @@ _ASSIGNMENTS = frozenset((
     "__iand__", "__ior__", "__ixor__",
 ))  # fmt: skip
 _REMEDY = (
-    "A rank holds a part of the gradient under this plan, and the norm of a part is not the whole one's. Call "
-    "parallel.clip_grad_norm(max_norm) in its place, which returns the whole model's norm before clipping, or give "
-    "max_grad_norm to train_step. runtime.parameters.full_state.full_gradients(parallel) has whole gradients."
+    "A rank holds a part of the gradient under this plan, whose values are not those of the whole one. "
+    "parallel.clip_grad_norm(max_norm) clips, and returns the whole model's norm before clipping; so does "
+    "max_grad_norm of train_step. galvatron_lite.runtime.parameters.full_state.full_gradients(parallel) has whole gradients."
 )
 _VALUES = (
     "A rank holds a part of the parameter under this plan. parallel.full_state_dict(), on all ranks, has all of it."
@@ -193,6 +195,8 @@ class _Assignable(_Shown):
                 return func(*args, **kwargs)
             if name in _RANDOM:
                 raise InputError("gradient or parameter", f"{name} of a part of it", _DRAWN)
+            if name in _LISTING:
+                return func(tensor.full_tensor(), *args[1:], **kwargs)
             if name in _PLACES and _is_in_place(name):
                 full, *others = map_tensors(args, lambda one: one.full_tensor() if isinstance(one, DTensor) else one)
                 func(full, *others, **kwargs)
