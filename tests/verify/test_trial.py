@@ -179,6 +179,26 @@ def test_tables_whose_rows_a_forward_pass_scales_are_found() -> None:
     assert found(model, torch.arange(32).reshape(8, 4) % 12).written == ("embed.weight",)
 
 
+class Graph(nn.Module):
+    """Nodes of all graphs in one tensor, and edges that number them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        for block in self.blocks:
+            nodes = nodes + block(nodes)[edges]
+        return nodes.square().mean()
+
+
+def test_batches_that_cannot_be_cut_say_so() -> None:
+    findings = found(Graph(), torch.randn(8, 4), torch.arange(7, -1, -1))
+    assert not findings.warnings()
+    with pytest.raises(InputError, match=r"No part of the batch runs by itself.*IndexError.*padded to one shape"):
+        findings.check(make_plan([["blocks"]], [[Strategy(data=2)]], 8))
+
+
 class Counting(nn.Module):
     """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
 

@@ -57,7 +57,8 @@ _ASSIGNMENTS = frozenset((
 _REMEDY = (
     "A rank holds a part of the gradient under this plan, whose values are not those of the whole one. "
     "parallel.clip_grad_norm(max_norm) clips, and returns the whole model's norm before clipping; so does "
-    "max_grad_norm of train_step. galvatron_lite.runtime.parameters.full_state.full_gradients(parallel) has whole gradients."
+    "max_grad_norm of train_step. galvatron_lite.runtime.parameters.full_state.full_gradients(parallel) has whole "
+    "gradients."
 )
 _VALUES = (
     "A rank holds a part of the parameter under this plan. parallel.full_state_dict(), on all ranks, has all of it."

@@ -165,7 +165,17 @@ class Findings:
                 "torch's default generator, and keep changing numbers in attributes or buffers of modules. check=False "
                 "trains anyway, each rank with its own values.",
             )  # fmt: skip
-        if self.undivided:
+        if self.undivided and self.skipped:
+            yield Restriction(
+                shares_batch, "plan", "one that shares the batch",
+                f"No part of the batch runs by itself: {self.skipped}. Rows of one tensor may number those of another, "
+                f"as edges do nodes. {_KEEP_BATCH}; or give each sample rows of its own, padded to one shape.",
+                fix=FULL_BATCH,
+                reason="no part of the batch runs by itself",
+                effect=_ONLY_FULL_BATCH,
+                change="give each sample rows of its own, padded to one shape",
+            )  # fmt: skip
+        elif self.undivided:
             yield Restriction(
                 shares_batch, "plan", "one that shares the batch",
                 "The loss compares samples with one another, or depends on their number, so the loss of the batch is "
@@ -418,7 +428,7 @@ class Findings:
                 f"Neither the model's forward nor loss_fn takes {_few(self.unused)} of the batch: is an argument "
                 "misspelled?"
             )
-        if self.skipped:
+        if self.skipped and not self.undivided:  # which keeps the batch in one piece
             lines.append(
                 "Whether the loss of a batch is the mean of the losses of its shares was not tried: "
                 f"{self.skipped}. If it is a mean over samples, pass check=False to silence this."
