@@ -22,7 +22,7 @@ from galvatron_lite.model.batch import batch_size, check_entries
 from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import dead_note
-from galvatron_lite.model.trace.meta import LOCAL_BATCH_NORMS, check_model, precision_of
+from galvatron_lite.model.trace.meta import LOCAL_BATCH_NORMS, check_model, meta_copy, precision_of
 from galvatron_lite.model.trace.record import MetaRunError, ValuesReadError
 from galvatron_lite.model.trace.run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
@@ -210,7 +210,9 @@ def auto_parallelize(
     if uncaptured is not None:
         runs = isinstance(uncaptured, ValuesReadError) or not (findings is None or findings.skipped)
         if not (trains and runs and settings is None):
-            raise uncaptured
+            from galvatron_lite.capture.trace import error_of_fewer_samples
+
+            raise error_of_fewer_samples(meta_copy(model), example, precision, blocks, uncaptured) or uncaptured
         if findings is not None and findings.keeps_batch and world_size() > 1:
             raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     watched = None  # frees its copy of the model

@@ -5,7 +5,7 @@ Everything runs on a copy on the meta device, at two batch sizes, so no weight i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def trace(
         watched = watched or watch(twin, batches[1], blocks)
         small_run = observe(twin, batches[0], watched.units())
     except TraceError as error:
-        other = kept_error(model, batch) or _error_of_fewer_samples(twin, batch, precision, blocks, error)
+        other = kept_error(model, batch) or error_of_fewer_samples(twin, batch, precision, blocks, error)
         if other is None:
             raise
         raise other from error
@@ -140,7 +140,7 @@ def _example(batch: Any, samples: int, precision: str | None) -> Any:
     return map_tensors(resized, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _error_of_fewer_samples(
+def error_of_fewer_samples(
     twin: nn.Module, batch: Any, precision: str | None, blocks: BlockNames | None, error: TraceError
 ) -> TraceError | None:
     """The error of a model that runs on all samples of the batch and not on fewer; None if it runs on neither."""
@@ -149,6 +149,14 @@ def _error_of_fewer_samples(
         watch(twin, _example(batch, rows, precision), blocks)
     except TraceError:
         return None
+    entries = batch.items() if isinstance(batch, Mapping) else ()
+    lists = [name for name, value in entries if isinstance(value, (list, tuple)) and len(value) == rows]
+    if lists:
+        remedy = (
+            f"It is a list with an item for each of the {rows} samples, of which no share can be taken. Give tensors with "
+            "a row for each sample instead, padded to one shape."
+        )
+        return TraceError("batch", ", ".join(lists), remedy)
     names = [place.lstrip(".") for place, tensor in places(batch) if tensor.dim() and tensor.shape[0] == rows]
     remedy = (
         f"The batch has {rows} samples, so tensors whose first dimension is {rows} are taken to have a row for each. "

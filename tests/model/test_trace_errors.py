@@ -297,3 +297,50 @@ class Flow(nn.Module):
 def test_blocks_may_hand_on_a_vector_beside_their_activations() -> None:
     graph = trace(Flow(), torch.ones(8, 6))
     assert [layer.name for layer in graph.layers if layer.role is Role.BLOCK] == ["body.0", "body.1", "body.2"]
+
+
+class Growth(nn.Module):
+    """Layers that are handed all outputs so far, in one list that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(Joined(4 + 2 * place) for place in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [x]
+        for layer in self.body:
+            outputs.append(layer(outputs))
+        return torch.cat(outputs, -1).square().mean()
+
+
+class Joined(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 2)
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        joined: Tensor = self.linear(torch.cat(outputs, -1))
+        return joined
+
+
+def test_a_list_that_grows_is_what_each_block_was_given() -> None:
+    graph = trace(Growth(), torch.ones(8, 4))
+    assert sum(graph.kind_of(layer).parameters.total for layer in graph.layers) == 2 * (4 + 6 + 8) + 3 * 2
+
+
+class Detector(nn.Module):
+    """Works through the images one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, images: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
+        seen = self.body(images)
+        return torch.stack([(seen[i] - one["box"]).square().mean() for i, one in enumerate(targets)]).mean()
+
+
+def test_a_list_of_samples_is_named() -> None:
+    batch = {"images": torch.ones(8, 4), "targets": [{"box": torch.ones(4)} for _ in range(8)]}
+    with pytest.raises(TraceError, match=r"'targets' cannot be used.*list with an item for each of the 8 samples"):
+        trace(Detector(), batch)
