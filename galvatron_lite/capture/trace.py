@@ -153,8 +153,8 @@ def error_of_fewer_samples(
     lists = [name for name, value in entries if isinstance(value, (list, tuple)) and len(value) == rows]
     if lists:
         remedy = (
-            f"It is a list with an item for each of the {rows} samples, of which no share can be taken. Give tensors with "
-            "a row for each sample instead, padded to one shape."
+            f"It is a list with an item for each of the {rows} samples, of which no share can be taken. Give tensors "
+            "with a row for each sample instead, padded to one shape."
         )
         return TraceError("batch", ", ".join(lists), remedy)
     names = [place.lstrip(".") for place, tensor in places(batch) if tensor.dim() and tensor.shape[0] == rows]
