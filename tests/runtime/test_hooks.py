@@ -141,6 +141,26 @@ def test_samples_folded_into_another_dim_are_refused_where_they_would_move() -> 
     assert trace(Model(), batch()).folded == ""
 
 
+class Views(nn.Module):
+    """Two views of each sample go through the blocks together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.start(x).repeat(2, 1, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.mean()
+
+
+def test_several_rows_a_sample_leave_tokens_together() -> None:
+    kinds = trace(Views(), torch.zeros(4, 3, 4)).kinds.values()
+    assert all("blocks.0 takes several rows a sample" in kind.context_reason for kind in kinds)
+    assert not any(kind.context_reason for kind in trace(Folded(), torch.zeros(4, 3, 4)).kinds.values())
+
+
 def test_blocks_of_both_containers_are_found() -> None:
     layers = discover_layers(Model(), batch(), blocks=["first.0", "first.1", "second.0", "second.1"])
     assert [layer.role for layer in layers] == [Role.BEFORE, *[Role.BLOCK] * 4, Role.AFTER]
