@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,26 +91,30 @@ def resnet_cases() -> list[Case]:
     return [Case("data", 1, 1, (data,), data), Case("rows", 1, 1, (rows,), rows)]
 
 
-def one_device_cases(offload: bool) -> list[Case]:
-    """Plans for one device: micro-batches, recomputation, and, if asked for, what the host keeps."""
+def one_device_cases(attention: bool) -> list[Case]:
+    """Plans for one device: micro-batches, recomputation, of models with attention also of parts of a block, and on a
+    GPU what the host keeps."""
     alone = Strategy()
     full, selective = replace(alone, recompute=FULL), replace(alone, recompute=SELECTIVE)
     states, kept = replace(alone, offload=Offload.STATES), replace(alone, offload=Offload.ACTIVATIONS)
     rows = [(f"{count} micro-batches", count, (alone,)) for count in (1, 2, 4)]
     rows += [(f"recompute, {count} micro-batches", count, (full,)) for count in (1, 2, 4)]
     rows += [(f"2 blocks recompute, {count} micro-batches", count, (full, full, alone)) for count in (1, 2)]
-    if offload:
+    if attention:
         rows += [(f"selective recompute, {count} micro-batches", count, (selective,)) for count in (1, 4)]
+    if attention and torch.cuda.is_available():
         rows += [("states in the host", 1, (states,)), ("activations in the host", 2, (kept,))]
-    return [Case(name, 1, count, blocks, alone) for name, count, blocks in rows]
+    return [
+        Case(name.replace("1 micro-batches", "1 micro-batch"), 1, count, blocks, alone) for name, count, blocks in rows
+    ]
 
 
 CASES = {
     "gpt": (quickstart_model, gpt_cases),
     "convnext": (train_convnext_model, convnext_cases),
     "resnet50": (resnet50_model, resnet_cases),
-    "llama": (llama_model, partial(one_device_cases, offload=True)),
-    "resnet50-alone": (resnet50_model, partial(one_device_cases, offload=False)),
+    "llama": (llama_model, partial(one_device_cases, attention=True)),
+    "resnet50-alone": (resnet50_model, partial(one_device_cases, attention=False)),
 }
 """By the name of a model: its module, and the plans to try."""
 
@@ -186,9 +191,10 @@ def main() -> None:
     profile = read_profile(last_profile(options.folder))
     model, cases = CASES[options.model]
     rows = []
-    for case in cases():
-        if options.only not in case.name:
-            continue
+    chosen = [case for case in cases() if options.only in case.name]
+    for number, case in enumerate(chosen, 1):
+        if rank() == 0:
+            print(f"{number} of {len(chosen)}: {case.name}", file=sys.stderr)
         plan = evaluate(profile, plan_of(case, profile, model.BATCH))
         peak = peak_of(lambda plan=plan: stepper(model.make, plan))
         found = measure(stepper(model.make, plan), 2, options.steps, peak)

@@ -61,7 +61,7 @@ def test_only_layers_that_differ_are_told(profile: Profile) -> None:
     assert alike.buys[0].said == "takes the same time and memory"
 
 
-def test_what_one_buys_over_the_other(profile: Profile) -> None:
+def test_the_difference_between_two_plans_is_explained(profile: Profile) -> None:
     first, second = by_hand(profile, Strategy(data=2)), by_hand(profile, Strategy(), cuts=(0, 2, 4))
     comparison = api_plans.compare([first, second], profile)
     a, b = comparison.plans
@@ -90,7 +90,7 @@ def test_other_batches_and_groups_of_devices_are_said(profile: Profile) -> None:
     assert not any("work longest" in note for note in api_plans.compare([late, late], profile).notes)
 
 
-def test_one_plan_is_no_comparison(profile: Profile) -> None:
+def test_a_single_plan_is_refused(profile: Profile) -> None:
     with pytest.raises(InputError, match="two or more"):
         api_plans.compare([by_hand(profile, Strategy(data=2))], profile)
     with pytest.raises(InputError, match="names no profile"):
@@ -120,7 +120,7 @@ def test_counts_fill_whole_members_of_every_level() -> None:
     assert device_counts(load_cluster("a100-80gb", 56), divide_well=True)[-3:] == (32, 48, 56)
 
 
-def test_the_first_devices_of_unlike_ones() -> None:
+def test_the_first_devices_of_a_mixed_cluster() -> None:
     fast, slow = (Device(name, 2**30, 1e10, {"fp32": flops}) for name, flops in (("fast", 2e11), ("slow", 1e11)))
     levels = (Level("node", 2, 1e9, 0.0), Level("cluster", 4, 1e9, 0.0))
     whole = Cluster("mixed", (DeviceGroup(fast, 4), DeviceGroup(slow, 4)), levels)

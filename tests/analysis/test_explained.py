@@ -123,7 +123,7 @@ def explanation(profile: Profile, plan: Plan) -> Explanation:
     return api_plans.explain(plan, profile)
 
 
-def test_what_ifs_are_plans_by_hand(profile: Profile, explanation: Explanation) -> None:
+def test_what_ifs_equal_plans_priced_by_hand(profile: Profile, explanation: Explanation) -> None:
     by_name = {one.name: one for one in explanation.what_ifs}
     assert set(by_name) == {
         "memory_less", "memory_more", "links_cluster", "batch_twice", "batch_half", "node_more",
@@ -147,7 +147,7 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, explanation: Explanation) 
     )
 
 
-def test_the_price_is_a_plan_by_hand(profile: Profile, explanation: Explanation) -> None:
+def test_the_price_of_memory_equals_a_plan_priced_by_hand(profile: Profile, explanation: Explanation) -> None:
     price = explanation.price
     more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4, margin=0.0, tolerance=0.0)
     saved = price.seconds_per_gib * price.added_bytes / 2**30
@@ -193,7 +193,7 @@ def test_without_what_ifs_the_price_is_of_the_plans_own_shape(profile: Profile, 
     assert any("--no-what-if" in line for line in quick.left_out)
 
 
-def test_what_there_was_no_time_for_is_said(profile: Profile, plan: Plan) -> None:
+def test_alternatives_skipped_for_lack_of_time_are_reported(profile: Profile, plan: Plan) -> None:
     hurried = api_plans.explain(plan, profile, seconds=0.0)
     assert hurried.price is None
     assert all("not tried" in one.why and one.step_seconds is None for one in hurried.what_ifs)
@@ -263,7 +263,7 @@ def _of(found: tuple[Bound, ...], what: Constraint) -> Bound:
     return next(one for one in found if one.constraint is what)
 
 
-def test_without_what_ifs_the_dearest_comes_first() -> None:
+def test_without_what_ifs_the_costliest_layer_comes_first() -> None:
     found = _bounds(_time(0.3, 0.4))
     assert [one.constraint for one in found[:2]] == [Constraint.BATCH, Constraint.LINK]
     assert all(one.binds and "the most that could be saved" in one.said for one in found[:2])
@@ -286,7 +286,7 @@ def test_what_was_not_tried_is_said_and_compute_gets_no_verdict(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("other", [True, False])
-def test_a_saving_by_another_plan_is_called_one(other: bool) -> None:
+def test_a_saving_by_another_plan_is_reported_as_such(other: bool) -> None:
     then = WhatIf(
         "links_node", "links twice as fast", 4, 8, step_seconds=0.8, samples_per_second=10.0, gain=0.25,
         summary="another" if other else summary(PRICED.plan),

@@ -31,7 +31,7 @@ def script() -> ModuleType:
     return module
 
 
-def test_numbers_of_recipes_go_together(script: ModuleType) -> None:
+def test_numbers_of_recipes_are_consistent(script: ModuleType) -> None:
     data = yaml.safe_load(script.FILE.read_text(encoding="utf-8"))
     for recipe in data["recipes"]:
         plan = check_plan(script.plan_by_hand(recipe, script.graph_of(recipe, data["models"])))

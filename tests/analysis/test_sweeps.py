@@ -73,7 +73,7 @@ def test_a_wide_step_is_quick_and_says_so() -> None:
     assert searched[0] == 320_000
 
 
-def test_nothing_fits_and_steps_of_nothing() -> None:
+def test_a_budget_without_plans_and_a_step_of_zero_are_refused() -> None:
     with pytest.raises(InfeasibleError, match="smallest budget"):
         pareto_front(small(2, budget=100), 16)
     with pytest.raises(InputError, match="step"):
@@ -81,7 +81,7 @@ def test_nothing_fits_and_steps_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_cheapest_of_all_numbers(seed: int) -> None:
+def test_the_cheapest_number_of_devices(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
     steps = {devices: seconds_of(plan_at(setting, devices, 24)) for devices in (1, 2, 3, 4, 8)}
     cost = {devices: 2.5 * devices * 1000 * seconds / 3600 for devices, seconds in steps.items()}
@@ -131,7 +131,7 @@ def test_a_deadline_that_none_meets_and_a_budget_that_nothing_fits() -> None:
         (TrainingAmount(samples=1.0), 1.0, 8, -5.0, "--within"),
     ],
 )
-def test_runs_that_mean_nothing(
+def test_training_amounts_that_contradict_are_refused(
     run: TrainingAmount, price: float, batch: int | None, deadline: float | None, said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
@@ -143,7 +143,7 @@ def devices_of(answer: Fewest) -> int | None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_fewest_of_all_numbers(seed: int) -> None:
+def test_the_fewest_devices_that_reach_a_target(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
     counts = device_counts(setting.profile.cluster)
     steps = {devices: seconds_of(plan_at(setting, devices, 24)) for devices in counts}
@@ -157,14 +157,14 @@ def test_the_fewest_of_all_numbers(seed: int) -> None:
         assert all(point.plan is None or point.seconds == steps[point.devices] for point in answer.points)
 
 
-def test_the_fewest_that_fit() -> None:
+def test_the_fewest_devices_whose_memory_suffices() -> None:
     for budget in (30_000, 60_000, 2**30):
         setting = small(1, budget=budget)
         fits = [devices for devices in (1, 2, 3, 4) if plan_at(setting, devices, 24) is not None]
         assert devices_of(fewest_devices(setting, Target(Goal.FIT), 24)) == min(fits, default=None)
 
 
-def test_without_a_batch_it_is_eight_a_device() -> None:
+def test_the_default_batch_is_eight_samples_a_device() -> None:
     answer = fewest_devices(small(0), Target(Goal.SAMPLES, 1e12))
     assert answer.answer is None
     assert [point.batch for point in answer.points] == [8, 16, 24, 32]
@@ -179,7 +179,7 @@ def test_without_a_batch_it_is_eight_a_device() -> None:
         (Target(Goal.TOKENS, float("nan")), 8, "above 0"),
     ],
 )
-def test_targets_that_mean_nothing(target: Target, batch: int | None, said: str) -> None:
+def test_targets_that_are_no_positive_numbers_are_refused(target: Target, batch: int | None, said: str) -> None:
     with pytest.raises(InputError, match=said):
         fewest_devices(small(0), target, batch)
 
@@ -253,7 +253,7 @@ def test_no_plan_of_an_estimated_model_beats_the_bound(backend: str) -> None:
     assert seconds_of(plan) >= least_seconds(known, 4, 64) > 0.5 * seconds_of(plan)
 
 
-def test_compute_alone_reaches_it() -> None:
+def test_a_plan_of_compute_alone_reaches_the_bound() -> None:
     """Two layers of 3 and 6 seconds a sample on one device, and nothing else to do; and f + b = 2 + n seconds for n
     samples: 3 a sample alone, 1.25 each in a batch of 8, which no point holds."""
     kind = make_kind("block", 0)

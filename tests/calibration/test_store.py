@@ -60,7 +60,7 @@ def test_the_shipped_files_name_an_origin_for_every_entry() -> None:
     assert all(origin.source for origin in shipped.origins.values())
 
 
-def test_shares_of_a_data_sheet_are_shares() -> None:
+def test_efficiencies_lie_between_0_and_1() -> None:
     shipped = load_calibration()
     for constants in shipped.devices.values():
         shares = [*constants.matmul.values(), *constants.convolution.values(), constants.attention, constants.memory]
@@ -132,7 +132,7 @@ def test_what_measurements_do_not_tell_stays() -> None:
     assert found.deviations[1] == pytest.approx(0.3)
 
 
-def test_bent_predictions_end_at_the_least_objective() -> None:
+def test_nonlinear_fits_end_at_the_least_objective() -> None:
     def predict(x: np.ndarray) -> np.ndarray:
         return np.log(1.0 + np.exp(2 * x[:1])) + 0.1 * x[:1] ** 3
 
@@ -142,7 +142,7 @@ def test_bent_predictions_end_at_the_least_objective() -> None:
     assert found.values[0] == pytest.approx(grid[cost.argmin()], abs=2e-3)
 
 
-def test_it_never_leaves_a_prior_that_is_better() -> None:
+def test_a_fit_is_never_worse_than_its_prior() -> None:
     """A step that overshoots is halved, and not taken where no part of it helps."""
     found = fit(lambda x: np.abs(x[:1]), [1.0], [0.0], [1.0], 0.1)
     assert found.values == pytest.approx([0.0], abs=1.1)

@@ -63,14 +63,14 @@ def profile() -> Profile:
     return plain_profile(SECONDS, parameters=ITEMS)
 
 
-def test_unknown_figures_are_not_made_up(profile: Profile) -> None:
+def test_figures_without_measurements_are_left_out(profile: Profile) -> None:
     some = replace(profile, layers=tuple(point for point in profile.layers if point.kind != "t1" or point.samples > 1))
     (region,) = find_regions(some.graph)
     assert [one.seconds is None for one in figures_of(some, region)] == [False, True, False]
     assert best_gain(some, region) == 0.0
 
 
-def test_the_table(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_profile(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None:
     show_profile(profile, "here.yaml")
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.split()[:3] == ["t0", "1", "100"])
@@ -101,7 +101,7 @@ def test_what_a_factory_may_return(script: Path, name: str, given: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "said"), [("wrong", "not an nn.Module"), ("none", "no function 'none'")])
-def test_what_it_may_not(script: Path, name: str, said: str) -> None:
+def test_factories_that_return_something_else_are_refused(script: Path, name: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         load_factory(f"{script}:{name}")
 
@@ -154,13 +154,13 @@ def test_the_plan_says_that_the_rule_changes(galvatron: Galvatron, tmp_path: Pat
         (["--allow-delay", "--fix", "setting=data", "--mode", "inference"], "in training only"),
     ],
 )
-def test_refused(galvatron: Galvatron, pins: list[str], said: str) -> None:
+def test_options_that_contradict_are_refused(galvatron: Galvatron, pins: list[str], said: str) -> None:
     status, _, err = galvatron("plan", *SMALL, *pins)
     assert status == 1
     assert said in " ".join(err.split())
 
 
-def test_other_questions_take_it_too(galvatron: Galvatron) -> None:
+def test_other_commands_take_the_option_too(galvatron: Galvatron) -> None:
     pins = ["--allow-delay", "--fix", "setting=data", "--fix", "rule=v2", "--best-batch", "--max-batch", "6"]
     status, out, _ = galvatron("plan", *SMALL[:-2], *pins)
     assert status == 0

@@ -132,7 +132,7 @@ def _blocks(plan) -> set[str]:  # type: ignore[no-untyped-def]
     return {run.strategy.recompute.value for run in runs}
 
 
-def test_other_plans_are_shown_as_many_as_wanted(galvatron: Galvatron) -> None:
+def test_the_number_of_other_plans_shown_is_an_option(galvatron: Galvatron) -> None:
     def others(*options: str) -> int:
         return len(json.loads(galvatron(*SMALL, "--batch", "32", "--json", *options).out).get("alternatives", []))
 
@@ -198,7 +198,7 @@ def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
         (["plan", "--model", "gpt2", "--cluster", "empty.yaml"], "'nothing' cannot be used"),
     ],
 )
-def test_what_is_missing_is_told_with_what_would_do(
+def test_errors_of_missing_options_name_a_remedy(
     galvatron: Galvatron, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,7 @@ def test_table_and_worst(few: Path) -> None:
     assert "llmfoundry" not in done.stdout
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_options_are_named() -> None:
     runs = read_runs(RUNS)
     with pytest.raises(InputError, match="--family"):
         _filtered(runs, ["nobody"], None)
@@ -89,7 +89,7 @@ def scored(*lines: str, options: tuple[str, ...] = ()) -> CompletedProcess[str]:
     return command("-", *options, lines=lines)
 
 
-def test_odd_rows_cost_no_other_and_are_named() -> None:
+def test_invalid_rows_are_named_and_others_scored() -> None:
     lines = [
         own(), "{broken", own(run_id="deep", layers=10**9), own(run_id="long", seq_len=10**12),
         own(run_id="gone", inter_node_gbps=-1), own(run_id="huge", iter_time_s=float("inf")),

@@ -53,7 +53,7 @@ def test_the_command_of_the_page() -> None:
     assert [role["ranks"] for role in found["roles"]] == [[0, 1]]
 
 
-def test_what_fails_is_told_and_is_the_exit_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_checks_are_printed_and_set_the_exit_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object, **__: object) -> Verification:
         return Verification((Check("order", Verdict.FAILED, "Rank 1 [of 2] waits.", ("a line",)),))
 

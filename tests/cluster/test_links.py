@@ -78,7 +78,7 @@ def test_links_inside_a_node(text: str | None, gpu: str, name: str) -> None:
         (None, "V100-SXM2-32GB", "infiniband-edr"),
     ],
 )
-def test_networks(text: str | None, gpu: str, name: str) -> None:
+def test_cluster_networks(text: str | None, gpu: str, name: str) -> None:
     assert link_matching(text, gpu, between=True) == name
 
 
@@ -230,7 +230,7 @@ def test_a_sum_over_one_adapter_has_half_of_the_node() -> None:
     assert seconds(SLOW, Collective.ALL_REDUCE, RankGroup(2, 4, 4)) == pytest.approx(2 * 4e9 / (10e9 / 4))
 
 
-def test_what_stays_in_a_node_is_as_before() -> None:
+def test_collectives_inside_a_node_are_not_affected() -> None:
     group = RankGroup(4, 1, 2)
     assert seconds(SLOW, Collective.ALL_REDUCE, group) == seconds(STRAIGHT, Collective.ALL_REDUCE, group)
 
@@ -244,7 +244,7 @@ def test_what_stays_in_a_node_is_as_before() -> None:
         (Collective.ALL_REDUCE, 6 * (3e-3 + 0.25e9 / 2e9)),
     ],
 )
-def test_through_host_memory(collective: Collective, expected: float) -> None:
+def test_messages_through_host_memory(collective: Collective, expected: float) -> None:
     """Four devices send and receive over a link of 16 GB/s: 2 GB/s each."""
     assert staged_seconds(CLUSTER, SLOW, collective, 4, 1e9) == pytest.approx(expected)
 

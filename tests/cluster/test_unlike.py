@@ -92,14 +92,14 @@ def test_links_that_are_given_for_all_count_above_the_types_own(tmp_path: Path) 
         ((run(),), {"device": A100}, "either device"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_values_are_named(
     tmp_path: Path, groups: tuple[dict[str, object], ...], more: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
         load_cluster(file_of(tmp_path, *groups, **more))
 
 
-def test_one_name_means_one_device(tmp_path: Path) -> None:
+def test_one_name_may_not_mean_two_devices(tmp_path: Path) -> None:
     own = {"name": A100, "memory": "46GiB", "memory_bandwidth": 8.6e11, "peak": {"fp32": 9e13}}
     with pytest.raises(FileFormatError, match="another name"):
         load_cluster(file_of(tmp_path, run(), run() | {"device": own}))

@@ -74,7 +74,7 @@ def test_forward_and_backward_wait_for_their_own_slowest_group() -> None:
     assert predicted(found).step_seconds == pytest.approx(2 * 11, rel=1e-6)
 
 
-def test_what_moves_counts() -> None:
+def test_bytes_moved_between_groups_take_time() -> None:
     """Each tower gives 8e6 bytes a sample: of two samples one device lacks one, both ways, at 1e7 bytes a second."""
     profile = plain_profile([3.0, 3.0], cluster=make_cluster(2, bandwidth=1e7, latency=0.0), given=8 * 10**6)
     found = predicted(evaluate(profile, apart((0, 1), (1, 1))))
@@ -84,7 +84,7 @@ def test_what_moves_counts() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(branch=st.floats(1e-4, 1e-1), pipeline=st.floats(0, 1e-2), towers=st.integers(2, 4), training=st.booleans())
-def test_each_call_takes_the_host_its_time(branch: float, pipeline: float, towers: int, training: bool) -> None:
+def test_every_layer_call_costs_host_time(branch: float, pipeline: float, towers: int, training: bool) -> None:
     """Of every micro-batch, on every device: half as much without backward; and each further message its own."""
     mode = Mode.TRAINING if training else Mode.INFERENCE
     where, passes = [(tower % 2, 1) for tower in range(towers)], 2 if training else 1
@@ -162,7 +162,7 @@ def test_groups_beside_each_other_do_not_overlap() -> None:
         evaluate(profile, apart((0, 2), (1, 2), batch=4, devices=4))
 
 
-def test_a_plan_by_hand() -> None:
+def test_a_plan_written_by_hand() -> None:
     profile = plain_profile([3.0, 2.0])
     data = {
         "devices": 2, "global_batch": 2, "microbatches": 1,
@@ -184,7 +184,7 @@ def test_a_plan_by_hand() -> None:
             plan_from(wrong, profile.graph, "file")
 
 
-def test_nothing_but_branches() -> None:
+def test_a_model_of_branches_alone() -> None:
     """Without a trunk the results go to every device; towers of two layers, as lone layers are taken for a chain."""
     profile = plain_profile([3.0, 2.0])
     layers = tuple(

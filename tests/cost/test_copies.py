@@ -79,7 +79,7 @@ def test_a_new_gradient_of_a_table_is_of_its_own_precision(known: Profile, kind:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_zero_gathers_has_none(known: Profile, stage: int) -> None:
+def test_parameters_that_zero_gathers_have_no_further_copy(known: Profile, stage: int) -> None:
     assert held(known, "block", Strategy(zero=8, zero_stage=stage)) == 0
 
 
@@ -110,7 +110,7 @@ def test_a_recurrence_has_one_copy_of_what_it_reads_again_and_again(known: Profi
     assert held(recurrent, "block", Strategy(data=8)) == pytest.approx(2 * WEIGHTS, rel=1e-3)
 
 
-def test_what_is_computed_again_works_with_its_own(known: Profile) -> None:
+def test_recomputed_layers_hold_copies_of_their_own(known: Profile) -> None:
     strategy = Strategy(data=8, recompute=Recompute.FULL)
     bare = LayerPricer(replace(known, copied_bytes=0)).price("block", strategy, 8, 1)
     full = LayerPricer(known).price("block", strategy, 8, 1)
@@ -126,7 +126,7 @@ def test_many_are_priced_as_one(known: Profile) -> None:
     assert np.array_equal(many, [held(known, "block", one) for one in strategies])
 
 
-def test_whole_logits_are_worked_with_where_tokens_are_shared(known: Profile) -> None:
+def test_logits_are_whole_where_tokens_are_shared(known: Profile) -> None:
     """A loss on shares works with shares; where tokens are shared, logits are gathered: as much as without slices."""
     pricer, samples = LayerPricer(known), 8
     tokens = 1024 * samples
@@ -141,7 +141,7 @@ def test_whole_logits_are_worked_with_where_tokens_are_shared(known: Profile) ->
     assert gathered.working == pytest.approx(alone.working, rel=1e-3)
 
 
-def test_nothing_is_cast_in_full_precision() -> None:
+def test_full_precision_makes_no_copies() -> None:
     whole = estimate_profile(
         load_model("gpt2", precision="fp32"), load_cluster("a100-40gb", 8), precision="fp32", name="gpt2"
     )

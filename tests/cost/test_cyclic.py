@@ -118,7 +118,7 @@ def test_host_work_and_updates_count(setting: CyclicSetting) -> None:
         assert added >= count * 1e-4 + 5e-4
 
 
-def test_nodes_are_farther_apart() -> None:
+def test_messages_between_nodes_take_longer() -> None:
     near = even(8, 4, bandwidth=1e7)
     levels = (replace(near.cluster.levels[0], size=2), Level("cluster", 2, 1e5, 0.0))
     far = replace(near, cluster=replace(near.cluster, levels=levels))
@@ -155,7 +155,7 @@ def test_a_stage_holds_what_its_first_layers_keep_before_the_last_works() -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(CyclicRule), st.sampled_from(CyclicSetting))
-def test_laws(seed: int, count: int, rule: CyclicRule, setting: CyclicSetting) -> None:
+def test_parts_add_up_and_are_not_negative(seed: int, count: int, rule: CyclicRule, setting: CyclicSetting) -> None:
     profile = random_profile(random.Random(seed), devices=device_count(setting, count), blocks=4)
     plan = plan_on(profile, setting, rule, count)
     priced = price_plan(LayerPricer(profile), plan)
@@ -177,7 +177,7 @@ def vars_of(plan: Plan) -> list[float]:
     return [getattr(time, name) for name in ("forward", "backward", "communication", "pipeline", "optimizer", "other")]
 
 
-def test_refused() -> None:
+def test_plans_that_cannot_be_priced_are_refused() -> None:
     profile = random_profile(random.Random(1), devices=2, blocks=4, tied=True)
     plan = plan_of(
         profile.graph, devices=2, global_batch=4, microbatches=2, cuts=(0, 3, 6),

@@ -107,7 +107,7 @@ def test_a_plan_for_inference_needs_less_and_recomputes_nothing() -> None:
     assert again.prediction == running.prediction
 
 
-def test_the_mode_by_its_name() -> None:
+def test_inference_is_chosen_by_name() -> None:
     found = plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4, mode="inference")
     assert found.mode is Mode.INFERENCE
     assert plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4).mode is Mode.TRAINING

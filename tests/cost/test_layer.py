@@ -54,7 +54,7 @@ def test_gradients_of_shared_parameters_are_summed_as_they_are_held(strategy: St
 
 
 @pytest.mark.parametrize(("stage", "share"), [(1, 0.04), (2, 0.0), (3, 0.0)])
-def test_products_whose_gradients_wait_cost_each_and_by_their_time(stage: int, share: float) -> None:
+def test_deferred_weight_gradients_cost_time_per_matmul_and_second(stage: int, share: float) -> None:
     """0.01 s for each of two products, and a tenth of 0.2 s of gradients; ZeRO-2 and 3 reduce them with backward."""
     product = Operator("linear", OperatorClass.MATMUL, (2, 2, 2), 2, 1, 1, 1, 1, weight_bytes=16)
     kind = replace(make_kind("block", ITEMS), operators=(product, replace(product, weight_bytes=0, count=1)))

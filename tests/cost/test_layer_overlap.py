@@ -42,7 +42,9 @@ def simulated(compute: float, communication: float, overlap: Overlap) -> float:
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(1.0, 2.0), st.floats(1.0, 2.0))
-def test_two_that_slow_one_another_down(compute: float, communication: float, a: float, b: float) -> None:
+def test_compute_and_communication_slow_each_other_down(
+    compute: float, communication: float, a: float, b: float
+) -> None:
     overlap = Overlap(a, b)
     assert overlapped_seconds(compute, communication, overlap) == pytest.approx(
         simulated(compute, communication, overlap), abs=1e-3
@@ -56,7 +58,7 @@ def test_without_named_shares_a_dimension_decides() -> None:
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, 1.5), (0.5, 0.75), (1.0, 0.5)])
-def test_a_named_share_hides_and_the_rest_blocks(share: float, left: float) -> None:
+def test_the_named_share_overlaps_and_the_rest_blocks(share: float, left: float) -> None:
     """1.5 s beside 1 s of forward: the share that may hide does so up to the compute."""
     exposed = exposed_by([(message("tensor", overlaps=False), 1.5)], figures(), {"tensor": share}, FREE)
     assert exposed.forward == pytest.approx(left)
@@ -82,7 +84,7 @@ def test_gradients_hide_behind_the_last_backward_and_new_parameters_behind_the_f
     assert blocked.step == pytest.approx(1.0 + 3.0)
 
 
-def test_what_a_micro_batch_hides_leaves_less_room_for_the_step() -> None:
+def test_overlap_in_micro_batches_leaves_less_for_the_step() -> None:
     parts = [(message(moment=Moment.BACKWARD), 1.5), (message("data", Moment.STEP), 1.0)]
     exposed = exposed_by(parts, figures(), {}, FREE)
     assert (exposed.backward, exposed.step) == pytest.approx((0.0, 0.5))

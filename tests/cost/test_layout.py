@@ -84,13 +84,13 @@ def test_shares_are_those_of_items_counted_one_by_one(every: list[Strategy]) -> 
         (Strategy(data=4), Strategy(zero=4, zero_stage=2), 0.0),
     ],
 )
-def test_by_hand(left: Strategy, right: Strategy, expected: float) -> None:
+def test_redistribution_computed_by_hand(left: Strategy, right: Strategy, expected: float) -> None:
     assert share(left, right) == share(right, left) == pytest.approx(expected)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.permutations([1, 2, 2, 3]), st.permutations([1, 2, 2, 3]), st.booleans(), st.booleans())
-def test_any_degrees(first: list[int], second: list[int], grid: bool, channels: bool) -> None:
+def test_any_degrees_of_two_layouts(first: list[int], second: list[int], grid: bool, channels: bool) -> None:
     """Three-sided grids against one another, or against samples and channels."""
     left = Strategy(data=first[0], depth=first[1], height=first[2], width=first[3])
     right = Strategy(data=second[0], depth=second[1], height=second[2], width=second[3])

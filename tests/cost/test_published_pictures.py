@@ -63,7 +63,7 @@ def test_shares_need_what_follows_from_saved_tensors(profile: Profile, ways: int
 
 
 @pytest.mark.parametrize(("sides", "most"), [((720, 1280), 62.2), ((512, 2048), 80.9)])
-def test_other_sizes(sides: tuple[int, int], most: float) -> None:
+def test_other_picture_sizes(sides: tuple[int, int], most: float) -> None:
     """Six cameras of 720p, and twice the width."""
     sizes: dict[str, object] = {**SIZE, "image_height": sides[0], "image_width": sides[1]}
     profile = profile_of(load_model("convnext-xl", overrides=sizes, precision="fp32"))

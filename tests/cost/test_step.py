@@ -133,7 +133,7 @@ def test_measured_groups_come_first() -> None:
     assert seconds(Collective.ALL_REDUCE, 20, RankGroup(1)) == 0.0
 
 
-def test_points_lie_on_straight_lines() -> None:
+def test_samples_between_measured_points_are_interpolated() -> None:
     points = tuple(
         LayerPoint("a", count, 1, False, Recompute.NONE, forward, 1.0, 10 * count, 10 * count, 10 * count)
         for count, forward in ((2, 2.0), (4, 3.0), (8, 9.0))

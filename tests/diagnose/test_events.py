@@ -122,7 +122,7 @@ def test_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ('{"traceEvents": ' + "[" * 100_000, "wanted"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_files_that_are_no_traces_are_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(FileFormatError, match=said):

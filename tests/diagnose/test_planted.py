@@ -91,7 +91,7 @@ def _worst(found: Diagnosis) -> Finding:
 
 
 @HOW
-def test_nothing_planted_is_nothing_large(runs: Runs, read: Diagnose) -> None:
+def test_a_run_as_predicted_has_no_large_finding(runs: Runs, read: Diagnose) -> None:
     found = read(runs[0] / "nothing")
     assert all(abs(one.seconds) < MORE for one in found.findings)
     assert found.seconds == pytest.approx(found.predicted, abs=MORE)
@@ -162,7 +162,7 @@ def test_slow_layers_of_a_stage_are_named_and_waiting_for_them_is_not(pool: Work
     assert sum(one.seconds for one in logged[:2]) == pytest.approx(4 * 3 * MORE, rel=0.2)
 
 
-def test_what_is_quicker_has_no_advice() -> None:
+def test_quicker_parts_have_no_advice() -> None:
     profile = known_profile()
     expected = expect(profile, plan_of(profile))
     times = [
@@ -265,7 +265,7 @@ def test_bytes_and_the_last_rank_of_a_run(pool: WorkerPool, tmp_path: Path, how:
     assert f"rank {late.slowest} comes last" in printed.replace("\n", " ")
 
 
-def test_figures_of_a_row() -> None:
+def test_a_row_of_the_printed_table() -> None:
     taken = {0: 0.5, 1: 0.1, 2: 0.6}  # in two steps
     records = [CollectiveRecord(rank, 4, 2, "all_reduce", (0, 1, 2), 4, 3000, own) for rank, own in taken.items()]
     (row,) = collective_rows(records, small_profile(4))

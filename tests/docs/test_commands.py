@@ -42,7 +42,7 @@ def options_of(words: list[str]) -> set[str]:
     return {option for parameter in named.params for option in parameter.opts}
 
 
-def test_there_are_commands() -> None:
+def test_the_pages_have_commands() -> None:
     assert {words.split()[0] for words in EVERY} >= {"galvatron", "scripts/calibrate", "scripts/test"}
     assert sum(len(found) for found in RUN.values()) > 60
 

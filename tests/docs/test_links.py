@@ -76,12 +76,12 @@ def begin(kind: str) -> str:
     return next(words for words in QUOTED if words.startswith(f"{kind}: ")).split(": ", 1)[1].split("…")[0].strip()
 
 
-def test_every_kind_is_on_the_page() -> None:
+def test_every_kind_of_error_is_on_the_page() -> None:
     kinds = {name for name, made in vars(errors).items() if inspect.isclass(made) and name.endswith("Error")}
     assert {words.split(":")[0] for words in QUOTED} == kinds - {"GalvatronError"} | {"UserWarning"}
 
 
-def test_words_are_those_of_the_source() -> None:
+def test_quoted_errors_are_those_of_the_source() -> None:
     """Each part between what depends on the case is in the sources; the field of an InputError is an argument of it."""
     known = source()
     assert len(QUOTED) > 30
@@ -101,7 +101,7 @@ def test_what_ranks_that_call_different_collectives_get_is_quoted_as_gloo_says_i
     assert text_of("docs/troubleshooting.md").count("Is there a distributed collective mismatch in your code?") == 2
 
 
-def test_provoked_ones_begin_as_the_page_says() -> None:
+def test_provoked_errors_begin_as_the_page_says() -> None:
     asked = {"model": "llama2-7b", "cluster": "a100-80gb", "gpus": 8, "batch": 64}
     with pytest.raises(errors.UnitError) as unit:
         plan(**asked, mem="lots")

@@ -121,7 +121,7 @@ RUNS = [json.loads(line) for line in text_of("profiles/published/runs.jsonl").sp
 LAYERS = [json.loads(line) for line in text_of("profiles/published/layers.jsonl").splitlines()]
 
 
-def test_counts() -> None:
+def test_the_counts_of_published_runs() -> None:
     words = " ".join(PAGE.split())
     assert f"holds {len(RUNS):,} runs in {len({run['family'] for run in RUNS})} families" in words
     assert f"holds {len(LAYERS)} timings" in words

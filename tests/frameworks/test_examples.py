@@ -85,7 +85,7 @@ def of_the_page(script: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_five_lines_apart(name: str) -> None:
+def test_the_examples_differ_in_five_lines(name: str) -> None:
     one, many = ((EXAMPLES / way / f"{name}.py").read_text().splitlines() for way in ("one", "many"))
     changed = [line for line in difflib.ndiff(one, many) if line.startswith("+ ") and line[2:].strip()]
     lost = [line for line in difflib.ndiff(one, many) if line.startswith("- ") and line[2:].strip()]
@@ -93,7 +93,9 @@ def test_five_lines_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_losses(pool: WorkerPool, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_have_the_same_losses(
+    pool: WorkerPool, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name == "lightning":
         pytest.importorskip("pytorch_lightning")
     monkeypatch.chdir(tmp_path)

@@ -88,12 +88,12 @@ def test_hostfiles_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> 
     ("slots", "devices", "said"),
     [((4, 4), 16, "8 slots"), ((4, 2), 6, "nodes of equal size"), ((4, 4), 6, "do not fill")],
 )
-def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -> None:
+def test_hosts_that_cannot_be_used_are_refused(slots: tuple[int, ...], devices: int, said: str) -> None:
     with pytest.raises(LaunchError, match=said):
         first_hosts(tuple(Host(f"h{at}", each) for at, each in enumerate(slots)), devices)
 
 
-def test_here(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launching_on_this_machine(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(("train.py", "--lr", "1"), plan=Path("plan.yaml"))
     assert job.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
     assert job.environment == {THREADS: "3", PLAN_VARIABLE: str(plan)}
@@ -155,7 +155,7 @@ def test_on_ray(plan: Path) -> None:
     assert job.commands() == [[*module, "--workers", "4", "--each", "2", "--", "-m", "train", "x"]]
 
 
-def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
+def test_profiles_are_measured_by_launch(plan: Path) -> None:
     job = job_of(("profile", "train.py:make"), gpus=2)
     assert job.commands() == [
         [*RUN, "--nproc-per-node", "2", "--standalone", "-m", "galvatron_lite", "profile", "train.py:make"]
@@ -184,7 +184,7 @@ def test_bad_requests(plan: Path, asked: dict[str, Any], said: str) -> None:
         job_of(**{"program": ("train.py",), **asked})
 
 
-def test_nodes_that_do_not_go_together() -> None:
+def test_nodes_that_differ_are_refused() -> None:
     good = NodeReport("a", "hash", {"torch": "2.13", "python": "3.11"}, 8, 80 * 2**30, 0)
     check_nodes([good, replace(good, host="b")], 2, 8, "hash", 70 * 2**30)
     bad = [

@@ -128,7 +128,7 @@ def test_a_factor_that_is_written_to_is_told() -> None:
         module(torch.randn(ROWS, WIDTH)).sum().backward()
 
 
-def test_results_are_let_go_of() -> None:
+def test_results_are_released() -> None:
     """The result of the activation function is gone once the product is there."""
     module, seen = Gated(nn.SiLU()), list[Any]()
     module.act.register_forward_hook(lambda _module, _args, output: seen.append(weakref.ref(output)))

@@ -129,7 +129,7 @@ def test_a_name_that_no_rule_knows_has_no_graph(name: str) -> None:
     assert graph_of_name(name, 224, "fp16") is None
 
 
-def test_what_works_on_tokens() -> None:
+def test_networks_that_work_on_tokens_are_known() -> None:
     assert all(works_on_tokens(name) for name in ("xcit_nano_12_p8", "mixer_b16_224", "swin_tiny"))
     assert not any(works_on_tokens(name) for name in ("convmixer_768_32", "mobilevit_s", "dla34"))
 
@@ -248,7 +248,7 @@ def test_a_bottleneck_reads_the_shortcut_and_no_more() -> None:
     assert moved(graph.kinds[name]) == (5 * normed + 3 * shortcut, 8 * normed + 3 * shortcut)
 
 
-def test_the_rest_is_left_alone() -> None:
+def test_other_operators_are_not_changed() -> None:
     graph = resnet()
     fused = fused_norms(graph)
     for name, kind in graph.kinds.items():

@@ -30,7 +30,7 @@ def test_a_small_model_of_the_zoo_is_traced() -> None:
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_shipped_ones_are_as_their_files_say() -> None:
+def test_shipped_models_match_their_files() -> None:
     assert graph_named("resnet-50", precision="fp32") == load_model("resnet50", precision="fp32")
     with pytest.raises(InputError, match="has none"):
         graph_named("resnet50", sequence=8)
@@ -112,7 +112,7 @@ def test_a_changed_file_is_traced_anew(tmp_path: Path) -> None:
         ('{"model_type": "llama",', "JSON"),
     ],
 )
-def test_bad_files_say_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_errors_of_bad_files_name_the_fault(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(GalvatronError, match=said):

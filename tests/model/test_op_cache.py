@@ -65,7 +65,7 @@ def test_what_is_looked_up_is_what_torch_returns(name: str) -> None:
             assert shown(found, given) == shown(wanted, alike)
 
 
-def test_torch_is_asked_once_and_every_answer_is_new() -> None:
+def test_torch_is_asked_once_and_every_answer_is_a_new_tensor() -> None:
     asked: list[Any] = []
 
     def compute(*args: Any) -> Tensor:

@@ -153,7 +153,7 @@ def test_adapters_are_as_large_as_published(option: str, trained: int) -> None:
     assert (graph.trainable, graph.parameters - trained) == (trained, load_model("llama3-8b").parameters)
 
 
-def test_plans_are_quicker_and_smaller() -> None:
+def test_adapters_make_plans_quicker_and_smaller() -> None:
     given: Any = {"model": "llama2-7b", "cluster": "a100-80gb", "gpus": 8, "sequence": 2048, "batch": 32, "fix": "pp=1"}
     whole, adapters = plan(**given, forbid="zero"), plan(**given, trainable="lora:r=16", forbid="zero")
     upper = plan(**given, freeze=("before", "layers.[0-9]", "layers.1[0-9]"), forbid="zero")
@@ -180,7 +180,7 @@ def test_named_modules_get_the_same_adapters() -> None:
         ({"freeze": "before", "model": "resnet50"}, "train whole"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, str], reason: str) -> None:
+def test_adapters_that_cannot_be_built_are_refused(given: dict[str, str], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         plan(**{"model": "llama2-7b", "cluster": "a100-80gb", **given})
 

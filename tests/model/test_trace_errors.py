@@ -143,7 +143,7 @@ def test_a_model_that_is_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None
         trace(wrap(model), batch)
 
 
-def test_no_loss() -> None:
+def test_a_model_without_a_loss_is_refused() -> None:
     model, batch = FAMILIES["gpt"]()
     with pytest.raises(InputError, match="loss_fn"):
         trace(model, batch[:1])

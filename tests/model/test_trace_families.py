@@ -51,7 +51,7 @@ def test_tied_parameters_are_counted_once(captured: tuple[str, nn.Module, ModelG
     ] * tied
 
 
-def test_boundaries_meet(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+def test_outputs_of_layers_are_inputs_of_the_next(captured: tuple[str, nn.Module, ModelGraph]) -> None:
     graph = captured[2]
     kinds = [graph.kind_of(layer) for layer in graph.layers]
     assert all(one.output_bytes == other.input_bytes > 0 for one, other in pairwise(kinds))
@@ -210,7 +210,7 @@ class Leaving:
         torch.ones(3).add_(1)
 
 
-def test_what_goes_meanwhile_is_not_recorded() -> None:
+def test_garbage_collected_meanwhile_is_not_recorded() -> None:
     model = build("gpt-tiny")
     expected = trace(model, random_tokens(4, 16, 256))
     before = gc.get_threshold()

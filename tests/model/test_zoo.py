@@ -58,7 +58,7 @@ def test_embeddings_are_tied_as_the_config_says() -> None:
     assert untied.head.weight is not untied.embed.weight
 
 
-def test_errors() -> None:
+def test_wrong_names_and_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="Did you mean gpt-tiny"):
         build("gpt-tyny")
     with pytest.raises(InputError, match="gpt-tiny"):

@@ -109,7 +109,7 @@ def test_the_reconstruction_moves_its_target_only_where_asked(detached: bool) ->
     assert moved != detached
 
 
-def test_it_takes_point_clouds() -> None:
+def test_the_network_takes_point_clouds() -> None:
     model = build("perception-mini").eval()
     draw = torch.Generator().manual_seed(0)
     scans = [torch.rand(50, 3, generator=draw) * 8 - 4 for _ in range(4)]
@@ -199,7 +199,7 @@ CLOUD = torch.zeros(5, 3)
         ([CLOUD, [[0.0, 0.0, 0.0]]], r"scans\[1\]"),
     ],
 )
-def test_what_is_no_list_of_clouds_is_refused(scans: list[Tensor], named: str) -> None:
+def test_inputs_that_are_no_lists_of_clouds_are_refused(scans: list[Tensor], named: str) -> None:
     with pytest.raises(InputError, match=named):
         birds_eye_view(scans, SMALL, count=2)
 

@@ -40,7 +40,7 @@ def test_numbers_of_devices() -> None:
             counts_of(text)
 
 
-def test_words_of_strategies() -> None:
+def test_strategies_by_name() -> None:
     assert methods_named(["filter", "data", "filter"]) == (Method.FILTER, Method.DATA)
     assert len(methods_named([])) == 7
     with pytest.raises(InputError, match=r"--strategies: 'tensor'.*data\+filter"):
@@ -102,7 +102,7 @@ def test_any_model_and_any_cluster() -> None:
     assert data.rows[2].epoch < data.rows[1].epoch < data.rows[0].epoch
 
 
-def test_words_that_a_model_does_not_allow_are_left_out() -> None:
+def test_strategies_that_a_model_does_not_allow_are_left_out() -> None:
     found = forecast("gpt2", "v100", OracleOptions((1, 8), batch=8))
     assert [line.strategy for line in found.lines] == ["data", "pipeline"]
     assert "no layer of gpt2 can be split so: spatial, filter" in found.notes[1]

@@ -27,7 +27,7 @@ def found(*rows: ForecastRow, alone: float = 0.0, limit: int | None = None) -> l
     return list(findings(Forecast("net", "here", "paradl", 640, "measured: by hand", (), (line,))))
 
 
-def test_nothing_bites() -> None:
+def test_a_case_without_bottlenecks() -> None:
     assert found(GOOD, replace(GOOD, devices=4)) == []
 
 
@@ -46,7 +46,7 @@ def test_nothing_bites() -> None:
         ("computation redundancy", FindingKind.BOTTLENECK, {"duplicated": 0.3}, 0.3),
     ],
 )  # fmt: skip
-def test_each_cause(name: str, sort: FindingKind, changes: dict[str, object], share: float) -> None:
+def test_each_bottleneck_is_named(name: str, sort: FindingKind, changes: dict[str, object], share: float) -> None:
     row = replace(GOOD, **changes)  # type: ignore[arg-type]
     (one,) = found(GOOD, replace(row, devices=8))
     assert (one.name, one.sort, one.devices) == (name, sort, 8)
@@ -55,7 +55,7 @@ def test_each_cause(name: str, sort: FindingKind, changes: dict[str, object], sh
     assert "from 8 GPUs" in one.words
 
 
-def test_thresholds_are_passed_not_neared() -> None:
+def test_bottlenecks_are_beyond_thresholds_not_at_them() -> None:
     for cause in CAUSES:
         assert 0 < cause.threshold < 1
     below = replace(GOOD, moved=CommunicationSeconds(gradients=11.0))  # 9.9 % of the epoch

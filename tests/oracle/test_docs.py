@@ -125,7 +125,7 @@ def test_a_panel_a_strategy(lines: int, counts: tuple[int, ...]) -> None:
     assert any(text.startswith("a < b on here & there") for text in texts)
 
 
-def test_everything_lies_on_the_page() -> None:
+def test_everything_is_drawn_inside_the_figure() -> None:
     root = drawn(*(line(name, COUNTS, 64 if number % 2 else None) for number, name in enumerate(NAMES)))
     width, height = (float(root.attrib[side]) for side in ("width", "height"))
     for one in root.iter():
@@ -160,7 +160,7 @@ def test_memory_that_does_not_fit_is_told_apart() -> None:
     assert kinds[-2:] == ["c4", "c3"]
 
 
-def test_where_a_strategy_ends_is_said_and_one_without_figures_left_out() -> None:
+def test_limits_of_strategies_are_drawn_and_empty_ones_left_out() -> None:
     texts = ["".join(one.itertext()) for one in drawn(line("filter", COUNTS, 64)).iter(f"{SVG}text")]
     assert "64 at most" in texts
     assert not list(drawn(line("filter", (8, 16), 4)).iter(f"{SVG}use"))

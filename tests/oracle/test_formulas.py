@@ -51,7 +51,7 @@ def test_whole_iterations_count() -> None:
     assert estimate(ask(Method.DATA, 7, batch=10)).compute == pytest.approx(138 * 1e-3)  # 960 / 7 rounded up
 
 
-def test_the_last_layer_brings_nothing_together() -> None:
+def test_the_last_layer_gathers_nothing() -> None:
     whole = replace(NET, layers=(FIRST, replace(LAST, split=(ModelSplit.FILTER,))))
     found = estimate(ask(Method.FILTER, 4, network=whole))
     assert found.moved.layers == pytest.approx(120 * 3 * 3 * (1e-5 + 8 * 256 / 4 * 4 * 1e-9))
@@ -97,7 +97,7 @@ def test_one_device_is_the_serial_case(kind: Method) -> None:
     assert found.memory == pytest.approx(alone.memory)
 
 
-def test_formulas_without_the_codes_ways() -> None:
+def test_formulas_without_the_quirks_of_the_published_code() -> None:
     """Own values that the golden rows' quirks change: systems.md 5.4."""
     resnet, cosmo = network_named("resnet50"), network_named("cosmoflow-512")
     for devices, memory in ((4, 15_310_729_600), (64, 15_271_943_320)):
@@ -126,7 +126,7 @@ def test_numbers_of_devices_that_cannot_be(kind: Method, devices: int, message: 
 
 @settings(max_examples=60, deadline=None)
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
-def test_runs_are_as_light_as_can_be(weights: list[int], data: st.DataObject) -> None:
+def test_pipeline_stages_are_balanced_optimally(weights: list[int], data: st.DataObject) -> None:
     runs = data.draw(st.integers(1, len(weights)))
     sizes = balanced_runs([float(weight) for weight in weights], runs)
     assert (len(sizes), sum(sizes), min(sizes) > 0) == (runs, len(weights), True)
@@ -226,7 +226,7 @@ def test_every_published_table_has_a_model_of_the_planner(name: str) -> None:
     assert len(graph.layers) <= len(published.layers)
 
 
-def test_windows_are_split_where_there_are_pixels() -> None:
+def test_spatial_splits_are_of_layers_with_pixels() -> None:
     found = table(graph_named("vgg16", "fp32"))
     assert {one.op for one in found.split_by(ModelSplit.SPATIAL)} == {Op.CONV, Op.POOL}
     assert all(ModelSplit.FILTER in one.split for one in found.layers if one.op is Op.CONV)

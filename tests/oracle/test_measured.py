@@ -108,7 +108,7 @@ RUN = {
 }  # fmt: skip
 
 
-def test_means_and_rows(tmp_path: Path) -> None:
+def test_errors_of_rows_and_their_means(tmp_path: Path) -> None:
     other = RUN | {"family": "elsewhere", "run_id": "not shown"}
     runs = tmp_path / "runs.jsonl"
     runs.write_text("\n".join(json.dumps(run) for run in (RUN, other)) + "\n")

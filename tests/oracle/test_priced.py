@@ -145,7 +145,7 @@ def test_a_given_strategy(machine: ClusterCosts) -> None:
     assert sharded.memory < plain.memory
 
 
-def test_table_of_words_and_texts(machine: ClusterCosts) -> None:
+def test_the_table_of_strategies_and_their_texts(machine: ClusterCosts) -> None:
     question = RowQuestion(Method.SERIAL, 1, BATCH, SAMPLES)
     texts = (parse_strategy("data2 spatial2x1"),)
     found = forecast(machine, question, (Method.DATA, Method.FILTER), texts, (1, 4, 6, 64))
@@ -160,7 +160,7 @@ def test_table_of_words_and_texts(machine: ClusterCosts) -> None:
     assert found.origin.startswith("estimated")
 
 
-def test_limits(machine: ClusterCosts) -> None:
+def test_limits_of_strategies(machine: ClusterCosts) -> None:
     def most(kind: Method) -> int | None:
         return limit_of(machine, RowQuestion(kind, 1, BATCH, SAMPLES)).devices
 
@@ -172,7 +172,7 @@ def test_limits(machine: ClusterCosts) -> None:
     assert rows[0].problem == "beyond its limit of 18 GPUs"
 
 
-def test_what_layers_allow(machine: ClusterCosts) -> None:
+def test_degrees_that_layers_allow(machine: ClusterCosts) -> None:
     block = machine.graph.kinds["stage0_block"]
     assert {one.filters for one in widest_strategies(block, Method.FILTER, 4, 1)} == {4}
     assert all(one.spatial == 4 for one in widest_strategies(block, Method.SPATIAL, 4, 1))

@@ -68,7 +68,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("by", ["filters", "channels"])
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
-def test_blocks(name: str, by: str) -> None:
+def test_blocks_equal_one_process(name: str, by: str) -> None:
     torch.manual_seed(0)
     layer = seeded(BLOCKS[name]())
     inputs = next(one for one in layer.modules() if isinstance(one, nn.Conv2d)).in_channels
@@ -132,7 +132,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
 @settings(max_examples=40, deadline=None)
 @given(drawn=stacks(), by=st.sampled_from(["filters", "channels"]), degree=st.integers(2, 4))
 @pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
-def test_any_convolutions(drawn: tuple[nn.Module, Tensor], by: str, degree: int) -> None:
+def test_random_convolutions_equal_one_process(drawn: tuple[nn.Module, Tensor], by: str, degree: int) -> None:
     layer, picture = drawn
     try:
         expected = alone(layer, picture)

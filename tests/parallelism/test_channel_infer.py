@@ -70,7 +70,7 @@ def test_convolutions_with_a_forward_of_their_own_stay_whole() -> None:
     assert plan_of(layer, "filters").parts == {"0": OperatorPart.FILTERS, "2": OperatorPart.FILTERS}
 
 
-def test_nothing_may_be_there_to_split() -> None:
+def test_a_layer_without_channels_to_split() -> None:
     for layer in (nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 1, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)):
         plan = plan_of(layer, "filters")
         assert (plan.parts, plan.partial) == ({}, frozenset())

@@ -99,7 +99,7 @@ def test_attention_equals_one_process(strategy: Strategy, degree: int, heads: in
 
 @pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("mask", [BIAS, PADDING, BIAS > 0.2], ids=["bias", "padding", "random"])
-def test_masks(strategy: Strategy, mask: Tensor) -> None:
+def test_attention_with_masks(strategy: Strategy, mask: Tensor) -> None:
     compare(given(16, 4, 2, attn_mask=mask), 4, strategy)
 
 
@@ -168,7 +168,7 @@ def test_a_causal_ring_is_balanced() -> None:
             assert one == wanted if wanted else (one.seen, area) == (VisibleKeys.ALL, 32)
 
 
-def test_nothing_but_two_blocks_of_keys_is_sent() -> None:
+def test_the_ring_sends_two_blocks_of_keys_alone() -> None:
     """c - 1 hops of this rank's keys and values in forward, twice as many in backward."""
     degree, one = 4, given(16, 4, 2, is_causal=True)
     block = SAMPLES * 2 * (16 // degree) * ITEMS * 2 * 4

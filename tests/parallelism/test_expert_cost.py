@@ -57,7 +57,7 @@ def test_experts_are_sharded_over_fewer_ranks(stage: int) -> None:
     assert groups == {RankGroup(8, 1, 1), RankGroup(2, 4, 4)}
 
 
-def test_more_ways_than_ranks_beside_the_tensor_group_take_its_slices() -> None:
+def test_experts_may_be_spread_over_the_tensor_group() -> None:
     done = work(Strategy(data=4, tensor=2, expert=8), KIND)
     assert done.parameters == EXPERTS / 8 + DENSE / 2 + NORMS
 

@@ -214,7 +214,7 @@ def test_activations_wait_on_the_host() -> None:
     assert away.backward_exposed == here.backward_exposed == 0
 
 
-def test_all_is_both() -> None:
+def test_offloading_all_is_states_and_activations() -> None:
     both = price(Strategy(offload=Offload.ALL))
     assert (both.states, both.kept, both.offloaded) == (0, 0, KEPT)
     states, kept = price(Strategy(offload=Offload.STATES)), price(Strategy(offload=Offload.ACTIVATIONS))
@@ -252,7 +252,7 @@ def test_zero_offload_s_cpu_adam() -> None:
     [("V100-SXM2-32GB", 10e9, 15.75e9), ("A100-SXM4-80GB", 20e9, 31.5e9), ("H100-SXM5-80GB", 45e9, 63e9),
      ("GH200-96GB", 300e9, 450e9), ("GB200-186GB", 150e9, 225e9)],
 )  # fmt: skip
-def test_devices_reach_what_their_link_carries(name: str, least: float, most: float) -> None:
+def test_host_links_are_as_fast_as_published(name: str, least: float, most: float) -> None:
     device = device_named(name)
     assert least <= device.host_bandwidth <= most
     assert device.host_memory_bandwidth > 0

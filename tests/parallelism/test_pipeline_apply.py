@@ -113,7 +113,7 @@ def run_pipeline(sizes: Sequence[int], microbatches: int, schedule: str) -> Mapp
 @pytest.mark.parametrize(
     ("sizes", "microbatches", "schedule"), [([1, 5], 2, "gpipe"), ([2, 1, 1, 2], 8, "1f1b"), ([1, 2, 2, 1], 2, "1f1b")]
 )
-def test_tuple_model(pool: WorkerPool, sizes: list[int], microbatches: int, schedule: str) -> None:
+def test_a_model_whose_layers_pass_tuples(pool: WorkerPool, sizes: list[int], microbatches: int, schedule: str) -> None:
     results = pool.run(len(sizes), run_pipeline, sizes=sizes, microbatches=microbatches, schedule=schedule)
     model, batch = tuple_case()
     loss = loss_of(call_model(model, batch), batch)

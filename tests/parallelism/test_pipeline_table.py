@@ -191,7 +191,7 @@ def test_every_pass_happens_once_and_after_what_it_needs(given: tuple[ScheduleCo
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(courses())
-def test_messages_under_way_suffice(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
+def test_declared_messages_under_way_suffice(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
     course, order = given
     table = actions_of(course, order)
     room = room_of(course, table)

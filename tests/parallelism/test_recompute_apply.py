@@ -59,7 +59,7 @@ def test_same_output_and_gradients_with_dropout(recompute: Recompute) -> None:
     torch.testing.assert_close(same, gradients, rtol=0, atol=0)
 
 
-def test_what_runs_twice() -> None:
+def test_which_operators_run_again() -> None:
     choices = (Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE)
     plain, full, selective = (run_block(choice, dropout=0.0)[2] for choice in choices)
     # the last matmul's output is not needed in backward: recomputation stops before it

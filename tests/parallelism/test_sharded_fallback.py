@@ -92,7 +92,7 @@ def test_writing_without_a_rule_is_refused(write: Callable[[Tensor], Any]) -> No
         write(on_one_rank(torch.zeros(1, 1, 4, 4)))
 
 
-def test_questions_are_answered_as_the_whole_would() -> None:
+def test_queries_of_a_shard_answer_for_the_whole_tensor() -> None:
     leaf = picture(2, 3, 5, 4).requires_grad_()
     cut = on_one_rank(leaf)
     assert cut.shape == leaf.shape == cut.size()
@@ -176,7 +176,7 @@ def test_dropped_items_keep_the_mean_and_take_their_gradients_along() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_dropout_that_drops_nothing(training: bool) -> None:
+def test_dropout_at_rate_0_and_in_evaluation(training: bool) -> None:
     compare(
         lambda x: functional.dropout(x, 0.0 if training else 0.5, training) * 2, [picture(2, 3, 5, 4)], [PIXELS], (2, 2)
     )

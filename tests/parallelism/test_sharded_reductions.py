@@ -133,7 +133,7 @@ PRODUCTS: list[tuple[Product, Sequence[Tensor], Sequence[Lines], bool]] = [
 
 
 @pytest.mark.parametrize("number", range(len(PRODUCTS)))
-def test_products(number: int) -> None:
+def test_matrix_products_of_shards(number: int) -> None:
     function, tensors, cut, stays_cut = PRODUCTS[number]
     compare(function, tensors, cut, (3, 2), stays_cut=stays_cut)
 
@@ -273,7 +273,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Sequence[Tensor], Sequence[Lines], S
 
 @pytest.mark.filterwarnings("ignore:.*will be deprecated")
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(name: str) -> None:
+def test_losses_of_shards(name: str) -> None:
     function, tensors, cut, degrees, how = LOSSES[name]
     compare(function, tensors, cut, degrees, **{"stays_cut": False, **how})
 

@@ -222,7 +222,7 @@ def test_sixteen_bits_are_normalised_by_wide_statistics() -> None:
         torch.testing.assert_close(ours.picture, theirs.picture, rtol=2e-2, atol=2e-2)
 
 
-def test_large_means_cost_no_digits() -> None:
+def test_large_means_lose_no_precision() -> None:
     picture = 1e4 + torch.randn(2, CHANNELS, 8, 8)
     exact = functional.batch_norm(picture.double(), None, None, training=True)
 
@@ -311,7 +311,7 @@ def test_one_value_a_channel_is_refused() -> None:
     run_threads(2, _refused)
 
 
-def test_what_no_rule_fits_goes_on_to_the_rule_for_all_others() -> None:
+def test_calls_without_a_rule_use_the_fallback() -> None:
     def work(group: ThreadGroup) -> list[str]:
         others: list[str] = []
 

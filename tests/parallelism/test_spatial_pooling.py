@@ -65,7 +65,7 @@ SIZES = st.integers(3, 13)
 
 @settings(max_examples=40, deadline=None)
 @given(pools(2, True), SIZES, SIZES, st.sampled_from(GRIDS))
-def test_largest_of_windows(drawn: Any, height: int, width: int, grid: tuple[int, int]) -> None:
+def test_max_pooling_equals_one_device(drawn: Any, height: int, width: int, grid: tuple[int, int]) -> None:
     assume(fits(drawn[1], [height, width], grid))
     check(lambda picture: functional.max_pool2d(picture, **drawn[0]), [height, width], grid)
 
@@ -79,7 +79,7 @@ def test_largest_of_windows(drawn: Any, height: int, width: int, grid: tuple[int
     SIZES,
     st.sampled_from(GRIDS),
 )
-def test_means_of_windows(
+def test_average_pooling_equals_one_device(
     drawn: Any, counted: bool, divisor: int | None, height: int, width: int, grid: tuple[int, int]
 ) -> None:
     assume(fits(drawn[1], [height, width], grid))
@@ -113,7 +113,7 @@ def test_pools_of_one_side_and_of_volumes(
         lambda picture: functional.pixel_unshuffle(picture, 2),
     ],
 )
-def test_functions_of_torch(function: Layer) -> None:
+def test_functional_and_module_pools_equal_one_device(function: Layer) -> None:
     check(function, [20, 8], (2, 2))
 
 

@@ -193,5 +193,5 @@ def test_pipeline_figures() -> None:
     assert [buffer_bytes(3, 10, count, Schedule.ZERO_BUBBLE_1P) for count in (1, 2, 8)] == [10, 26, 26]
 
 
-def test_divisors() -> None:
+def test_divisors_of_a_number() -> None:
     assert all(divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0) for n in range(1, 200))

@@ -160,7 +160,7 @@ def test_lengths_lie_on_a_parabola() -> None:
     assert kind.parameters == 40.8896484375
 
 
-def test_releases_scale_embeddings_differently() -> None:
+def test_releases_differ_in_how_they_scale_embeddings() -> None:
     new, old = (read_model(FOLDER / "bert-large", [BERT], engine=engine) for engine in Engine)
     longest = 356.048828125
     assert new.together.activation[1] == pytest.approx(longest / 4)
@@ -175,7 +175,7 @@ def test_several_layer_types() -> None:
     assert [model.type_of(place).hidden for place in (0, 3, 4, 45, 46)] == [320, 640, 1280, 1280, 2560]
 
 
-def test_hardware() -> None:
+def test_hardware_profiles_are_read() -> None:
     one, two = (read_hardware(FOLDER / "hardware", nodes, 8) for nodes in (1, 2))
     assert (one.near[8], one.far[4], one.send[2]) == (154.203, 155.815, 163.671)
     assert one.gather[8].points[16] == pytest.approx(0.2941 / 2, rel=1e-3)
@@ -295,7 +295,7 @@ def _apart(search: RecordedSearch) -> float:
     return 0.09 if search.model == "swin-huge" or plan.pipeline > 2 else 0.03
 
 
-def test_sizes() -> None:
+def test_sizes_of_models_are_read() -> None:
     _, model, hardware = found("llama2-7b")
     profile = to_profile(model, hardware)
     assert profile.graph.parameters == pytest.approx(6.74e9, rel=0.02)  # meta-llama/Llama-2-7b
@@ -304,7 +304,7 @@ def test_sizes() -> None:
     assert "Hetu-Galvatron" in profile.origin.source
 
 
-def test_it_is_written_and_read(tmp_path: Path) -> None:
+def test_a_profile_is_written_and_read(tmp_path: Path) -> None:
     _, model, hardware = found("t5-3B", "v240")
     profile = to_profile(model, hardware)
     write_profile(profile, tmp_path / "t5.yaml")

@@ -115,7 +115,7 @@ def test_contradictions_are_named(plan: Plan, message: str) -> None:
     assert caught.value.field.startswith("a.yaml, "), "the file, then the field"
 
 
-def test_the_least_numbers_are_taken() -> None:
+def test_the_least_allowed_numbers_are_accepted() -> None:
     plan = replace(_with_strategy(Strategy()), devices=1, global_batch=1, microbatches=1)
     assert check_plan(plan) is plan
     assert check_plan(_beside()).branches[0].first == 3

@@ -31,7 +31,7 @@ def inference(stages: int, mode: Mode = Mode.INFERENCE) -> Plan:
 
 
 @pytest.mark.parametrize("one", [inference(1), inference(2), inference(2, Mode.TRAINING)])
-def test_all_are_run(one: Plan) -> None:
+def test_every_kind_of_plan_is_run(one: Plan) -> None:
     assert check_runs(one) is one
 
 
@@ -98,14 +98,14 @@ def test_numbers_that_contradict_one_another(change: dict[str, object], named: s
     assert refused.value.field == f"plan, {named}"
 
 
-def test_layers_are_whole() -> None:
+def test_layers_of_a_pipeline_are_not_split() -> None:
     whole = cyclic_plan(CyclicSetting.DATA)
     split = Stage((LayerRun("l0", "l0", 1, Strategy(tensor=3)),))
     with pytest.raises(InputError, match="has 1 device"):
         check_plan(replace(whole, stages=(split, *whole.stages[1:])))
 
 
-def test_by_hand() -> None:
+def test_a_plan_written_by_hand() -> None:
     graph = make_graph([make_kind("block", 10)], ["block"] * 4)
     stages = [{"runs": [{"layers": name, "strategy": "whole"}]} for name in ("l0..l1", "l2..l3")]
     written = {
@@ -162,7 +162,7 @@ def test_known_shapes_tell_their_batch_norms() -> None:
     assert "microbatches=1" not in note
 
 
-def test_a_plan_of_another_width_is_told() -> None:
+def test_a_plan_for_another_number_of_devices_is_reported() -> None:
     origin = Provenance("", "", "", "", "", {}, 1, Proof.GIVEN, parameters=2_000_000)
     given = Plan(PLAN_VERSION, "m", 1, 1, 1, Schedule.ONE_F_ONE_B, "fp32", (), provenance=origin)
     (note,) = other_size(given, 4_000_000)
@@ -172,7 +172,7 @@ def test_a_plan_of_another_width_is_told() -> None:
     assert other_size(replace(given, provenance=replace(origin, parameters=0)), 5) == ()
 
 
-def test_measurements_that_differ_are_told() -> None:
+def test_measurements_that_differ_are_reported() -> None:
     origin = Origin(OriginKind.MEASURED, "CPU", "2026-01-01", 5, spread=0.36)
     (note,) = spread_note(origin)
     assert "36%" in note

@@ -86,7 +86,7 @@ def test_a_glob_takes_what_matches_next() -> None:
     assert plan_from(data, GRAPH, "plan").stages[0].runs[0].count == len(NAMES)
 
 
-def test_a_plan_file_is_one_too() -> None:
+def test_a_plan_file_is_read_as_a_written_plan() -> None:
     plan = plan_from(HAND, GRAPH, "plan")
     assert plan_from(to_data(plan), GRAPH, "plan") == plan
 
@@ -134,7 +134,7 @@ def test_a_key_by_another_name_is_told_its_own(wrong: str, right: str) -> None:
         plan_from(data, GRAPH, "plan")
 
 
-def test_a_key_that_lacks_is_named() -> None:
+def test_a_missing_key_is_named() -> None:
     with pytest.raises(InputError, match=r"plan, gpu: .* devices and global_batch are missing\."):
         plan_from({"gpu": 4, "microbatches": 2, "runs": HAND["runs"]}, GRAPH, "plan")
     with pytest.raises(InputError, match=r"plan, global_batch is missing\. Needed are devices"):

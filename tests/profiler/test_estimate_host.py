@@ -139,7 +139,7 @@ A100 = machine_of(device_named("A100-80GB"), "bf16")
         (StateLayout(parameters="bf16", gradients="bf16", buffered_gradients=False), 6),
     ],
 )
-def test_what_passes_around_an_update(states: StateLayout, moved: int) -> None:
+def test_memory_passes_of_an_update(states: StateLayout, moved: int) -> None:
     assert handling_bytes(states) == moved
     cost = optimizer_cost([A100], "adam-fused", states)
     assert cost.seconds_per_item == pytest.approx((28 + moved) / A100.bandwidth)
@@ -216,7 +216,7 @@ def test_all_wait_for_the_slower_of_uneven_shares(columns: int, factor: float) -
     assert seconds == pytest.approx(factor * matmul_at(machine.linear, 2048, 1024, columns / 2))
 
 
-def test_experts_fill_waves_together() -> None:
+def test_all_experts_share_the_waves_of_one_kernel() -> None:
     # 64 experts of a few tiles each: together near the device's rate, far faster than one after another.
     grouped = matmul(A100, linear("mlp.experts.up", 256, 4096, 512, 64), 1, 1).forward
     single = matmul_at(A100.linear, 256, 4096, 512)

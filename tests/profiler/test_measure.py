@@ -76,7 +76,7 @@ def test_a_model_that_does_not_run_on_one_sample(tmp_path: Path) -> None:
     assert trace(pictures, torch.randn(2, 1, 8, 8), loss_fn=lambda output, _: output.mean()).least_samples == 1
 
 
-def test_a_profile_alone(tmp_path: Path) -> None:
+def test_one_process_measures_a_profile(tmp_path: Path) -> None:
     profile = measure(tmp_path, tensor_degrees=(1, 2), max_samples=3)
     assert read_profile(last_profile(tmp_path)) == profile
     assert last_profile(tmp_path).stat().st_size < 300_000
@@ -101,7 +101,7 @@ def test_kept_bytes_agree_with_the_captured_graph(tmp_path: Path) -> None:
     assert two.kept - one.kept == captured
 
 
-def test_interrupted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_measurement_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each point is measured once over both runs, although the first one is cut off."""
     calls: Counter[object] = Counter()
     real = measure_bench.measure_block
@@ -183,7 +183,7 @@ def test_points_of_a_line_give_the_line(fixed: float, slope: float, places: tupl
 
 
 @given(st.lists(st.tuples(sizes, st.floats(-1e-2, 1e-2)), min_size=2, max_size=2))
-def test_noise_never_makes_it_negative(points: list[tuple[int, float]]) -> None:
+def test_noise_never_makes_a_line_negative(points: list[tuple[int, float]]) -> None:
     found = line_through(points)
     assert min(found.fixed, found.slope) >= 0
 
@@ -267,7 +267,7 @@ def prepared_sizes() -> bool:
     return True
 
 
-def test_odd_sizes_run(pool: WorkerPool) -> None:
+def test_collectives_run_with_sizes_that_do_not_divide(pool: WorkerPool) -> None:
     assert pool.run(2, prepared_sizes) == [True, True]
 
 
@@ -292,7 +292,7 @@ bandwidths = st.floats(1e7, 1e12)
 
 
 @given(latencies, bandwidths)
-def test_recovers_a_line(latency: float, bandwidth: float) -> None:
+def test_a_line_is_fitted_exactly(latency: float, bandwidth: float) -> None:
     line = fit_line(SIZES, [latency + size / bandwidth for size in SIZES])
     for size in SIZES:
         assert line(size) == pytest.approx(latency + size / bandwidth, rel=1e-3)
@@ -300,7 +300,7 @@ def test_recovers_a_line(latency: float, bandwidth: float) -> None:
 
 
 @given(latencies, bandwidths, st.lists(st.floats(-0.05, 0.05), min_size=8, max_size=8))
-def test_noise_moves_it_little(latency: float, bandwidth: float, noise: list[float]) -> None:
+def test_noise_changes_the_fitted_line_little(latency: float, bandwidth: float, noise: list[float]) -> None:
     exact = [latency + size / bandwidth for size in SIZES]
     line = fit_line(SIZES, [value * (1 + shift) for value, shift in zip(exact, noise, strict=True)])
     assert all(abs(line(size) / value - 1) < 0.2 for size, value in zip(SIZES, exact, strict=True))
@@ -314,7 +314,7 @@ def test_an_outlier_is_outvoted(latency: float, bandwidth: float, place: int) ->
     assert max(others) < 0.1
 
 
-def test_figures_stay_physical() -> None:
+def test_fitted_latency_and_bandwidth_are_not_negative() -> None:
     falling = fit_line([1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
     assert falling.slope > 0
     assert falling.latency >= 0

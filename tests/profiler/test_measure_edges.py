@@ -94,7 +94,7 @@ def test_a_model_without_blocks_is_all_before() -> None:
     assert (after.kept, after.working) == (0, 0)
 
 
-def test_blocks_that_do_not_matter() -> None:
+def test_blocks_whose_output_is_not_used() -> None:
     class Deaf(TupleModel):
         def forward(self, inputs: Tensor) -> Tensor:
             super().forward(inputs)

@@ -58,7 +58,7 @@ def test_backward_of_a_linear_layer() -> None:
     assert backward.end == 0
 
 
-def test_release_of_old_tensors_does_not_count() -> None:
+def test_released_older_tensors_do_not_count() -> None:
     old = torch.empty(1000)
     with track_peak() as tracked:
         del old

@@ -46,7 +46,7 @@ def test_the_hash_changes_with_anything(profile: Profile) -> None:
     assert profile_hash(replace(profile, layers=(slower, *profile.layers[1:]))) != profile_hash(profile)
 
 
-def test_the_last_one_is_found(profile: Profile, tmp_path: Path) -> None:
+def test_the_last_profile_is_found(profile: Profile, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="galvatron profile"):
         last_profile(tmp_path)
     first = save_profile(profile, tmp_path, "My CPU / host")
@@ -62,7 +62,7 @@ def test_the_last_one_is_found(profile: Profile, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_truncated(profile: Profile, tmp_path: Path, share: float) -> None:
+def test_truncated_files_are_refused(profile: Profile, tmp_path: Path, share: float) -> None:
     path = tmp_path / "x.yaml"
     write_profile(profile, path)
     text = path.read_text()
@@ -71,7 +71,7 @@ def test_truncated(profile: Profile, tmp_path: Path, share: float) -> None:
         read_profile(path)
 
 
-def test_corrupt(profile: Profile, tmp_path: Path) -> None:
+def test_corrupt_files_are_refused(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FileFormatError, match="read"):
@@ -148,7 +148,7 @@ def make_tasks(calls: list[str], fail_at: int | None = None) -> list[MeasureTask
     return [task(index) for index in range(5)]
 
 
-def test_a_result_of_nothing_is_finished_too(tmp_path: Path) -> None:
+def test_a_task_without_results_is_not_run_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", "id")
     journal.add("empty", None)
     assert Journal(tmp_path / "j", "id").finished == {"empty": None}
@@ -167,7 +167,7 @@ def test_torn_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
     assert Journal(path, "id").finished == {"one": {"seconds": 1.5}, "three": 3}
 
 
-def test_garbage_in_the_middle_costs_only_that_line(tmp_path: Path) -> None:
+def test_a_corrupt_line_of_a_journal_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "j"
     Journal(path, "id").add("one", 1)
     with path.open("ab") as stream:

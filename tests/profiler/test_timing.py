@@ -76,7 +76,7 @@ def test_stops_when_time_is_up(clock: Clock) -> None:
     assert clock.now >= 0.02
 
 
-def test_laps_are_told_apart(clock: Clock) -> None:
+def test_laps_are_timed_separately(clock: Clock) -> None:
     def run(lap: Lap) -> None:
         clock.wait(0.001)
         lap()

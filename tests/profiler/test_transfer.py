@@ -86,7 +86,7 @@ def test_matmuls_gain_more_than_memory_bound_operators(here: Cluster, there: Clu
     assert ratios["matmul"] < ratios["memory"] < 1
 
 
-def test_refused(here: Cluster) -> None:
+def test_profiles_that_cannot_be_transferred_are_refused(here: Cluster) -> None:
     bf16 = estimate_profile(
         build_graph(SHAPE, precision="bf16"), load_cluster("a100-80gb", 2), precision="bf16", name="bf16", samples=(1,)
     )
@@ -96,7 +96,7 @@ def test_refused(here: Cluster) -> None:
         transfer_profile(profile_on(here), load_cluster("a100-v100", 16))
 
 
-def test_command(tmp_path: Path, here: Cluster) -> None:
+def test_the_transfer_command(tmp_path: Path, here: Cluster) -> None:
     write_profile(profile_on(here), tmp_path / "p.yaml")
     for target, name in (("h100", "H100-SXM5-80GB"), ("RTX-4090", "RTX-4090")):
         words = ["profile", "transfer", str(tmp_path / "p.yaml"), "--to", target, "-o", str(tmp_path / "out.yaml")]
@@ -204,7 +204,7 @@ def test_measured_groups_are_kept_where_nodes_are_as_large() -> None:
     assert not scale_up(profile, halves).fits
 
 
-def test_plan_in_one_go(tmp_path: Path) -> None:
+def test_a_transferred_profile_is_planned_with(tmp_path: Path) -> None:
     write_profile(measured_on(load_cluster("h100", 8)), tmp_path / "p.yaml")
     words = ["plan", "--profile", str(tmp_path / "p.yaml"), "--cluster", "h100", "--gpus", "1024"]
     done = CliRunner().invoke(app, words)

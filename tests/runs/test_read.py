@@ -99,7 +99,7 @@ _WHOLE = text_of([a_header(), *_steps(range(2)), PlanRecord(1, a_plan(), "def"),
 
 @settings(max_examples=60, deadline=None)
 @given(place=st.integers(0, len(_WHOLE) - 1), junk=st.binary(max_size=12), cut=st.booleans())
-def test_damaged_files_are_read_or_refused_never_more(
+def test_damaged_files_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, place: int, junk: bytes, cut: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("run")

@@ -25,7 +25,7 @@ NOISE = 1e-8
 """Parameters whose gradient is zero in theory (biases of keys) hold only rounding noise."""
 ADAMW = {"lr": 1e-2, "eps": 1e-4}
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 32, "max_position_embeddings": TOKENS,
 }  # fmt: skip
 PLANS: Mapping[str, tuple[int, int, Strategy]] = {
@@ -113,7 +113,7 @@ class Counting(Block):
 
 
 class Network(nn.Module):
-    """Tokens, four blocks, a head; ``kind`` says what the loss is."""
+    """Tokens, two blocks, a head; ``kind`` says what the loss is."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Network(nn.Module):
         if kind == "positions":
             self.table = nn.Embedding(64, HIDDEN)
         block = {"buffers": Averaging, "reversible": Again, "counting": Counting}.get(kind, Block)
-        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if kind in ("loose buffer", "read buffer"):
             self.register_buffer("average", torch.zeros(HIDDEN))

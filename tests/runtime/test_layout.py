@@ -60,7 +60,7 @@ def test_a_split_covers_every_item_equally_often(pair: Pair) -> None:
 
 
 @given(pairs())
-def test_nothing_travels_that_is_at_hand(pair: Pair) -> None:
+def test_items_that_a_rank_holds_are_not_sent(pair: Pair) -> None:
     source, target, shape = pair
     ways = [route(source, target, shape, place) for place in range(source.devices)]
     for place, way in enumerate(ways):
@@ -178,5 +178,5 @@ def test_tensors_of_one_dim_move_too(pool: WorkerPool) -> None:
     assert [back for _, back in found] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
 
-def test_ranks_may_hold_nothing(pool: WorkerPool) -> None:
+def test_ranks_may_hold_no_items(pool: WorkerPool) -> None:
     assert pool.run(4, move_to_few) == [[0.0], [1.0], [2.0], []]

@@ -49,7 +49,9 @@ FOUR = ("pipeline and data",)
         ("positions", {}, ("tensor",)),
     ],
 )
-def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]) -> None:
+def test_losses_train_as_in_one_process(
+    pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]
+) -> None:
     worlds = {1: ("micro-batches",), 2: (*TWO, *more)} | ({4: FOUR} if kind in ("bert", "sum", "two terms") else {})
     for world, names in worlds.items():
         for found in pool.run(world, differences, kind=kind, names=names, **options):
@@ -82,7 +84,7 @@ def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple
             assert all(message.startswith("InputError") and said in message for message in messages), messages
 
 
-def test_no_switch_to_a_plan_that_trains_otherwise(pool: WorkerPool) -> None:
+def test_a_switch_to_a_plan_that_trains_otherwise_is_refused(pool: WorkerPool) -> None:
     for message in pool.run(2, switch_refusal, kind="contrastive", first="tensor", other="data"):
         assert "compares samples" in message
 
@@ -123,7 +125,7 @@ def test_a_buffer_that_leaves_no_plan_is_named_with_its_remedy(
         assert ("Lift --fix tp=1" in error) == bool(fix)
 
 
-def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
+def test_a_share_without_counted_labels_is_refused(pool: WorkerPool) -> None:
     ((message,),) = pool.run(1, refusals, kind="masked 0/0", names=["micro-batches"], loss_weight=count_mask)
     assert ".clamp(min=1)" in message
 
@@ -142,7 +144,7 @@ def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
         ("counting", ("data", "zero1")),
     ],
 )
-def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:
+def test_plans_that_train_such_losses_right(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:
     for found in pool.run(2, differences, kind=kind, names=names):
         assert found == []
 

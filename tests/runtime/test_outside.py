@@ -112,7 +112,7 @@ class Drawing(Counting):
 
 
 @pytest.mark.parametrize("kind", ["iterator", "generator", "numpy"])
-def test_losses_that_are_others_in_every_pass(kind: str) -> None:
+def test_losses_that_differ_in_every_pass(kind: str) -> None:
     model = Drawing(kind)
     findings: Findings = try_model(model, torch.randn(8, 3, 4), discover_layers(model))
     assert findings.draws_elsewhere == (kind == "numpy")

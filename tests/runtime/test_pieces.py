@@ -120,7 +120,7 @@ def test_buffers_are_those_of_the_stage_that_has_them(pool: WorkerPool) -> None:
             torch.testing.assert_close(state[name], wanted)
 
 
-def test_parts_of_states_with_extents_of_one() -> None:
+def test_states_with_dimensions_of_one() -> None:
     """Adafactor keeps rows and columns; on one process all are whole."""
     case = Case([Strategy()] * 5)
     parallel = make_parallel(case)

@@ -30,7 +30,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-4}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the strategies of before, three blocks, after; ``cuts`` are where stages end."""
+    """A model and the strategies of before, each of its blocks, after; ``cuts`` are where stages end."""
 
     strategies: Sequence[Strategy]
     model: str = "gpt-tiny"
@@ -40,6 +40,10 @@ class Case:
     max_grad_norm: float | None = None
     schedule: Schedule = Schedule.ONE_F_ONE_B
     virtual: int = 1
+
+    @property
+    def blocks(self) -> int:
+        return len(self.strategies) - 2 if self.strategies else LAYERS
 
     @property
     def world(self) -> int:
@@ -55,9 +59,9 @@ class Trained:
     state: dict[str, Tensor]
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, blocks: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    return build(name, vocab=VOCAB, layers=LAYERS, hidden=32, sequence=TOKENS)
+    return build(name, vocab=VOCAB, layers=blocks, hidden=32, sequence=TOKENS)
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -67,12 +71,12 @@ def make_batch() -> dict[str, Tensor]:
 
 
 @cache
-def layers_of(model: str) -> tuple[Layer, ...]:
-    return discover_layers(make_model(model))
+def layers_of(model: str, blocks: int = LAYERS) -> tuple[Layer, ...]:
+    return discover_layers(make_model(model, blocks))
 
 
 def plan_of(case: Case) -> Plan:
-    layers = layers_of(case.model)
+    layers = layers_of(case.model, case.blocks)
     bounds = [0, *case.cuts, len(layers)]
     names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
@@ -81,13 +85,13 @@ def plan_of(case: Case) -> Plan:
 
 
 def make_parallel(case: Case, **options: Any) -> ParallelModel:
-    layers = layers_of(case.model)
-    with examined_of(case.model).taken():
-        return ParallelModel(make_model(case.model), plan_of(case), layers, make_batch(), device="cpu", **options)
+    model, layers = make_model(case.model, case.blocks), layers_of(case.model, case.blocks)
+    with examined_of(case.model, case.blocks).taken():
+        return ParallelModel(model, plan_of(case), layers, make_batch(), device="cpu", **options)
 
 
 @cache
-def examined_of(_model: str) -> Examined:
+def examined_of(_model: str, _blocks: int) -> Examined:
     return Examined()
 
 
@@ -108,7 +112,7 @@ def train(case: Case, steps: int = 2) -> Trained:
 
 def train_alone(case: Case, steps: int = 2) -> Trained:
     """One process, plain torch."""
-    return train_plainly(make_model(case.model), make_batch(), case.max_grad_norm, steps)
+    return train_plainly(make_model(case.model, case.blocks), make_batch(), case.max_grad_norm, steps)
 
 
 def train_plainly(model: nn.Module, batch: dict[str, Tensor], max_grad_norm: float | None, steps: int) -> Trained:

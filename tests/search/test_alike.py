@@ -50,7 +50,7 @@ def test_one_stage_for_all_layers_and_the_plan_says_who_trains(found: Plan, tmp_
     assert read_plan(tmp_path / "plan.yaml") == found
 
 
-def test_no_uniform_plan_is_quicker(found: Plan, profile: Profile) -> None:
+def test_no_other_uniform_plan_is_quicker(found: Plan, profile: Profile) -> None:
     """Brute force over one strategy for all layers, offload aside, and every number of micro-batches."""
     ways = [Strategy(data=GPUS), *(Strategy(zero=GPUS, zero_stage=stage) for stage in (1, 2, 3))]
     least = float("inf")

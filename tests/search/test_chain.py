@@ -153,7 +153,7 @@ def check_near(chain: Chain, best: list[Times], cap: float) -> None:
 
 @settings(max_examples=120, **QUIET)
 @given(st.integers(0, 10**9))
-def test_every_sequence(seed: int) -> None:
+def test_the_chain_search_equals_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     equal, criteria = draw.random() < 0.6, draw.choice([1, 1, 1, 2, 3])
     layers = draw.randint(1, 7 if equal else 5)

@@ -57,7 +57,7 @@ def seconds_of(plan: Plan) -> float:
 
 @pytest.mark.parametrize(("devices", "batch"), [(1, 12), (3, 12), (6, 6)])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_best_of_all(seed: int, devices: int, batch: int) -> None:
+def test_the_plan_equals_brute_force(seed: int, devices: int, batch: int) -> None:
     profile = made(seed, devices)
     delayed = list(every_delayed(profile, devices, batch))
     ordinary = find_plan(profile, devices=devices, global_batch=batch, budget=ROOM, runners_up=0)
@@ -88,7 +88,7 @@ def test_nothing_changes_where_delay_is_not_allowed(seed: int) -> None:
 
 @pytest.mark.parametrize("rule", CyclicRule)
 @pytest.mark.parametrize("setting", [CyclicSetting.DATA, CyclicSetting.STAGES])
-def test_pins(rule: CyclicRule, setting: CyclicSetting) -> None:
+def test_pins_are_kept(rule: CyclicRule, setting: CyclicSetting) -> None:
     delay = Delay(rule, setting, only=True)
     plan = find_plan(made(1, 3), devices=3, global_batch=12, budget=ROOM, delay=delay)
     assert plan.cyclic == Cyclic(rule, setting)
@@ -109,7 +109,9 @@ def test_pins(rule: CyclicRule, setting: CyclicSetting) -> None:
         (8, 8, CyclicSetting.DATA, Fixed(), "5 layers do not make 8 stages"),
     ],
 )
-def test_refused(devices: int, batch: int, setting: CyclicSetting, fixed: Fixed, said: str) -> None:
+def test_questions_that_contradict_are_refused(
+    devices: int, batch: int, setting: CyclicSetting, fixed: Fixed, said: str
+) -> None:
     profile = made(4, devices)
     if dict(fixed.strategy).get("tensor"):
         profile = made(next(s for s in range(9) if made(s, 2).graph.kinds["block0"].tensor_degrees == 4), devices)
@@ -128,7 +130,7 @@ def test_layers_that_share_parameters() -> None:
     assert any(line.startswith("cyclic: data: l0 and l4") for line in plan.left_out)
 
 
-def test_no_budget_is_enough() -> None:
+def test_a_budget_that_nothing_fits_is_refused() -> None:
     profile = made(2, 3)
     with pytest.raises(InfeasibleError) as plain:
         find_plan(profile, devices=3, global_batch=12, budget=1000)

@@ -51,7 +51,7 @@ def searched(seed: int, fixed: Fixed, budget: int = 10**9) -> tuple[Session, Sol
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_best_even_plan(seed: int) -> None:
+def test_the_best_even_plan_is_found(seed: int) -> None:
     fixed = Fixed(pipeline=2, microbatches=4, schedule=Schedule.ONE_F_ONE_B, even=True)
     session, found = searched(seed, fixed)
     graph = session.profile.graph

@@ -149,7 +149,7 @@ def test_a_way_is_told_of_the_ordinary_plan_and_its_own_is_told_though_others_ar
     assert len(found.alternatives) == 3
 
 
-def test_no_way_no_change() -> None:
+def test_without_variants_nothing_changes() -> None:
     asked, plan = question()
     assert with_families(lambda: plan, asked, 3, [lambda _: []]) is plan
 

@@ -78,7 +78,7 @@ def total(seconds: list[list[float]], steps: list[int], costs: list[list[float]]
     return result
 
 
-def test_the_course_is_the_best_of_all() -> None:
+def test_the_chosen_plans_of_phases_equal_brute_force() -> None:
     draw = random.Random(3)
     switched = 0
     for _ in range(200):
@@ -236,7 +236,9 @@ def test_a_measured_profile_is_not_taken_for_another_sequence() -> None:
         api.plan_phases([Phase("long", 10, 8, sequence=4096)], profile)
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_phases_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Profiles are estimated at the sequence of each phase."""
     text = (
         "- {name: short, steps: 2000, batch: 64, sequence: 128}\n"

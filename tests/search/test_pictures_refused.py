@@ -131,7 +131,7 @@ def test_plans_that_ask_for_it_are_not_priced() -> None:
         evaluate(PROFILE, wrong)
 
 
-def test_a_line_tells_of_all_layers_of_which_the_same_is_said() -> None:
+def test_layers_with_the_same_reason_share_a_line() -> None:
     said = [line for line in reasons(PROFILE.graph) if line.startswith("tensor")]
     assert len(said) == 1
     assert said[0].startswith("tensor: before … after: ")

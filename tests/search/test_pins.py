@@ -194,7 +194,7 @@ def test_degrees_of_unlike_layers_do_not_multiply() -> None:
     assert pins("pp=2", "l3.tp=4", "l4.cp=4").at(8, 64).pipeline == 2
 
 
-def test_nothing_pinned_is_nothing_fixed() -> None:
+def test_without_pins_nothing_is_fixed() -> None:
     assert pins() == NOTHING
     assert NOTHING.at(7, 5) == Fixed()
 

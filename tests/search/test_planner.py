@@ -215,7 +215,7 @@ def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> Non
     assert "It fits on" not in str(error.value)
 
 
-def test_layers_may_take_minutes() -> None:
+def test_layers_that_take_minutes_are_planned() -> None:
     """Picoseconds times what weighs delays go beyond the whole numbers that floats tell apart."""
     profile = plain_profile([300.0, 200.0])
     fixed = Fixed(pipeline=2, schedule=Schedule.ONE_F_ONE_B)

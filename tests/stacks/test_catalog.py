@@ -94,7 +94,7 @@ def test_bytes_by_software_and_generation(framework: str, gpu: str, mib: float) 
     assert workspace_bytes(match_stack(framework), device(gpu)) == mib * MIB
 
 
-def test_they_are_part_of_the_context() -> None:
+def test_workspaces_are_part_of_the_context() -> None:
     """What a device's sheet takes off before the first tensor is no less than the workspaces in it."""
     stack = replace(match_stack("nemo"), cublas_workspace=0)
     for gpu in ("V100-SXM2-16GB", "A100-SXM4-80GB", "H100-SXM5-80GB", "GB200", "RTX-3090"):

@@ -88,7 +88,7 @@ def test_it_is_verified(strategy: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert verdicts["gradients are summed"] == "passed"
 
 
-def test_it_is_unknown_before_and_after(tmp_path: Path) -> None:
+def test_the_dimension_is_unknown_before_and_after_registration(tmp_path: Path) -> None:
     names = ["before", "after"]
     with added(PODS):
         plan = written.write_plan([names], dict.fromkeys(names, parse_strategy("pods2")), devices=2, batch=4)

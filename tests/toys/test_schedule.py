@@ -82,7 +82,7 @@ def test_the_search_chooses_among_it_and_others() -> None:
     assert EAGER not in MEGATRON.schedules
 
 
-def test_it_is_unknown_before_and_after(tmp_path: Path) -> None:
+def test_the_schedule_is_unknown_before_and_after_registration(tmp_path: Path) -> None:
     case = make_case("gpt2")
     with registered(EAGER):
         plan = plan_of(case, (EAGER, 1, (3,), 4, Strategy()), 2)

@@ -114,7 +114,7 @@ def test_one_factor_and_runs_that_repeat_one_another(tmp_path: Path) -> None:
     assert found.left_out["common factor"] < 0.4 * found.left_out["unchanged"]
 
 
-def test_too_few_and_what_is_not_priced(tmp_path: Path) -> None:
+def test_too_few_runs_and_runs_that_cannot_be_priced(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="3 settings"):
         learnt(made_by(BASE, SETTINGS[:2]), tmp_path)
     odd = [*made_by(BASE, SETTINGS[:3]), gpt(gpu="unknown"), gpt(iter_time_s=None)]
@@ -144,7 +144,7 @@ def test_logs_of_runs_are_runs(tmp_path: Path) -> None:
         read_observations(folders, BASE)
 
 
-def test_command_and_what_plans_make_of_its_folder(tmp_path: Path) -> None:
+def test_the_command_writes_constants_that_plans_use(tmp_path: Path) -> None:
     runs = written(made_by(elsewhere(matmul=0.85, memory=2.0)), tmp_path / "runs.jsonl")
     words = ["calibrate", str(runs), "-o", str(tmp_path / "constants")]
     done = CliRunner().invoke(app, words)
@@ -202,7 +202,7 @@ def test_what_a_software_loses_everywhere_is_carried() -> None:
     assert pair.error < 0.15
 
 
-def test_what_makes_no_pair() -> None:
+def test_runs_that_form_no_pair() -> None:
     run = measured()
     others = [
         measured(gpu="A100-SXM4-40GB"),  # the same type of device
@@ -227,7 +227,7 @@ def test_another_batch_is_another_pair_and_said() -> None:
     assert (total.name, total.pairs, total.same) == ("all", 2, 1)
 
 
-def test_command(tmp_path: Path) -> None:
+def test_the_transfer_command(tmp_path: Path) -> None:
     runs = [measured(), measured(gpu="V100-SXM2-32GB")]
     path = written(runs, tmp_path / "runs.jsonl")
     done = CliRunner().invoke(app, ["validate", str(path), "--transfer"])
@@ -293,7 +293,7 @@ def test_another_model_is_told_apart() -> None:
     assert family.error < 0.3 * family.prior_error
 
 
-def test_command_of_large_runs(tmp_path: Path) -> None:
+def test_the_scale_up_command(tmp_path: Path) -> None:
     path = written(runs(BASE, SMALL + LARGE), tmp_path / "runs.jsonl")
     done = CliRunner().invoke(app, ["validate", str(path), "--scale-up"])
     assert done.exit_code == 0, done.output

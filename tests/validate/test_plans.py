@@ -179,7 +179,7 @@ def test_parameters_are_those_of_the_public_model(changes: dict[str, object], bi
     assert items == pytest.approx(billions * 1e9, rel=0.002)
 
 
-def test_other_names_say_nothing() -> None:
+def test_unknown_model_names_give_no_sizes() -> None:
     assert named_figures("llama3-8b") == named_figures(None) == {}
 
 
@@ -219,7 +219,7 @@ def planned(run: PublishedRun) -> tuple[Plan, DecoderShape]:
     [(None, True), ("unknown", True), ("none (per recipe; none stated)", True), ("none", False), ("full", False),
      ("selective (config default)", False)],
 )  # fmt: skip
-def test_what_is_left_open(said: str | None, left_open: bool) -> None:
+def test_settings_that_a_run_leaves_open(said: str | None, left_open: bool) -> None:
     assert leaves_recompute_open(said) is left_open
 
 

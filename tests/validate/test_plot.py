@@ -49,7 +49,7 @@ def test_equal_values_lie_on_the_diagonal_and_too_slow_ones_above_it() -> None:
     assert y2 < y0 + slope * (x2 - x0)  # pixels grow downwards
 
 
-def test_what_a_screen_reader_says() -> None:
+def test_the_text_for_screen_readers() -> None:
     root = drawn(*(judged(1.0 + 0.04 * number, 1.0) for number in range(10)))
     said = {
         child.tag.removeprefix(SVG): child.text or "" for child in root if child.tag in (f"{SVG}title", f"{SVG}desc")
@@ -61,7 +61,7 @@ def test_what_a_screen_reader_says() -> None:
     assert "made-up (10 runs)" in said["desc"]
 
 
-def test_nothing_scored_is_a_figure_too() -> None:
+def test_a_figure_without_scored_runs() -> None:
     root = drawn(ScoredRun(gpt(), None, SkipError("odd")))
     assert not marks(root)
     assert "no step time is scored" in words(root)

@@ -50,13 +50,13 @@ def test_it_is_what_evaluate_says_of_a_whole_profile() -> None:
     }
 
 
-def test_nothing_but_physics_is_looked_at() -> None:
+def test_the_reported_time_does_not_enter_the_prediction() -> None:
     run = gpt()
     disguised = gpt(family="vtrain-single", run_id="x", model="llama", source="elsewhere", quality="B", iter_time_s=9.0)
     assert predicted(run) == predicted(disguised)
 
 
-def test_what_is_remembered_changes_nothing() -> None:
+def test_cached_results_equal_fresh_ones() -> None:
     runs = [gpt(), gpt(tp=1, dp=4), gpt(framework="torchtitan", zero_stage=3), gpt(), gpt(seq_len=512)]
     predictor = Predictor(CALIBRATION)
     together = [predictor.predict(run) for run in runs]
@@ -209,7 +209,7 @@ RUN = PublishedRun(
 
 
 @pytest.mark.parametrize(("spatial", "filters", "kind"), [(4, 1, Method.DATA_SPATIAL), (1, 4, Method.DATA_FILTER)])
-def test_as_the_oracle_says(spatial: int, filters: int, kind: Method) -> None:
+def test_predictions_agree_with_the_oracle(spatial: int, filters: int, kind: Method) -> None:
     """Only the cluster is put together from the row's words, not from a file."""
     found = predicted(replace(RUN, spatial=spatial, filter=filters))
     machine = cluster_costs(graph_named("resnet50", "fp32"), "abci", 16, "fp32", 64, match_stack(RUN.framework))
@@ -231,7 +231,7 @@ def test_shared_pixels_take_less_memory_and_filters_do_not() -> None:
         ({"n_gpus": 4, "dp": 1, "global_batch": 64, "spatial": 1, "filter": 4}, Method.FILTER),
     ],
 )
-def test_one_group_is_alone(changes: dict[str, int], kind: Method) -> None:
+def test_a_single_group_has_no_neighbours(changes: dict[str, int], kind: Method) -> None:
     question = question_of(replace(RUN, **changes))  # type: ignore[arg-type]
     assert (question.kind, question.batch, question.width) == (kind, 64, 4)
 

@@ -226,13 +226,13 @@ def test_the_schedule_of_no_pipeline_decides_nothing() -> None:
         ({"global_batch": None}, "iter_time_s without global_batch"),
     ],
 )
-def test_what_is_said_in_vain_is_listed(changes: dict[str, object], said: str) -> None:
+def test_fields_that_are_not_used_are_listed(changes: dict[str, object], said: str) -> None:
     assert not list(taken_otherwise(gpt()))
     assert any(text.startswith(said) for text in taken_otherwise(gpt(**changes)))
 
 
 @pytest.mark.parametrize("field", ["zero_stage", "act_ckpt", "precision", "micro_batch", "gpus_per_node", "intra_link"])
-def test_what_is_not_stated_is_listed(field: str) -> None:
+def test_assumed_fields_are_listed(field: str) -> None:
     assert any(text.startswith(f"{field} not stated") for text in assumptions(gpt(**{field: None})))
     stated = gpt(zero_stage=1)
     assert not [text for text in assumptions(stated) if text.startswith(f"{field} not stated")]

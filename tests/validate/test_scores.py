@@ -42,7 +42,7 @@ def test_memory_counts_for_grade_a_mem_and_time_does_not() -> None:
     assert (one.time, one.memory) == (None, 0.5)
 
 
-def test_regret_is_of_the_run_predicted_fastest() -> None:
+def test_regret_is_that_of_the_run_predicted_fastest() -> None:
     assert regret([(1.0, 1.2), (2.0, 1.0), (3.0, 5.0)]) == pytest.approx(0.2)
     assert regret([(1.0, 1.0), (2.0, 1.2)]) == 0.0
     assert regret([(1.0, 1.0), (1.0, 2.0)]) == pytest.approx(0.5)

@@ -146,7 +146,7 @@ def test_one_layer_between_encoder_and_decoder_may_be_several() -> None:
     assert [(run.first, run.last, run.count) for run in joined.stages[0].runs] == [("before", "after", 7)]
 
 
-def test_a_name_that_was_edited_into_another_is_told() -> None:
+def test_a_changed_layer_name_is_reported() -> None:
     with pytest.raises(InputError, match=r"'blocks\.9'.*no such layer.*blocks\.3"):
         named_for(_plan([*OWN[:3], "blocks.9"]), _layers(OWN))
 

@@ -288,7 +288,7 @@ def test_wire_bytes_of_one_message() -> None:
     assert wire_bytes(replace(of(MessageType.RECEIVE, 400), bytes=0), 0) == 0
 
 
-def test_what_is_priced_is_the_closed_form() -> None:
+def test_priced_bytes_are_the_closed_form() -> None:
     """All gradients once a step in an all-reduce of two ranks; twice a boundary tensor for every micro-batch."""
     found = predicted_bytes(LayerPricer(profile()), PlannedLayers(PLANS["data"], graph()), 0)
     assert found["data"] == 4 * graph().parameters
@@ -303,7 +303,7 @@ def test_what_is_sent_is_what_is_priced(name: str) -> None:
     assert check.details
 
 
-def test_what_is_not_priced_is_found() -> None:
+def test_messages_that_are_not_priced_are_found() -> None:
     """Gradients that are summed twice."""
     runs = right_runs(PLANS["data"])
     twice = [replace(run, messages=run.messages * 2) for run in runs]

@@ -111,7 +111,7 @@ def verdict(runs: list[RoleRun], devices: int, name: str) -> Check:
     return next(check for check in match(runs, plan_of(devices)) if check.name == name)
 
 
-def test_a_circle_is_printed() -> None:
+def test_a_deadlock_is_printed() -> None:
     """Three ranks that each receive before they send."""
     ranks = (0, 1, 2)
     runs = [
@@ -196,7 +196,7 @@ def test_roles_stand_for_all_their_ranks() -> None:
     assert "384" in checks[1].said
 
 
-def test_ranks_that_nobody_ran_are_told() -> None:
+def test_ranks_that_were_not_run_are_reported() -> None:
     checks = match(grid(2, 2, 2, 1)[:1], plan_of(8, 2))
     assert {check.verdict for check in checks} == {Verdict.SKIPPED}
     assert "ranks 4, 5, 6, 7" in checks[0].said
@@ -270,7 +270,7 @@ def test_what_a_rank_announces_arrives_where_it_is_run_next() -> None:
     assert found.tolist() == [7, 9]
 
 
-def test_what_nobody_announced_is_asked_for() -> None:
+def test_missing_announcements_are_requested() -> None:
     with dry_world(1, 2, MessageLog()), pytest.raises(UnheardError, match="Rank 0 must be run before"):
         dist.recv(torch.zeros(1, dtype=torch.int64), 0)
 

@@ -140,7 +140,7 @@ def test_blocks_keep_no_more_than_they_must(name: str, tensor: int) -> None:
 
 
 @pytest.mark.parametrize(("family", "seed"), [("plain", 0), ("zoo-llama", 1)])
-def test_right_plans_pass(family: str, seed: int) -> None:
+def test_correct_plans_pass(family: str, seed: int) -> None:
     """Sampled plans that train like one process (``tests.equivalence``): unlike layouts side by side, stages that go
     round, parameters outside of layers."""
     (plan,) = sampled(family, 2, 1, seed)

@@ -140,7 +140,7 @@ def test_a_guard_of_which_one_outcome_was_seen_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_other_reads_are_free(name: str) -> None:
+def test_reads_that_do_not_decide_are_allowed(name: str) -> None:
     model, batch = reading(FREE[name])
     findings = try_model(model, batch, discover_layers(reading(FREE["shape"])[0], batch))
     assert (findings.warnings(), findings.pins().get("fix")) == ([], None)

@@ -100,7 +100,7 @@ def test_what_is_legal_is_what_the_planner_offers() -> None:
         ("data3 tensor2", 6, "data3 tensor2"),
     ],
 )
-def test_degrees(text: str, devices: int, expected: str) -> None:
+def test_degrees_of_a_smaller_plan(text: str, devices: int, expected: str) -> None:
     smaller = shrink_strategy(parse_strategy(text), devices)
     assert (features(smaller), smaller.devices) == (features(parse_strategy(expected)), devices)
 
@@ -349,7 +349,7 @@ def test_all_ranks_go_on_or_raise_together(pool: WorkerPool) -> None:
     assert "the process that does it ended" in died
 
 
-def test_no_world_is_needed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_checked_without_a_launcher(capfd: pytest.CaptureFixture[str]) -> None:
     Verifier(PlainModel(), None, None, good).check(PLAN)
     assert "1 of 2 checks passed. b: skipped." in capfd.readouterr().err
     with pytest.raises(VerificationError) as caught:

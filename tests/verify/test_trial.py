@@ -150,6 +150,29 @@ def test_sparse_gradients_are_made_dense_or_refused() -> None:
         found(Bags(by_function=True), ids).check(ONE)
 
 
+class Towers(nn.Module):
+    """Bags of all samples in one row, which offsets part; tables may be on devices of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(9, 4) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        starts = torch.arange(0, rows.numel(), rows.shape[1])
+        first, second = (table(rows.flatten(), starts) for table in self.tables)
+        return (first * second).sum(1).square().mean()
+
+
+def test_numbers_of_samples_keep_layers_from_sharing_the_batch_otherwise() -> None:
+    findings = found(Towers(), torch.arange(24).reshape(8, 3) % 9)
+    assert [name for name, _ in findings.numbered] == ["tables.0", "tables.1"]
+    alike = make_plan([["tables", "after"]], [[Strategy(data=2), Strategy(data=2)]], 8)
+    findings.check(alike)
+    with pytest.raises(InputError, match=r"integers given to tables.0, tables.1.*Compute them inside the layer"):
+        findings.check(make_plan([["tables", "after"]], [[Strategy(tensor=2), Strategy(data=2)]], 8))
+    assert not found(Bags(by_function=False), torch.arange(24).reshape(8, 3) % 9).numbered
+
+
 class Counting(nn.Module):
     """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
 
@@ -270,7 +293,7 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "far", "chosen", "scaled", "counted", "by sample"])
-def test_losses_that_choose_samples_or_bend_keep_the_batch_whole(kind: str) -> None:
+def test_losses_that_select_or_clamp_samples_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
     findings = found(Choosing(kind), torch.randn(8, 4))
     assert (findings.keeps_batch or findings.loss_error is not None) == (kind != "by sample")

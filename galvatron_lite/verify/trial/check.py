@@ -8,7 +8,7 @@ rules plans out, or is an error that names the remedy.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import chain, count
@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import LossFn, batch_size, call_model, map_tensors, model_inputs, resize_batch
+from galvatron_lite.model.batch import (
+    LossFn,
+    batch_size,
+    call_model,
+    map_tensors,
+    model_inputs,
+    resize_batch,
+    tensors_of,
+)
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trace.meta import meta_copy
@@ -86,6 +94,7 @@ def try_model(
         written=tuple(sorted(double.written.union(full.written))),
         takes_gradients=observer.takes_gradients,
         unscaled=not _scales(double, full),
+        numbered=_numbered_inputs(double, trials[0]),
     )
     if not _writes_alike(trials[0]) or _splits_statistics(model, batch):
         return replace(findings, undivided=True)  # each rank would update them by its own samples
@@ -235,6 +244,55 @@ def _scales(double: Double, full: PassResult) -> bool:
         if Trial(double.batch, full, (), (scaled,)).relative_error([1 / scale]) > TOLERANCE:
             return False
     return True
+
+
+def _numbered_inputs(double: Double, trial: Trial) -> tuple[tuple[str, bool], ...]:
+    """Return layers whose integers in a share of the batch are not those that its samples have in the batch.
+
+    Each with whether any such tensor has a row for each sample, so that plans could regroup the samples of the layer.
+    """
+    calls, *share_calls = (_integer_inputs(double, batch) for batch in (trial.batch, *trial.parts))
+    if any([path for path, _ in calls] != [path for path, _ in others] for others in share_calls):
+        return ()
+    numbered = dict[str, bool]()
+    for (path, full), *shares in zip(calls, *share_calls, strict=True):
+        if not _have_rows_of(full, [tensor for _, tensor in shares]):
+            numbered[path] = numbered.get(path, False) or full.shape[:1] == (SAMPLES,)
+    return tuple(numbered.items())
+
+
+def _integer_inputs(double: Double, batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the integers and truth values that layers are given in a pass, by path of the layer."""
+    inputs = list[tuple[str, Tensor]]()
+
+    def note(path: str, _module: nn.Module, *arguments: Any) -> None:
+        inputs.extend(
+            (path, tensor.clone())
+            for tensor in tensors_of(arguments)
+            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_floating_point()
+            and not tensor.is_complex()
+        )  # fmt: skip
+
+    with ExitStack() as stack:
+        for path in {path: None for layer in double.layers for path in layer.modules}:
+            module = double.model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
+        run_pass(double, batch)
+    return inputs
+
+
+def _have_rows_of(full: Tensor, shares: Sequence[Tensor]) -> bool:
+    """Whether the rows of shares, in any order, are those of a tensor; or whether it has no rows of samples."""
+    if any(share.dim() != full.dim() for share in shares):
+        return False
+    differing = [dim for dim in range(full.dim()) if any(share.shape[dim] != full.shape[dim] for share in shares)]
+    if len(differing) != 1:
+        return not differing
+    rows = [
+        sorted(tensor.movedim(differing[0], 0).reshape(tensor.shape[differing[0]], -1).tolist())
+        for tensor in (full, torch.cat(list(shares), differing[0]))
+    ]
+    return bool(rows[0] == rows[1])
 
 
 def _splits_statistics(model: nn.Module, batch: Any) -> bool:

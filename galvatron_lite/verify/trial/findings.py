@@ -75,6 +75,12 @@ def _loses_writes(plan: Plan) -> bool:
     return _splits_or_recomputes(plan) or not complete or plan.microbatches > 1
 
 
+def _regroups_samples(plan: Plan) -> bool:
+    """Whether layers share the batch among more or fewer ranks than others do."""
+    branches = [run.strategy for branch in plan.branches for run in branch.runs]
+    return len({strategy.batch_degree for strategy in (*_strategies(plan), *branches)}) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Restriction:
     """A property of a model that rules plans out."""
@@ -108,6 +114,8 @@ class Findings:
     written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
     sparse: tuple[str, ...] = ()  # parameters with sparse gradients
     takes_gradients: bool = False  # whether a forward pass takes gradients, which backward differentiates again
+    # layers with integers that depend on a sample's place in the batch, and whether any has a row for each sample
+    numbered: tuple[tuple[str, bool], ...] = ()
     # buffers that a forward pass updates from the batch, each with ``mean`` or ``sum``: how the updates of shares
     # combine to that of the batch; empty: by neither
     buffers: tuple[tuple[str, str], ...] = ()
@@ -276,6 +284,20 @@ class Findings:
                 forbid=(*SPLITS_PARAMETERS, "recompute"),
                 reason="forward passes take gradients, and layers that are split cannot be differentiated twice",
                 effect=f"{_ALL_PARAMETERS}, and none recomputes",
+            )  # fmt: skip
+        if self.numbered:
+            names = _few([name for name, _ in self.numbered])
+            regrouped = any(has_rows for _, has_rows in self.numbered)  # else layers but branches share alike anyway
+            yield Restriction(
+                _regroups_samples, "model", f"integers given to {names}",
+                "Code outside of these layers numbers the samples of a batch, or their parts (arange(len(batch)), "
+                "offsets). Each rank numbers its own share, and under this plan layers that share the batch among "
+                "fewer or more ranks would be given numbers of several shares together. Compute them inside the layer; "
+                "or give a plan under which all layers share the batch alike (data parallelism, ZeRO, stages), "
+                f"{_SEARCHED}.",
+                forbid=SPLITS_SAMPLES if regrouped else ("branches",),
+                reason=f"code outside of {names} numbers the samples of the batch for them",
+                change=f"compute the integers inside {names}",
             )  # fmt: skip
         if self.outside:
             names = _few(self.outside)

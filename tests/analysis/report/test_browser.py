@@ -111,7 +111,7 @@ def test_zoom_and_pan_by_buttons_keys_and_pointer(browser: Browser, place: Path)
     assert browser.run(VIEW)[0] < before[0]
 
 
-def test_passes_are_read_out(browser: Browser, place: Path) -> None:
+def test_screen_readers_get_the_passes(browser: Browser, place: Path) -> None:
     opened(browser, place / "one.html")
     browser.run("document.querySelector('canvas.passes').focus()")
     browser.press("up", "up", "up", "home", "right")
@@ -155,7 +155,7 @@ def test_tabs_show_one_plan_at_a_time(browser: Browser, place: Path) -> None:
     assert colours(browser, "#plan-1 canvas.passes") > 5
 
 
-def test_light_and_dark(browser: Browser, place: Path) -> None:
+def test_light_and_dark_themes(browser: Browser, place: Path) -> None:
     ground = "return getComputedStyle(document.body).backgroundColor"
     opened(browser, place / "one.html", "dark")
     dark = browser.run(ground)

@@ -91,14 +91,14 @@ def test_the_page_is_well_formed_and_labelled(whole: str) -> None:
     assert found.headings[0] == 1
 
 
-def test_nothing_is_fetched(whole: str) -> None:
+def test_the_page_loads_nothing_from_the_network(whole: str) -> None:
     assert not BACK.search(whole)
     assert "default-src 'none'" in whole
     assert not re.search(r"@import|url\((?!#)", whole)
     assert "fetch(" not in whole
 
 
-def test_every_figure_has_its_words(whole: str) -> None:
+def test_the_page_names_every_section_and_figure(whole: str) -> None:
     plan = small().plan
     assert plan.prediction is not None
     sections = ("Layers and what they do", "Runners-up", "Memory at the worst moment", "Groups of devices in a step")
@@ -159,7 +159,7 @@ def unpacked(told: dict[str, object]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V])
-def test_what_is_packed_is_the_timeline(schedule: Schedule) -> None:
+def test_the_packed_timeline_is_unpacked_unchanged(schedule: Schedule) -> None:
     step = small(schedule, 7).timeline
     assert step is not None
     same(step)
@@ -196,7 +196,7 @@ def test_groups_of_devices_are_those_of_the_strategy() -> None:
     assert (names["zero"].size, names["zero"].count) == (2, 4)
 
 
-def test_what_cannot_be_shown_is_said() -> None:
+def test_parts_that_cannot_be_shown_are_named() -> None:
     own = small()
     bare = PlanView("plan.yaml", replace(own.plan, prediction=None), own.profile)
     with pytest.raises(InputError, match="no prediction"):

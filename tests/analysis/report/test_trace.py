@@ -77,7 +77,7 @@ def test_arrows_begin_in_a_send_and_end_before_the_pass_that_needs_them(events: 
         assert begin["pid"] != ends[number]["pid"]
 
 
-def test_the_timeline_is_in_it() -> None:
+def test_the_trace_holds_the_timeline() -> None:
     step = small().timeline
     assert step is not None
     events = list(trace_events([("a", step)]))

@@ -155,7 +155,7 @@ def told(sent: tuple[Communication, ...]) -> list[tuple[Collective, float, Momen
     return [(one.collective, one.size, one.moment) for one in sent]
 
 
-def test_nothing_moves_in_where_the_input_is_the_models() -> None:
+def test_inputs_of_the_model_are_not_moved() -> None:
     graph = plain_profile([1.0, 2.0]).graph
     assert border_of(graph, {"t0.0"}) == BranchTraffic(read=0, written=10)
     assert told(moves(border_of(graph, {"t0.0"}), BranchSite(2, 1, 1, True, 4), training=False)) == [

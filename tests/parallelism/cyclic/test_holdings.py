@@ -33,7 +33,7 @@ def live(holding: Holding) -> int:
 
 @BOTH
 @COUNTS
-def test_activations(count: int, rule: CyclicRule) -> None:
+def test_activations_held_are_those_of_the_formula(count: int, rule: CyclicRule) -> None:
     most = {setting: max(map(live, holdings(rule, setting, count))) for setting in CyclicSetting}
     assert most[CyclicSetting.SINGLE] == count * (count + 1) // 2  # (N + 1) / 2 of A in N stages; plain: N N
     assert most[CyclicSetting.DATA] == count  # A
@@ -59,7 +59,7 @@ def test_activations_by_the_timeline_alone(count: int, rule: CyclicRule) -> None
 
 @BOTH
 @COUNTS
-def test_versions(count: int, rule: CyclicRule) -> None:
+def test_versions_held_are_those_of_the_formula(count: int, rule: CyclicRule) -> None:
     found = {setting: holdings(rule, setting, count) for setting in CyclicSetting}
     for setting in (CyclicSetting.DATA, CyclicSetting.STAGES):
         assert all(number == 1 for holding in found[setting] for _, number in holding.versions)
@@ -70,7 +70,7 @@ def test_versions(count: int, rule: CyclicRule) -> None:
 
 @BOTH
 @COUNTS
-def test_gradients(count: int, rule: CyclicRule) -> None:
+def test_gradients_held_are_those_of_the_formula(count: int, rule: CyclicRule) -> None:
     data = holdings(rule, CyclicSetting.DATA, count)
     held = [max(sum(number for _, number in one.updates) for one in data if one.process == p) for p in range(count)]
     # Whoever completes a sum keeps it until it uses it: the whole gradient, under v1 that of two steps.
@@ -81,7 +81,7 @@ def test_gradients(count: int, rule: CyclicRule) -> None:
 
 @BOTH
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_messages(count: int, rule: CyclicRule) -> None:
+def test_messages_in_flight_are_bounded(count: int, rule: CyclicRule) -> None:
     for holding in holdings(rule, CyclicSetting.DATA, count):
         assert len(holding.action.receives) <= 1
         assert len(holding.action.sends) <= 1
@@ -171,7 +171,7 @@ def test_activations_of_equal_stages(count: int, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
-def test_versions_are_let_go(rule: str) -> None:
+def test_versions_are_released(rule: str) -> None:
     """Two at most, and one only of the last stage under v2, where nobody is late."""
     count = 4
     runtime, batches = runtime_of(blocks_case(count), rule), make_batches(4, count, ROWS)

@@ -173,7 +173,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64
     st.integers(0, 2**20),
 )
 @settings(max_examples=40, deadline=None)
-def test_tensors_come_out_as_they_went_in(shapes: list[tuple[list[int], torch.dtype]], seed: int) -> None:
+def test_tensors_are_serialised_unchanged(shapes: list[tuple[list[int], torch.dtype]], seed: int) -> None:
     torch.manual_seed(seed)
     tensors = [torch.randint(0, 2, shape).to(dtype) for shape, dtype in shapes]
     buffer = pack(tensors, CPU)

@@ -195,7 +195,7 @@ def test_what_cannot_be_priced_is_named(tool: str, text: str, named: str, tmp_pa
 
 @pytest.mark.parametrize("tool", ["accelerate", "deepspeed", "nemo"])
 @pytest.mark.parametrize("text", ["a: &a\n  b: *a\n", "a: [1,\n", f"{'[' * 100}{']' * 100}\n"])
-def test_files_that_cannot_be_are_refused(tool: str, text: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tool: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     with pytest.raises(FileFormatError, match=r"settings\.yaml, line"):
@@ -234,6 +234,6 @@ def test_a_plan_made_in_python_writes_no_line_of_its_names(tool: str) -> None:
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
-def test_a_precision_is_one_of_those_there_are(tool: str) -> None:
+def test_unknown_precisions_are_refused(tool: str) -> None:
     with pytest.raises(InputError, match="precision"):
         export(replace(PLANS["data"], precision=EVIL), tool)

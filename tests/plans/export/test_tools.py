@@ -44,7 +44,7 @@ def test_what_a_tool_cannot_be_told_is_in_comments_and_refused_by_strict(tool: s
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
-def test_what_is_written_changes_on_purpose_alone(tool: str) -> None:
+def test_exported_files_do_not_change_unnoticed(tool: str) -> None:
     """``exported.json`` is what was written before, of the same plans: where it differs, read the difference first."""
     exports = {name: export(PLANS[name], tool) for name in EVERY}
     before = json.loads((Path(__file__).parent / "exported.json").read_text())[tool]
@@ -58,12 +58,12 @@ def test_kinds_of_plans_that_no_tool_has() -> None:
 
 
 @pytest.mark.parametrize(("precision", "name"), [("bf16", "bfloat16"), ("fp32", "float32")])
-def test_torchtitan_is_told_the_precision(precision: str, name: str) -> None:
+def test_torchtitan_gets_the_precision(precision: str, name: str) -> None:
     text = export(replace(PLANS["data"], precision=precision), "torchtitan").text
     assert f"--training.mixed_precision_param {name}\n" in text
 
 
-def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
+def test_accelerate_recomputes_by_fsdp_and_reports_layers_that_differ() -> None:
     for name in ("zero1", "zero2", "zero3", "offload", "deepspeed"):
         kind = "FSDP" if name in ("zero2", "zero3") else "DEEPSPEED"
         assert yaml.safe_load(export(PLANS[name], "accelerate").text)["distributed_type"] == kind
@@ -114,7 +114,7 @@ def test_a_plan_s_own_tool_trains_with_it() -> None:
     assert commented(["a\x1b[2Jb\nc"]) == "# a\\x1b[2Jb\\nc\n"
 
 
-def test_selective_beside_full_is_told() -> None:
+def test_selective_recompute_beside_full_is_reported() -> None:
     first = plan(Strategy(zero=4, zero_stage=3, recompute=Recompute.SELECTIVE), (BLOCKS,))
     before, blocks, after = first.stages[0].runs
     half = replace(blocks, last="layers.3", count=4)

@@ -20,13 +20,13 @@ from tests.runtime.reshard.training import (
 from tests.runtime.training import train_alone
 
 
-def test_losses_go_on_and_states_stay(pool: WorkerPool) -> None:
+def test_losses_and_states_are_not_changed_by_a_switch(pool: WorkerPool) -> None:
     wanted = train_alone(CHAIN[0], steps=len(CHAIN)).losses
     for losses in pool.run(4, switched_run, cases=CHAIN):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-def test_experts_move(pool: WorkerPool) -> None:
+def test_experts_train_on_after_a_switch(pool: WorkerPool) -> None:
     wanted = curve_alone("mixtral", steps=4)
     for losses in pool.run(4, mixture_run):
         assert losses == pytest.approx(wanted, rel=1e-5)
@@ -50,7 +50,7 @@ def test_a_failure_on_one_rank_leaves_all_on_the_old_plan(pool: WorkerPool) -> N
             assert "RuntimeError: injected" in text
 
 
-def test_what_the_user_holds_stays(pool: WorkerPool) -> None:
+def test_objects_of_the_user_stay_valid(pool: WorkerPool) -> None:
     pool.run(2, user_run)
 
 
