@@ -294,6 +294,27 @@ def in_stages() -> str:
     return ""
 
 
+def hooked() -> nn.Module:
+    """A model whose modules have hooks that change what they take and return, and that keep what they return."""
+    model = Deciding("plain")
+    for module in (model.enter, *model.blocks, model.leave):
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
+        module.register_forward_hook(lambda module, _, output: setattr(module, "kept", output) or output * 3)
+    model(*make_batch())
+    return model
+
+
+def in_hooked_stages(cuts: list[int], **options: Any) -> str:
+    expected = trained_plainly(hooked(), make_batch())
+    parallel = split_model(hooked(), make_batch(), Strategy(), cuts, microbatches=2, **options)
+    return difference(parallel, make_batch(), expected)
+
+
+@pytest.mark.parametrize("cuts", [[1], [3]])
+def test_hooks_at_the_ends_of_stages_run_once(pool: WorkerPool, cuts: list[int]) -> None:
+    assert pool.run(2, in_hooked_stages, cuts=cuts) == [""] * 2
+
+
 class TimeFirst(nn.Module):
     """Its blocks take tokens along dim 0 and samples along dim 1."""
 
