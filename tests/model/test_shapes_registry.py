@@ -201,10 +201,10 @@ def test_fields_that_a_model_file_lacks_or_has_beside_its_own_are_named(tmp_path
     path = tmp_path / "mine.yaml"
     fields = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9}
     write_data(path, fields | {"ffn": 16})
-    with pytest.raises(FileFormatError, match="mine.yaml, ffn: 16 .* Did you mean ffn_hidden?"):
+    with pytest.raises(FileFormatError, match=r"mine\.yaml, ffn: 16 .* Did you mean ffn_hidden"):
         load_model(str(path))
     write_data(path, fields)
-    with pytest.raises(FileFormatError, match="mine.yaml, seq_len is missing"):
+    with pytest.raises(FileFormatError, match=r"mine\.yaml, seq_len is missing"):
         load_model(str(path))
 
 
