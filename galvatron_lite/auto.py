@@ -202,7 +202,9 @@ def auto_parallelize(
         goal = loss_fn if trains or loss_fn is not None or gives_loss(model, example) else mean_of_outputs
         try:
             used_profile = _find_profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
-            used_profile = replace(used_profile, needs=PlanNeeds())  # the findings say, or check=False leaves them out
+            # the findings say the others, or check=False leaves them out
+            needs = PlanNeeds() if findings is None else PlanNeeds(least_samples=findings.least_samples)
+            used_profile = replace(used_profile, needs=needs)
         except MetaRunError as error:
             uncaptured = error
     if uncaptured is not None:

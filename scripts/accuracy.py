@@ -1,12 +1,14 @@
 """Predicted against measured step time and peak memory of many plans: a GPT or ResNet-50 on two processes, a ConvNeXt
-on four."""
+on four, a Llama or ResNet-50 on one."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,22 +17,23 @@ from rich.table import Table
 from torch import distributed as dist
 from torch import nn
 
+import llama_model
 import quickstart_model
 import resnet50_model
 import train_convnext_model
 from galvatron_lite import auto_parallelize
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile
 from galvatron_lite.units import format_bytes, format_seconds
 from galvatron_lite.validate.results import spearman
-from galvatron_lite.world import join, leave, rank
+from galvatron_lite.world import join, leave, pick_device, rank
 from measured import Measured, measure, peak_of
 
-FULL = Recompute.FULL
+FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
 Make = Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
 
 
@@ -88,10 +91,30 @@ def resnet_cases() -> list[Case]:
     return [Case("data", 1, 1, (data,), data), Case("rows", 1, 1, (rows,), rows)]
 
 
+def one_device_cases(attention: bool) -> list[Case]:
+    """Plans for one device: micro-batches, recomputation, of models with attention also of parts of a block, and on a
+    GPU what the host keeps."""
+    alone = Strategy()
+    full, selective = replace(alone, recompute=FULL), replace(alone, recompute=SELECTIVE)
+    states, kept = replace(alone, offload=Offload.STATES), replace(alone, offload=Offload.ACTIVATIONS)
+    rows = [(f"{count} micro-batches", count, (alone,)) for count in (1, 2, 4)]
+    rows += [(f"recompute, {count} micro-batches", count, (full,)) for count in (1, 2, 4)]
+    rows += [(f"2 blocks recompute, {count} micro-batches", count, (full, full, alone)) for count in (1, 2)]
+    if attention:
+        rows += [(f"selective recompute, {count} micro-batches", count, (selective,)) for count in (1, 4)]
+    if attention and torch.cuda.is_available():
+        rows += [("states in the host", 1, (states,)), ("activations in the host", 2, (kept,))]
+    return [
+        Case(name.replace("1 micro-batches", "1 micro-batch"), 1, count, blocks, alone) for name, count, blocks in rows
+    ]
+
+
 CASES = {
     "gpt": (quickstart_model, gpt_cases),
     "convnext": (train_convnext_model, convnext_cases),
     "resnet50": (resnet50_model, resnet_cases),
+    "llama": (llama_model, partial(one_device_cases, attention=True)),
+    "resnet50-alone": (resnet50_model, partial(one_device_cases, attention=False)),
 }
 """By the name of a model: its module, and the plans to try."""
 
@@ -110,7 +133,9 @@ def plan_of(case: Case, profile: Profile, batch: int) -> Plan:
         place += block
     devices, stages = case.stages * case.edge.devices, tuple(Stage(tuple(part)) for part in parts)
     name = profile.graph.name
-    return Plan(PLAN_VERSION, name, devices, batch, case.microbatches, Schedule.ONE_F_ONE_B, "fp32", stages)
+    return Plan(
+        PLAN_VERSION, name, devices, batch, case.microbatches, Schedule.ONE_F_ONE_B, profile.graph.precision, stages
+    )
 
 
 def stepper(make: Make, plan: Plan) -> Callable[[], object]:
@@ -130,15 +155,14 @@ def show(rows: list[tuple[Case, Plan, Measured]], as_json: Path | None) -> None:
         if prediction is None:
             raise SystemExit("a plan carries no prediction")
         time_errors.append(prediction.step_seconds / found.seconds - 1)
-        memory_errors.append(prediction.peak_memory / found.peak - 1)
+        memory = max(stage.memory.tensors for stage in plan.stages)  # the driver's context is not measured
+        memory_errors.append(memory / found.peak - 1)
         table.add_row(
             case.name, format_seconds(prediction.step_seconds), format_seconds(found.seconds), f"{found.spread:.0%}",
-            f"{time_errors[-1]:+.1%}", format_bytes(prediction.peak_memory), format_bytes(found.peak),
+            f"{time_errors[-1]:+.1%}", format_bytes(memory), format_bytes(found.peak),
             f"{memory_errors[-1]:+.1%}",
         )  # fmt: skip
-        data.append(
-            [case.name, prediction.step_seconds, found.seconds, found.spread, prediction.peak_memory, found.peak]
-        )
+        data.append([case.name, prediction.step_seconds, found.seconds, found.spread, memory, found.peak])
     rho = spearman([(row[1], row[2]) for row in data]) or 0.0
     console = Console(highlight=False, width=160)
     console.print(table)
@@ -163,13 +187,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the plans whose name holds this")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
-    join(torch.device("cpu"))
+    join(pick_device())
     profile = read_profile(last_profile(options.folder))
     model, cases = CASES[options.model]
     rows = []
-    for case in cases():
-        if options.only not in case.name:
-            continue
+    chosen = [case for case in cases() if options.only in case.name]
+    for number, case in enumerate(chosen, 1):
+        if rank() == 0:
+            print(f"{number} of {len(chosen)}: {case.name}", file=sys.stderr)
         plan = evaluate(profile, plan_of(case, profile, model.BATCH))
         peak = peak_of(lambda plan=plan: stepper(model.make, plan))
         found = measure(stepper(model.make, plan), 2, options.steps, peak)

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from galvatron_lite.profiler.memory import track_peak
+from galvatron_lite.world import pick_device
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Measured:
 
 def highest(value: float) -> float:
     """The largest of a value over all ranks."""
-    box = torch.tensor([value], dtype=torch.float64)
+    box = torch.tensor([value], dtype=torch.float64, device=pick_device())
     if dist.is_initialized():
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return float(box)
@@ -40,6 +41,8 @@ def step_seconds(step: Callable[[], object], repetitions: int) -> list[float]:
             dist.barrier()
         start = time.perf_counter()
         step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds.append(highest(time.perf_counter() - start))
     return seconds
 
@@ -56,7 +59,7 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> int:
     The tracking starts before ``make`` builds the model, so that parameters and states count; the third step is read.
     """
     gc.collect()
-    with track_peak("cpu") as peak:
+    with track_peak(pick_device()) as peak:
         step = make()
         step()
         step()

@@ -9,7 +9,7 @@ from galvatron_lite.model import zoo
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.zoo.convnets import ImageClassifier
 
-BATCH = 4
+BATCH = 64 if torch.cuda.is_available() else 4
 SEED = 0
 
 

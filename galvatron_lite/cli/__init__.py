@@ -51,6 +51,15 @@ class Commands(typer.core.TyperGroup):
             return f"profile {args[1]}", self.commands[f"profile-{args[1]}"], args[2:]
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take several choices after one ``--fix``: ``--fix tp=8 pp=2``."""
+        repeated: list[str] = []
+        after_fix = False
+        for place, word in enumerate(args):
+            after_fix = word == "--fix" or (after_fix and "=" in word and not word.startswith("-"))
+            repeated += ["--fix", word] if after_fix and word != "--fix" and args[place - 1] != "--fix" else [word]
+        return super().parse_args(ctx, repeated)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by its name."""
         command = super().get_command(ctx, cmd_name)

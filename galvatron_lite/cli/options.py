@@ -125,7 +125,7 @@ _pin = partial(_option, panel="Restrict the search")
 ask = partial(typer.Option, rich_help_panel="Ask another question (one at a time)")
 shape = partial(typer.Option, rich_help_panel="Describe the model by its shape (instead of --model)")
 
-Fix = Annotated[list[str] | None, _pin("--fix", "Fix a choice: pp=4, zero=3, layers.3.recompute=full. Repeatable.")]
+Fix = Annotated[list[str] | None, _pin("--fix", "Fix choices: --fix pp=4 zero=3 layers.3.recompute=full.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Exclude a choice: tp, pipeline, recompute … Repeatable.")]
 _EXAMPLES = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
 Schedule = Annotated[list[str] | None, _pin("--schedule", f"Pipeline schedules to consider: {_EXAMPLES} … Repeatable.")]

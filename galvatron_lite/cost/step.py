@@ -72,11 +72,11 @@ def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
     strategies = strategies_of_runs(
         runs, [layer.name for layer in graph.layers], "stages.runs", f"The model {graph.name}"
     )
-    least = graph.least_samples
+    least = profile.least_samples
     for strategy in dict.fromkeys(strategies):
         samples = plan.microbatch // strategy.batch_degree
         if 0 < samples < least:
-            remedy = f"A replica gets {samples} a micro-batch, and the model trains on {least} or more (batch norm)."
+            remedy = f"A replica gets {samples} a micro-batch, and the model trains on {least} or more."
             raise InputError("microbatches", plan.microbatches, remedy)
     return strategies
 

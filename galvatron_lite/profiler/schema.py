@@ -202,6 +202,7 @@ class PlanNeeds(Strict):
     forbid: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # on plans that keep to it
     reasons: tuple[str, ...] = ()  # why other plans are ruled out, for errors
+    least_samples: int = 1  # of a share of the batch
 
     @property
     def restrict(self) -> bool:
@@ -302,6 +303,11 @@ class Profile(Strict):
     pictures: PictureSplit = SPARING
     forward_only: bool = False
     needs: PlanNeeds = PlanNeeds()
+
+    @property
+    def least_samples(self) -> int:
+        """The fewest samples that the model trains on."""
+        return max(self.graph.least_samples, self.needs.least_samples)
 
     def on(self, cluster: Cluster) -> Profile:
         """Return the profile on some of its devices, with the figures of their type if they are all of one type."""

@@ -15,9 +15,18 @@ from math import inf
 from galvatron_lite.cluster.budget import as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
-from galvatron_lite.cost.stage import Shape
-from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
+from galvatron_lite.cost.stage import Shape, transfer_seconds
+from galvatron_lite.cost.step import (
+    bound_seconds,
+    hidden_send_share,
+    price_stages,
+    shape_of,
+    straggling,
+    strategies_of,
+)
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.parallelism.layout import Layout, strategy_with
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
 from galvatron_lite.parallelism.registry import SHAPES, SPREADING
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
@@ -27,7 +36,7 @@ from galvatron_lite.search.result import summary
 from galvatron_lite.search.scenarios import Range
 from galvatron_lite.search.shapes import Request, open_problem, shapes_of
 from galvatron_lite.search.space import UNPINNED, Fixed
-from galvatron_lite.search.tables import ticks
+from galvatron_lite.search.tables import TICKS, ticks
 from galvatron_lite.units import format_budget
 
 USER_PLAN = "given"
@@ -116,6 +125,8 @@ def finalists(
         _add(options, finalist(request, pricer, _name(other.problem.shape), other))
     for rival in _rival_schedules(request, pricer, first):
         _add(options, rival)
+    quickest_seconds = min((option.seconds for option in options if option.fits), default=inf)
+    options += _with_hidden_sends(request, pricer, best, quickest_seconds)
     for shape in _near_shapes(request, pricer, best, near):
         below = int(best.partition.time * (1.0 + _reach(shape)))
         _add(options, _good_plan(shaped(request, shape), pricer, _name(shape), below))
@@ -141,6 +152,45 @@ def _rival_schedules(request: Request, pricer: LayerPricer, first: Finalist) -> 
         # a slower plan of the same kind would take the place of a runner-up that differs more
         if rival and (rival.seconds < first.seconds or not rival.plan.schedule.splits_backward):
             yield rival
+
+
+def _with_hidden_sends(request: Request, pricer: LayerPricer, best: SolvedPlan, seconds: float) -> Iterator[Finalist]:
+    """Plans of each schedule that simulate quicker than all before them, the first than in so many seconds.
+
+    They are those of least closed form if what compute hides of sends costs nothing. Closed forms charge senders all of
+    it, which is far too much where links between nodes are slow.
+    """
+    if not _sends_count(request, pricer, best):
+        return
+    hidden = hidden_send_share(pricer.profile)
+    for schedule in request.schedules:
+        narrow = replace(request, hidden=hidden, schedules=(schedule,))
+        solved = search(narrow, pricer, below=seconds * TICKS, effort=_FEW_LABELS)
+        for other in () if solved is None else solved.others:
+            plan = finished(request, pricer, other)
+            result = replace(as_result(request, pricer, plan), from_user=False)
+            option = Finalist(_name(other.problem.shape), result, plan, request.fits(plan))
+            if option.fits and option.seconds < seconds:
+                seconds = option.seconds
+                yield option
+
+
+def _sends_count(request: Request, pricer: LayerPricer, best: SolvedPlan) -> bool:
+    """Whether what compute hides of sends is a share of the step that matters, in as many stages as the best plan has;
+    if it has one, in any number."""
+    batch, hidden = request.global_batch, hidden_send_share(pricer.profile)
+    size = min(request.graph.crossings()[1:-1], default=0)
+    degrees = [best.problem.shape.stages] if best.problem.shape.stages > 1 else request.pipelines
+
+    def sent(stages: int) -> float:
+        shape = Shape(request.devices, stages, 1, batch, DEFAULT_SCHEDULE, 1)
+        sender = strategy_with(Layout(sequence=shape.stage_devices))
+        bytes_sent = boundary_bytes(size, batch, sender)
+        pairs = pairwise(range(stages))
+        return max(2 * transfer_seconds(pricer, bytes_sent, sender, shape, pair) for pair in pairs)
+
+    least = min((sent(stages) for stages in degrees if stages > 1), default=0.0)
+    return ticks(hidden * least) > _SLIGHT * best.partition.time
 
 
 def _add_well_known(options: list[Finalist], request: Request, pricer: LayerPricer, wanted: int) -> None:

@@ -168,6 +168,7 @@ class Problem:
     work: int = 0  # labels looked at so far
     answers: Answers = field(default_factory=Answers)  # shared by all problems of one shape
     runs: int | None = None  # of equal strategies that a part of the model may have in a stage; None: any
+    hidden: float = 0.0  # share of a send that costs nothing; 0: as the closed form has it
     _tied: Mapping[int, Strategy] = field(init=False)
     _memo: Memo = field(init=False, default_factory=Memo)
 
@@ -265,7 +266,8 @@ class Problem:
         def sent() -> tuple[int, float]:
             sender = self._sender
             size = boundary_bytes(output, self.shape.microbatch, sender)
-            return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
+            seconds = transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
+            return size, (1.0 - self.hidden) * seconds
 
         return self.answers.memo.once(("send", self.choice.wire, stage, output), sent)
 

@@ -50,6 +50,7 @@ class Request:
     runs: int | None = None  # see ``Problem``
     wider: Request | None = None  # one that has all plans of this one, so that bounds of its shapes hold here
     margin: float = 0.0  # share of the memory of a device that is kept free and not in ``budget``
+    hidden: float = 0.0  # see ``Problem``
     problems: Memo = field(default_factory=Memo, compare=False)  # of ``open_problem``, for all searches of the request
 
     @property
@@ -160,9 +161,10 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
             budgets.append(bytes_on(request.budget, "" if priced is pricer else priced.profile.cluster.device.name))
             tables.append(request.tables(priced, shape, fixed))
         alike = shape.stages // len(tables)
-        return Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
+        problem = Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
+        return replace(problem, hidden=request.hidden)
 
-    key = (id(pricer), shape, pins.strategy, pins.layers, pins.forbidden, pins.even, request.budget)
+    key = (id(pricer), shape, pins.strategy, pins.layers, pins.forbidden, pins.even, request.budget, request.hidden)
     problem = request.problems.once(key, opened)
     return request.problems.once((*key, request.runs), lambda: replace(problem, runs=request.runs))
 

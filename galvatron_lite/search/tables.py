@@ -348,7 +348,7 @@ class Store:
             rows: dict[int, IntArray] = {}
             degrees = options.arrays.batch_degree
             for size in (shape.microbatch, *(divisor for divisor in divisors(batch) if divisor != shape.microbatch)):
-                enough = size // degrees >= self.pricer.profile.graph.least_samples
+                enough = size // degrees >= self.pricer.profile.least_samples
                 divisible = np.flatnonzero((size % degrees == 0) & enough)
                 few = sum(map(len, rows.values())) + len(divisible) <= _ROWS
                 if not rows or (few and key(size) not in self._batches):

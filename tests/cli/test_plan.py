@@ -43,6 +43,12 @@ def test_json_is_the_plan(galvatron: Galvatron) -> None:
     assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
 
 
+def test_one_fix_takes_several_choices(galvatron: Galvatron) -> None:
+    apart = galvatron("plan", *SMALL, "--fix", "tp=2", "--fix", "recompute=full", "--mem", "40GB", "--json").out
+    assert json.loads(apart)["stages"][0]["runs"][0]["strategy"]["tensor"] == 2
+    assert galvatron("plan", *SMALL, "--fix", "tp=2", "recompute=full", "--mem", "40GB", "--json").out == apart
+
+
 def test_a_model_can_be_given_by_its_shape(galvatron: Galvatron) -> None:
     shape = ["--layers", "2", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128", "--gated"]
     said = galvatron("plan", *shape, "--cluster", "v100", "--gpus", "2", "--mem", "80%", "-v").out

@@ -11,7 +11,8 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.discover import watch_model
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace.record import ValuesReadError
+from galvatron_lite.model.trace.record import Recorder, ValuesReadError
+from galvatron_lite.model.trace.run import shapes_only
 from tests.model.models import FAMILIES, Mixer, Plain, plain
 
 
@@ -38,6 +39,28 @@ def test_autocast_by_a_tensor_s_device_is_traced() -> None:
     assert trace(model, batch).kinds.keys() == expected.keys()
     with pytest.raises(RuntimeError):
         torch.autocast("meta", enabled=False)
+
+
+def test_threads_that_trace_at_once_leave_autocast_as_it_was() -> None:
+    before, begun, over = torch.autocast.__init__, threading.Event(), threading.Event()
+
+    def first() -> None:
+        with shapes_only(Recorder()):
+            begun.set()
+            over.wait(0.2)  # the second one waits for this one to end, or begins and sets it
+
+    def second() -> None:
+        begun.wait()
+        with shapes_only(Recorder()):
+            over.set()
+            threads[0].join()
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.autocast.__init__ is before
 
 
 def test_a_model_that_does_not_take_the_batch() -> None:

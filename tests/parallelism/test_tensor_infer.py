@@ -103,6 +103,26 @@ def test_what_couples_tokens_is_split_but_not_by_tokens() -> None:
     assert plan_of(Wrapped(between=lambda x: x.flip(1))).sequence_parallel
 
 
+class OneHead(nn.Module):
+    """Attention of one head among the tokens of a document: its scores need all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        scores = (query @ key.T).masked_fill(document[:, None] != document, -1e9)
+        return self.out(scores.softmax(-1) @ value)
+
+
+def test_integers_may_number_documents() -> None:
+    state, document = (torch.empty(TOKENS, *more, device="meta") for more in ((HIDDEN,), ()))
+    plan = plan_of(OneHead(), state, document.long())
+    assert not plan.regions
+    assert "qkv → out cannot be split" in plan.reason
+
+
 class Timed(Wrapped):
     """A block with linears of its own for the time of a sample, as those of diffusion transformers have."""
 

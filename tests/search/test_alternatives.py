@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -187,6 +189,26 @@ def test_other_shapes_of_near_closed_form_are_simulated() -> None:
     quicker = quickest([first, *others])
     assert quicker.solved.partition.time > first.solved.partition.time
     assert quicker.seconds < 0.96 * first.seconds
+
+
+def test_where_links_between_nodes_are_slow_no_pipeline_by_hand_is_quicker(tmp_path: Path) -> None:
+    """Closed forms charge senders all of a send, of which compute hides a half: by them 24 stages are the best."""
+    cluster, by_hand = tmp_path / "slow.yaml", tmp_path / "by-hand.yaml"
+    cluster.write_text(
+        "name: slow\ndevice: A100-SXM4-80GB\nlevels:\n- {name: node, size: 6, link: nvlink3}\n"
+        "- {name: cluster, size: any, link: ethernet, bandwidth: 3.0e+9, lanes: 1}\n"
+    )
+    runs = [{"layers": f"layers.{4 * stage}..layers.{4 * stage + 3}", "strategy": "data3"} for stage in range(8)]
+    ends: list[list[dict[str, str]]] = [[] for _ in range(7)]
+    before, after = ([{"layers": name, "strategy": "data3"}] for name in ("before", "after"))
+    stages = [{"runs": [*a, run, *b]} for a, run, b in zip([before, *ends], runs, [*ends, after], strict=True)]
+    plan = {"devices": 24, "global_batch": 96, "microbatches": 32, "schedule": "zb-2p", "stages": stages}
+    by_hand.write_text(json.dumps(plan))
+    asked = {"model": "llama2-7b", "cluster": str(cluster), "gpus": 24}
+    ours = api.plan(batch=96, forbid=["tensor", "context", "recompute"], runners_up=0, **asked)  # type: ignore[arg-type]
+    other = api.evaluate(by_hand, mem="80GB", **asked)  # type: ignore[arg-type]
+    assert other.fits
+    assert ours.prediction.step_seconds <= 1.01 * other.prediction.step_seconds
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,29 @@ def test_sparse_gradients_are_made_dense_or_refused() -> None:
         found(Bags(by_function=True), ids).check(ONE)
 
 
+class Towers(nn.Module):
+    """Bags of all samples in one row, which offsets part; tables may be on devices of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(9, 4) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        starts = torch.arange(0, rows.numel(), rows.shape[1])
+        first, second = (table(rows.flatten(), starts) for table in self.tables)
+        return (first * second).sum(1).square().mean()
+
+
+def test_numbers_of_samples_keep_layers_from_sharing_the_batch_otherwise() -> None:
+    findings = found(Towers(), torch.arange(24).reshape(8, 3) % 9)
+    assert [name for name, _ in findings.numbered] == ["tables.0", "tables.1"]
+    alike = make_plan([["tables", "after"]], [[Strategy(data=2), Strategy(data=2)]], 8)
+    findings.check(alike)
+    with pytest.raises(InputError, match=r"integers given to tables.0, tables.1.*Compute them inside the layer"):
+        findings.check(make_plan([["tables", "after"]], [[Strategy(tensor=2), Strategy(data=2)]], 8))
+    assert not found(Bags(by_function=False), torch.arange(24).reshape(8, 3) % 9).numbered
+
+
 class Counting(nn.Module):
     """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
 
@@ -240,7 +264,7 @@ def test_statistics_of_a_part_of_the_samples_keep_the_batch_whole() -> None:
 
 
 class Choosing(nn.Module):
-    """A loss of the samples that have the largest, or of a mean that bends at a number."""
+    """A loss of the samples that have the largest, of a mean that bends at a number, or of their number."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -258,13 +282,76 @@ class Choosing(nn.Module):
             return functional.huber_loss(rows.mean(0), torch.full((4,), 9.0))
         if self.kind == "clamped":
             return each.mean().clamp(max=1e3)
+        if self.kind == "chosen":
+            return torch.where(each.mean() > 1e3, torch.full((), 1e3), each.mean())
+        if self.kind == "scaled":
+            return each.mean() / rows.detach().norm().clamp(min=1e3)
+        if self.kind == "counted":
+            return each.mean() * (1 + (len(each) > 6))
+        assert not each.mean() > 1e3
         return torch.stack([one.clamp(max=1e3) for one in each]).mean()
 
 
-@pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "far", "by sample"])
+@pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "far", "chosen", "scaled", "counted", "by sample"])
 def test_losses_that_select_or_clamp_samples_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
-    assert found(Choosing(kind), torch.randn(8, 4)).keeps_batch == (kind != "by sample")
+    findings = found(Choosing(kind), torch.randn(8, 4))
+    assert (findings.keeps_batch or findings.loss_error is not None) == (kind != "by sample")
+
+
+@pytest.mark.parametrize("valid", [lambda depth: depth > 0, lambda depth: ~depth.isnan()])
+def test_means_over_valid_numbers_are_seen_where_all_of_the_example_are(valid: Any) -> None:
+    def loss_fn(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.l1_loss(output[valid(batch[1])], batch[1][valid(batch[1])])
+
+    model, batch = nn.Linear(4, 4), (torch.randn(8, 4), torch.rand(8, 4) + 0.1)
+    assert try_model(model, batch, discover_layers(model), loss_fn=loss_fn).loss_error is not None
+
+
+class Adding(torch.autograd.Function):
+    """Adds the term of RWKV to the gradient of logits, or clips it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor, clips: bool) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.clips = clips
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return slopes[0].clamp(-9, 9) if ctx.clips else slopes[0], logits / logits.numel() * (not ctx.clips), None
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_that_do_not_scale_with_the_loss_keep_it_in_one_piece(clips: bool) -> None:
+    class Model(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            logits = super().forward(rows)
+            loss: Tensor = Adding.apply(logits.square().mean(), logits, clips)
+            return loss
+
+    findings = found(Model(4, 4), torch.randn(8, 4))
+    findings.check(make_plan([["blocks"]], [[Strategy(tensor=2)]], 8))
+    for strategy in (Strategy(data=2), Strategy(context=2)):
+        with pytest.raises(InputError, match="scaled before backward"):
+            findings.check(make_plan([["blocks"]], [[strategy]], 8))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_shares_of_a_single_sample_are_refused_where_it_trains_otherwise(runs: bool) -> None:
+    class Model(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            rows = super().forward(rows)
+            assert runs or len(rows) > 1
+            return (rows * 2 if len(rows) > 1 else rows).square().mean()
+
+    findings = found(Model(4, 4), torch.randn(8, 4))
+    assert not findings.pins()
+    assert findings.needs().least_samples == 2
+    findings.check(make_plan([["blocks"]], [[Strategy(data=4)]], 8))
+    with pytest.raises(InputError, match="a single sample"):
+        findings.check(make_plan([["blocks"]], [[Strategy(data=8)]], 8))
 
 
 CALLS = {"count": 0}

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from traceback import extract_tb
 from typing import Any
 
@@ -133,9 +134,17 @@ def shapes_only(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+_REPLACING_AUTOCAST = RLock()  # with two threads, the one that ends last would put back what the other one replaced
+
+
 @contextmanager
 def _autocast_on_meta() -> Iterator[None]:
     """Replace ``torch.autocast`` of the meta device, which torch does not have, by that of the CPU."""
+    with _REPLACING_AUTOCAST:
+        yield from _replace_autocast()
+
+
+def _replace_autocast() -> Iterator[None]:
     begin, is_enabled = torch.autocast.__init__, torch.is_autocast_enabled
 
     def begin_anywhere(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:

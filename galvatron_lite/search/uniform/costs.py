@@ -213,13 +213,14 @@ class UniformCosts:
         strategy."""
         pricer, shape = self.problem.pricer, self.problem.shape
         stride = stride_between(left, right, shape.stage_devices, pricer.profile.cluster.levels[0].size)
-        ends = (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
+        hidden, ends = self.problem.hidden, (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
 
         def by_layout() -> IntArray:
             senders = [(boundary_bytes(size, shape.microbatch, sender), sender) for sender in table.options.examples]
-            return np.array([ticks(transfer_seconds(pricer, *sender, shape, (left, right))) for sender in senders])
+            seconds = [transfer_seconds(pricer, *sender, shape, (left, right)) for sender in senders]
+            return np.array([ticks((1.0 - hidden) * second) for second in seconds])
 
-        key = ("sends", id(table.options), size, shape.microbatch, shape.stage_devices, stride, *ends)
+        key = ("sends", id(table.options), size, shape.microbatch, shape.stage_devices, stride, hidden, *ends)
         sent: IntArray = self.store.memo.once(key, by_layout)
         return sent[table.codes]
 

@@ -8,7 +8,7 @@ rules plans out, or is an error that names the remedy.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import chain, count
@@ -19,18 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import LossFn, batch_size, call_model, map_tensors, model_inputs, resize_batch
+from galvatron_lite.model.batch import (
+    LossFn,
+    batch_size,
+    call_model,
+    map_tensors,
+    model_inputs,
+    resize_batch,
+    tensors_of,
+)
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.flow import at
 from galvatron_lite.model.trace.meta import meta_copy
 from galvatron_lite.runtime.loss.weights import LossWeight
+from galvatron_lite.verify.numbers.shrink_model import with_samples
 from galvatron_lite.verify.trial.double import SAMPLES, Double, PassResult, SkippedError, make_double, run_pass, runs_on
 from galvatron_lite.verify.trial.findings import Findings
-from galvatron_lite.verify.trial.loss_weight import distinct_counts, with_loss_weight
+from galvatron_lite.verify.trial.loss_weight import adds_up, distinct_counts, with_loss_weight
 from galvatron_lite.verify.trial.observer import CallObserver, RecordingBatch
 from galvatron_lite.verify.trial.reads import Answer, ChangedReads, Site, site_name, values_decide
 from galvatron_lite.verify.trial.snapshots import same_values
-from galvatron_lite.verify.trial.trials import ROWS, SHARES, TOLERANCE, Trial, is_close, run_trials
+from galvatron_lite.verify.trial.trials import ROWS, SHARES, TOLERANCE, Trial, is_close, run_trial, run_trials
 
 
 def try_model(
@@ -71,7 +80,7 @@ def try_model(
     terms = observer.target_counts(double.batch)
     try:
         attributes = _carried_attributes(double, full)
-        trials = list(run_trials(double, distinct_counts(terms), full))
+        trials = list(run_trials(double, distinct_counts(terms), full, batch_size(batch)))
         findings = _state_findings(model, layers, double, trials[0], attributes)
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), undivided=True)
@@ -84,11 +93,17 @@ def try_model(
         sparse=full.sparse,
         written=tuple(sorted(double.written.union(full.written))),
         takes_gradients=observer.takes_gradients,
+        unscaled=not _scales(double, full),
+        numbered=_numbered_inputs(double, trials[0]),
     )
     if not _writes_alike(trials[0]) or _splits_statistics(model, batch):
         return replace(findings, undivided=True)  # each rank would update them by its own samples
     findings = with_loss_weight(findings, double, trials, weight, reduction, terms)
-    return findings if findings.undivided else _with_reads(findings, double, trials)
+    if findings.undivided:
+        return findings
+    if batch_size(batch) > 1:
+        findings = replace(findings, least_samples=_least_samples(double, findings.weight or weight, reduction))
+    return _with_reads(findings, double, trials)
 
 
 def _repeat(double: Double) -> tuple[PassResult, tuple[str, ...]]:
@@ -222,6 +237,64 @@ def _writes_alike(trial: Trial) -> bool:
     )
 
 
+def _scales(double: Double, full: PassResult) -> bool:
+    """Whether gradients scale with the loss, also where backward clips them: far larger and smaller ones, too."""
+    for scale in (2.0**10, 2.0**-10):
+        scaled = run_pass(double, double.batch, scale=partial(torch.mul, scale))
+        if Trial(double.batch, full, (), (scaled,)).relative_error([1 / scale]) > TOLERANCE:
+            return False
+    return True
+
+
+def _numbered_inputs(double: Double, trial: Trial) -> tuple[tuple[str, bool], ...]:
+    """Return layers whose integers in a share of the batch are not those that its samples have in the batch.
+
+    Each with whether any such tensor has a row for each sample, so that plans could regroup the samples of the layer.
+    """
+    calls, *share_calls = (_integer_inputs(double, batch) for batch in (trial.batch, *trial.parts))
+    if any([path for path, _ in calls] != [path for path, _ in others] for others in share_calls):
+        return ()
+    numbered = dict[str, bool]()
+    for (path, full), *shares in zip(calls, *share_calls, strict=True):
+        if not _have_rows_of(full, [tensor for _, tensor in shares]):
+            numbered[path] = numbered.get(path, False) or full.shape[:1] == (SAMPLES,)
+    return tuple(numbered.items())
+
+
+def _integer_inputs(double: Double, batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the integers and truth values that layers are given in a pass, by path of the layer."""
+    inputs = list[tuple[str, Tensor]]()
+
+    def note(path: str, _module: nn.Module, *arguments: Any) -> None:
+        inputs.extend(
+            (path, tensor.clone())
+            for tensor in tensors_of(arguments)
+            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_floating_point()
+            and not tensor.is_complex()
+        )  # fmt: skip
+
+    with ExitStack() as stack:
+        for path in {path: None for layer in double.layers for path in layer.modules}:
+            module = double.model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
+        run_pass(double, batch)
+    return inputs
+
+
+def _have_rows_of(full: Tensor, shares: Sequence[Tensor]) -> bool:
+    """Whether the rows of shares, in any order, are those of a tensor; or whether it has no rows of samples."""
+    if any(share.dim() != full.dim() for share in shares):
+        return False
+    differing = [dim for dim in range(full.dim()) if any(share.shape[dim] != full.shape[dim] for share in shares)]
+    if len(differing) != 1:
+        return not differing
+    rows = [
+        sorted(tensor.movedim(differing[0], 0).reshape(tensor.shape[differing[0]], -1).tolist())
+        for tensor in (full, torch.cat(list(shares), differing[0]))
+    ]
+    return bool(rows[0] == rows[1])
+
+
 def _splits_statistics(model: nn.Module, batch: Any) -> bool:
     """Whether a ``SyncBatchNorm`` takes statistics of some of the samples at a time: ranks would mix other samples.
 
@@ -245,13 +318,25 @@ def _splits_statistics(model: nn.Module, batch: Any) -> bool:
     return any(splits)
 
 
+def _least_samples(double: Double, weight: LossWeight | None, reduction: str) -> int:
+    """Return the samples that a share must have: two, if one alone does not run or gives another loss."""
+    batch = with_samples(double.batch, SHARES)
+    try:
+        trial = run_trial(double, batch, run_pass(double, batch))
+        return 1 if not trial.full.is_finite or adds_up(double, trial, weight, reduction) else SHARES
+    except SkippedError:
+        return SHARES
+    except InputError:  # samples without targets
+        return 1
+
+
 def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> Findings:
     """Return findings with the places where values of the samples decide what runs."""
     first = trials[0]
     compares, guards = list[str](), list[str]()
 
-    def changes_result(site: Site, answer: Answer) -> bool:
-        changed = ChangedReads(site, len(first.full.reads[site].values), answer)
+    def changes_result(site: Site, answer: Answer, count: int) -> bool:
+        changed = ChangedReads(site, count, answer)
         try:
             other = run_pass(double, first.batch, answers=changed)
         except SkippedError:  # an assertion; a share that does not run says so
@@ -264,16 +349,30 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
             _reads_by_sample(trial, site) for trial in trials
         ):
             continue
-        if values_decide(read.values, partial(changes_result, site)):
+        if values_decide(read.values, partial(changes_result, site, count=len(read.values))):
             (compares if read.compared else guards).append(site_name(site))
-    for site, (numbers, total) in first.full.kinks.items():
-        kinks = [share.kinks.get(site, (0, total)) for share in first.shares]
-        # numbers of each sample would be fewer in a share
-        if all(share_numbers == numbers for share_numbers, _ in kinks) and any(
-            abs(share_total - total) > TOLERANCE * abs(total) for _, share_total in kinks
+    for site, kink in first.full.kinks.items():
+        if _is_of_batch(kink, [share.kinks.get(site, (0, 0.0)) for share in first.shares]):
+            compares.append(site_name(site))
+    for (site, place), order in first.full.orders.items():
+        if _is_of_batch(order, [share.orders.get((site, place), (0, 0.0)) for share in first.shares]) and (
+            changes_result(site, _other_order, count=0)
         ):
             compares.append(site_name(site))
     return replace(findings, compares=tuple(dict.fromkeys(compares)), guards=tuple(dict.fromkeys(guards)))
+
+
+def _is_of_batch(number: tuple[int, float], shares: Sequence[tuple[int, float]]) -> bool:
+    """Whether numbers, of which count and sum are given, are made of all samples: those of each would be fewer."""
+    count, total = number
+    return all(share_count == count for share_count, _ in shares) and any(
+        abs(share_total - total) > TOLERANCE * abs(total) for _, share_total in shares
+    )
+
+
+def _other_order(output: Tensor) -> Tensor:
+    """Return what an operator might compute if another number were the larger one."""
+    return ~output if output.dtype is torch.bool else 2 * output + 1
 
 
 def _reads_differ(trial: Trial, site: Site) -> bool:

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -198,7 +198,8 @@ class PassResult:
     kinks: Mapping[Site, tuple[int, float]]  # count and sum of the inputs of functions with a kink (clamp, abs, ...)
     attributes: Mapping[str, Any]  # plain attributes and values outside of modules that the forward pass changed
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse
-    constants: Collection[int] = ()  # that the forward pass compared integers of the samples with
+    constants: Collection[float] = ()  # that the forward pass compared integers of the samples with; floats: reals
+    orders: Mapping[tuple[Site, int], tuple[int, float]] = field(default_factory=dict)  # as of ``ValueReads``
 
     @property
     def is_finite(self) -> bool:
@@ -260,8 +261,9 @@ def run_pass(
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     written = _restore_tensors(model, before)
     return PassResult(
-        float(loss.detach()), gradients, buffers, written, values.reads, values.kinks, changed, sparse, values.constants
-    )
+        float(loss.detach()), gradients, buffers, written, values.reads, values.kinks, changed, sparse,
+        values.constants, values.orders,
+    )  # fmt: skip
 
 
 def _restore_tensors(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:

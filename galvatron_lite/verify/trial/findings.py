@@ -45,6 +45,12 @@ def _splits_samples(plan: Plan) -> bool:
     )
 
 
+def _shares_loss(plan: Plan) -> bool:
+    """Whether a rank or a pass has only a part of the loss, which is scaled before backward."""
+    strategies = _strategies(plan)
+    return shares_batch(plan) or bool(plan.branches) or any(one.devices > one.tensor for one in strategies)
+
+
 def _splits_parameters(plan: Plan) -> bool:
     """Whether a rank has a shard of the parameters, or some of the layers."""
     sharded = any(strategy.parameter_shards > 1 for strategy in _strategies(plan))
@@ -69,6 +75,12 @@ def _loses_writes(plan: Plan) -> bool:
     return _splits_or_recomputes(plan) or not complete or plan.microbatches > 1
 
 
+def _regroups_samples(plan: Plan) -> bool:
+    """Whether layers share the batch among more or fewer ranks than others do."""
+    branches = [run.strategy for branch in plan.branches for run in branch.runs]
+    return len({strategy.batch_degree for strategy in (*_strategies(plan), *branches)}) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Restriction:
     """A property of a model that rules plans out."""
@@ -91,7 +103,9 @@ class Findings:
     weight: LossWeight | None = None  # the loss weight that is right; None: shares weigh the same, or the user gave one
     loss_error: InputError | None = None  # what the user must state of the loss before plans may share the batch
     undivided: bool = False  # whether the loss is right only for the full batch
-    # file and line of code that decides what runs by comparing a number computed from all samples
+    least_samples: int = 1  # that a share must have: one alone may not run, or give another loss
+    unscaled: bool = False  # whether gradients do not scale with the loss
+    # file and line of code that decides what it computes by comparing a number computed from all samples
     compares: tuple[str, ...] = ()
     # file and line of code that decides by whether any or all entries fulfil a condition, or how many do
     guards: tuple[str, ...] = ()
@@ -100,6 +114,8 @@ class Findings:
     written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
     sparse: tuple[str, ...] = ()  # parameters with sparse gradients
     takes_gradients: bool = False  # whether a forward pass takes gradients, which backward differentiates again
+    # layers with integers that depend on a sample's place in the batch, and whether any has a row for each sample
+    numbered: tuple[tuple[str, bool], ...] = ()
     # buffers that a forward pass updates from the batch, each with ``mean`` or ``sum``: how the updates of shares
     # combine to that of the batch; empty: by neither
     buffers: tuple[tuple[str, str], ...] = ()
@@ -118,13 +134,19 @@ class Findings:
     @property
     def keeps_batch(self) -> bool:
         """Whether no plan may share a batch out."""
-        return self.undivided or bool(self.compares) or bool(self.uncombined)
+        return self.undivided or self.unscaled or bool(self.compares) or bool(self.uncombined)
 
     def restrictions(self) -> Iterator[Restriction]:
         """Yield what rules plans out, in the order in which plans are checked."""
         yield from self._of_batch()
         yield from self._of_state()
         yield from self._of_parameters()
+
+    def _has_few_samples(self, plan: Plan) -> bool:
+        samples = plan.global_batch // plan.microbatches
+        return shares_batch(plan) and any(
+            samples // strategy.batch_degree < self.least_samples for strategy in _strategies(plan)
+        )
 
     def _of_batch(self) -> Iterator[Restriction]:
         """Yield restrictions of losses and gradients that do not add up over shares of the batch."""
@@ -146,14 +168,26 @@ class Findings:
         if self.undivided:
             yield Restriction(
                 shares_batch, "plan", "one that shares the batch",
-                "The loss compares samples with one another, so the loss of the batch is not the mean of the losses of "
-                f"its shares, with which this plan would train. {_KEEP_BATCH}. If the loss is a mean over samples on "
-                "your data, pass check=False.",
+                "The loss compares samples with one another, or depends on their number, so the loss of the batch is "
+                f"not the mean of the losses of its shares, with which this plan would train. {_KEEP_BATCH}. If the "
+                "loss is a mean over samples on your data, pass check=False.",
                 fix=FULL_BATCH,
                 reason="the loss compares samples with one another",
                 effect=_ONLY_FULL_BATCH,
                 change="" if self.buffers else
                 "make the loss a mean over samples (for a loss that balances experts: over the tokens of each sample)",
+            )  # fmt: skip
+        if self.unscaled:
+            yield Restriction(
+                _shares_loss, "model", "gradients that do not scale with the loss",
+                "A hook or the backward of a torch.autograd.Function adds to gradients, or clips them. The losses of "
+                "shares of a batch or of its tokens are scaled before backward, so this plan would train with other "
+                "gradients. Give a plan of tensor parallelism or stages with one micro-batch, "
+                f"{_SEARCHED}; or add the term to the loss, and clip after backward (max_grad_norm).",
+                forbid=tuple(name for name in SPLITS_SAMPLES if name != "tensor"), fix=FULL_BATCH,
+                reason="a hook or the backward of a torch.autograd.Function adds to gradients, or clips them",
+                effect=_ONLY_FULL_BATCH,
+                change="add the term to the loss, and clip after backward (max_grad_norm)",
             )  # fmt: skip
         if self.compares:
             yield Restriction(
@@ -251,6 +285,20 @@ class Findings:
                 reason="forward passes take gradients, and layers that are split cannot be differentiated twice",
                 effect=f"{_ALL_PARAMETERS}, and none recomputes",
             )  # fmt: skip
+        if self.numbered:
+            names = _few([name for name, _ in self.numbered])
+            regrouped = any(has_rows for _, has_rows in self.numbered)  # else layers but branches share alike anyway
+            yield Restriction(
+                _regroups_samples, "model", f"integers given to {names}",
+                "Code outside of these layers numbers the samples of a batch, or their parts (arange(len(batch)), "
+                "offsets). Each rank numbers its own share, and under this plan layers that share the batch among "
+                "fewer or more ranks would be given numbers of several shares together. Compute them inside the layer; "
+                "or give a plan under which all layers share the batch alike (data parallelism, ZeRO, stages), "
+                f"{_SEARCHED}.",
+                forbid=SPLITS_SAMPLES if regrouped else ("branches",),
+                reason=f"code outside of {names} numbers the samples of the batch for them",
+                change=f"compute the integers inside {names}",
+            )  # fmt: skip
         if self.outside:
             names = _few(self.outside)
             yield Restriction(
@@ -284,6 +332,7 @@ class Findings:
             forbid=tuple(dict.fromkeys(pin for restriction in restrictions for pin in restriction.forbid)),
             notes=tuple(self.notes()),
             reasons=tuple(restriction.reason for restriction in restrictions if restriction.reason),
+            least_samples=self.least_samples,
         )
 
     def notes(self) -> list[str]:
@@ -304,6 +353,13 @@ class Findings:
         for restriction in self.restrictions():
             if restriction.refuses(plan):
                 raise InputError(restriction.field, restriction.value, restriction.remedy)
+        if self._has_few_samples(plan):
+            remedy = (
+                "The model does not run on a single sample, or trains otherwise on it than on several (squeeze() drops "
+                "the dim of samples, or code asks for their number). Give a plan with fewer micro-batches or replicas, "
+                f"or a larger batch, {_SEARCHED}."
+            )
+            raise InputError("plan", "one with shares of a single sample", remedy)
 
     def without_plan(self, devices: int, uncaptured: str = "", pins: str = "") -> InputError:
         """Return the error that no plan trains like one process: what rules plans out, and what to change.

@@ -73,7 +73,7 @@ def with_loss_weight(
         candidates = target_counts, TermCounts(terms), None
     for candidate in candidates:
         try:
-            if all(_adds_up(double, trial, candidate, reduction) for trial in trials):
+            if all(adds_up(double, trial, candidate, reduction) for trial in trials):
                 return replace(findings, weight=None if weight is not None else candidate)
         except InputError as error:
             if weight is not None or target_counts is None or not _all_count(trials[0], target_counts):
@@ -84,11 +84,7 @@ def with_loss_weight(
         if without.loss_error is None and not without.undivided:
             return replace(findings, loss_error=InputError("loss_weight", "your function", NEEDLESS))
     alike = [trial for trial in trials if trial.counts_alike]
-    if (
-        target_counts is not None
-        and weight is None
-        and all(_adds_up(double, trial, None, reduction) for trial in alike)
-    ):
+    if target_counts is not None and weight is None and all(adds_up(double, trial, None, reduction) for trial in alike):
         # right for the example; every step checks that shares count alike
         return replace(findings, weight=replace(target_counts, even=True))
     loss_error = _loss_error(trials, weight, reduction, terms)
@@ -136,7 +132,7 @@ def _all_count(trial: Trial, weight: TargetCounts) -> bool:
     return factors is None or bool((factors > 0).all())
 
 
-def _adds_up(double: Double, trial: Trial, weight: LossWeight | None, reduction: str) -> bool:
+def adds_up(double: Double, trial: Trial, weight: LossWeight | None, reduction: str) -> bool:
     """Whether the losses and gradients of shares add up to those of the batch under a weight.
 
     Raises:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ _KINKED = frozenset(
                  "minimum", "huber_loss", "smooth_l1_loss")
 )  # fmt: skip
 """Functions whose slope depends on which side of a number their input is."""
+_ORDERED = frozenset(getattr(_ATEN, name) for name in ("gt", "ge", "lt", "le"))
+_BOUNDED = frozenset(getattr(_ATEN, name) for name in ("clamp", "clamp_min", "clamp_max", "maximum", "minimum"))
+"""Functions whose result depends on which of two numbers is the larger one."""
 _HIDDEN = TORCH, str(Path(__file__).parent)
 _START = "run_pass"  # of this folder: what calls the model
 _FAR = 1e4
@@ -55,10 +59,10 @@ class SiteReads:
 
 @dataclass(frozen=True, slots=True)
 class ChangedReads:
-    """What is read at a site instead of its first values."""
+    """What is read at a site instead of its first values, or computed there instead of an operator's output."""
 
     site: Site
-    count: int  # of these values; later ones stay, so that loops end
+    count: int  # of these values; later ones stay, so that loops end; 0: outputs of ``_ORDERED`` and ``_BOUNDED``
     answer: Answer
 
 
@@ -73,15 +77,19 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
     Attributes:
         reads: by site.
         kinks: count and sum of the inputs of functions with a kink that are computed from the samples, by site.
-        constants: numbers that integers computed from the samples are compared with, as with padding.
+        orders: count and sum of an input of a function that compares it, without a slope of its own, by site and
+            place of the input.
+        constants: numbers that integers computed from the samples are compared with, as with padding; floats: those
+            that real numbers of the samples are.
     """
 
     def __init__(self, model: nn.Module, batch: Any, answers: ChangedReads | None = None) -> None:
         super().__init__(model, batch)
         self.reads: dict[Site, SiteReads] = {}
         self.kinks: dict[Site, tuple[int, float]] = {}
-        self.constants = set[int]()
-        self._answers = answers
+        self.orders: dict[tuple[Site, int], tuple[int, float]] = {}
+        self.constants = set[float]()
+        self._answers, self._trained = answers, sum(self.parameters.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; note what it reads, and the sources of its outputs."""
@@ -96,9 +104,31 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
                 self.kinks[site] = count + items.numel(), total + float(items.sum())
         if func in _COMPARISONS and self.sources_of_tensors(inputs[:1]) & self.batch:
             self._note_constant(inputs[0], args[1], _COMPARISONS[func])
+        if func is _ATEN.isnan.default and self._are_samples(inputs[0]):
+            self.constants.add(nan)
         if func is READ and self.sources_of_tensors(inputs) & self.batch:
             return self._read(inputs[0], func(*args))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.overloadpacket in _ORDERED or (func.overloadpacket in _BOUNDED and not inputs[0].requires_grad):
+            site = tuple(callers(_HIDDEN, until=_START))
+            self._note_order(site, inputs, args)
+            if self._answers is not None and not self._answers.count and site == self._answers.site:
+                return self._answers.answer(output)
+        return output
+
+    def _are_samples(self, tensor: Tensor) -> bool:
+        """Whether a tensor has real numbers of the samples, which no parameter changed."""
+        sources = self.sources_of_tensors([tensor])
+        return tensor.is_floating_point() and bool(sources & self.batch) and not sources & self._trained
+
+    def _note_order(self, site: Site, inputs: Sequence[Tensor], args: Sequence[Any]) -> None:
+        if inputs[0].untyped_storage() in self._positive and tuple(args[1:]) == (0,):
+            return  # whether any item is not zero
+        for place, tensor in enumerate(inputs):
+            sources = self.sources_of_tensors([tensor])
+            if tensor.is_floating_point() and sources & self.batch and sources & self._trained:
+                count, total = self.orders.get((site, place), (0, 0.0))
+                self.orders[site, place] = count + tensor.numel(), total + float(tensor.detach().sum())
 
     def _note_constant(self, tensor: Tensor, constant: Any, offset: int) -> None:
         if (
@@ -107,9 +137,13 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
             and not self.sources_of_tensors([constant]) & self.batch
         ):
             constant = constant.item()
-        if tensor.is_floating_point() or not isinstance(constant, (int, float)):
+        if constant is tensor and self._are_samples(tensor):
+            self.constants.add(nan)
+        if not isinstance(constant, (int, float)):
             return
-        if float(constant).is_integer():
+        if self._are_samples(tensor):
+            self.constants.add(float(constant + offset))
+        elif not tensor.is_floating_point() and float(constant).is_integer():
             self.constants.add(int(constant) + offset)
 
     def _read(self, tensor: Tensor, value: Any) -> Any:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.model.batch import map_places, map_tensors, places, slice_batch
+from galvatron_lite.model.batch import batch_size, map_places, map_tensors, places, slice_batch
 from galvatron_lite.runtime.loss.weights import TargetCount
+from galvatron_lite.verify.numbers.shrink_model import with_samples
 from galvatron_lite.verify.trial.double import SAMPLES, Double, PassResult, SkippedError, run_pass
 
 SHARES = 2
@@ -63,34 +64,41 @@ def is_close(reference: Tensor, other: Tensor | float) -> bool:
     return bool((reference - other).abs().max() <= TOLERANCE * reference.abs().max())
 
 
-def run_trials(double: Double, counts: Sequence[TargetCount], result: PassResult) -> Iterator[Trial]:
+def run_trials(double: Double, counts: Sequence[TargetCount], result: PassResult, size: int) -> Iterator[Trial]:
     """Yield the trial of the example batch, then those of other batches on which the model runs, for a limited time.
 
     Args:
         counts: of targets that the loss has means over.
         result: of a pass over the example batch.
+        size: samples of the user's batch.
 
     Raises:
         SkippedError: the model does not run on shares of the example batch.
     """
     start = monotonic()
-    yield _run_trial(double, double.batch, result)
+    first = run_trial(double, double.batch, result)
+    seconds = (monotonic() - start) / SAMPLES
+    yield first
     orders = ((_reorder(double.batch, order), True) for order in ORDERS)
     uneven = ((batch, False) for batch in _uneven_batches(double.batch, counts))
     padded = ((batch, True) for batch in _padded_batches(double.batch, counts, result.constants))
-    for batch, counts_alike in chain(orders, uneven, padded):
+    resized = ((batch, True) for batch in _resized_batches(double.batch, size, TIME_LIMIT / (2 * seconds)))
+    for batch, counts_alike in chain(orders, uneven, padded, resized):
         if monotonic() - start > TIME_LIMIT:
             return
         try:
-            trial = _run_trial(double, batch, run_pass(double, batch), counts_alike)
+            trial = run_trial(double, batch, run_pass(double, batch), counts_alike)
         except SkippedError:
             continue
         if trial.full.is_finite:
             yield trial
 
 
-def _run_trial(double: Double, batch: Any, result: PassResult, counts_alike: bool = True) -> Trial:
-    parts = tuple(slice_batch(batch, start, start + ROWS) for start in range(0, SAMPLES, ROWS))
+def run_trial(double: Double, batch: Any, result: PassResult, counts_alike: bool = True) -> Trial:
+    """Run a batch, of which the result is given, in shares."""
+    samples = batch_size(batch)
+    rows = samples // SHARES
+    parts = tuple(slice_batch(batch, start, start + rows) for start in range(0, samples, rows))
     return Trial(batch, result, parts, tuple(run_pass(double, part) for part in parts), counts_alike)
 
 
@@ -132,12 +140,12 @@ def _after_first(tensor: Tensor) -> Tensor:
     return tensor[0] if tensor.dim() == 1 else tensor[0, ..., 1 + (tensor.shape[-1] > 2) :]
 
 
-def _padded_batches(batch: Any, counts: Sequence[TargetCount], constants: Collection[int]) -> Iterator[Any]:
+def _padded_batches(batch: Any, counts: Sequence[TargetCount], constants: Collection[float]) -> Iterator[Any]:
     """Yield batches in which samples differ in length.
 
     In some, the first sample is padded, and none of the other share, with each number that a forward pass compares
-    integers of the samples with. In another, the last sample is shorter: each sample has an integer that may be its
-    length.
+    integers, or real numbers, of the samples with. In another, the last sample is shorter: each sample has an integer
+    that may be its length.
     """
     ignored = {count.place: count.ignored for count in counts}
     masks = _masks(batch, ignored)
@@ -148,7 +156,7 @@ def _padded_batches(batch: Any, counts: Sequence[TargetCount], constants: Collec
         and place not in masks
     }  # fmt: skip
 
-    def pad(padded: str, constant: int, place: str, tensor: Tensor) -> Tensor:
+    def pad(padded: str, constant: float, place: str, tensor: Tensor) -> Tensor:
         if place != padded:
             return tensor
         changed = tensor.clone()
@@ -165,13 +173,27 @@ def _padded_batches(batch: Any, counts: Sequence[TargetCount], constants: Collec
         changed[-1] = max(int(tensor[-1]) // 2, min(int(tensor[-1]), 1))
         return changed
 
+    for place, tensor in places(batch):
+        if tensor.is_floating_point() and tensor.shape[:1] == (SAMPLES,) and place not in masks:
+            for constant in constants:
+                if isinstance(constant, float):
+                    yield map_places(batch, partial(pad, place, constant))
     for place, tensor in integers.items():
         limits = torch.iinfo(tensor.dtype)
-        for constant in sorted(constants) if tensor.dim() > 1 and tensor.shape[-1] > 1 else ():
+        whole = sorted(constant for constant in constants if isinstance(constant, int))
+        for constant in whole if tensor.dim() > 1 and tensor.shape[-1] > 1 else ():
             if limits.min <= constant <= limits.max and constant != ignored.get(place):
                 yield map_places(batch, partial(pad, place, constant))
     if any(not torch.equal(shorten(place, tensor), tensor) for place, tensor in integers.items()):
         yield map_places(batch, shorten)
+
+
+def _resized_batches(batch: Any, size: int, limit: float) -> Iterator[Any]:
+    """Yield batches of as many samples as the user's, of half of them, and so on: code may count them."""
+    while size > SHARES and size % SHARES == 0:
+        if size <= limit and size != SAMPLES:
+            yield with_samples(batch, size)
+        size //= SHARES
 
 
 def _masks(batch: Any, ignored: Mapping[str, int]) -> list[str]:
