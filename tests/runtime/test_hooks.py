@@ -102,7 +102,7 @@ def test_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
             torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_arguments_with_samples_are_told_from_others() -> None:
+def test_arguments_with_samples_are_found() -> None:
     found = sample_arguments(Model(), ["first.0", "first.1"], batch())
     assert found["first.0"] == {".0.0": 1, ".0.2": 1, ".1.tables.0": 0, ".1.tables.1": 0, ".2.0": 1, ".2.1": 1}
     assert found["first.1"][".0.1"]
@@ -240,7 +240,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 def trained(kind: str, folder: str, **options: Any) -> str:
     batch, model = make_batch(), Deciding(kind)
-    with measuring_briefly(max_samples=2):
+    with measuring_briefly(max_samples=1):
         parallel = auto_parallelize(model, batch, folder=Path(folder), **options)
     return difference(parallel, batch, trained_plainly(Deciding(kind), batch))
 
