@@ -102,7 +102,7 @@ def test_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
             torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_arguments_with_samples_are_told_from_others() -> None:
+def test_arguments_with_samples_are_found() -> None:
     found = sample_arguments(Model(), ["first.0", "first.1"], batch())
     assert found["first.0"] == {".0.0": 1, ".0.2": 1, ".1.tables.0": 0, ".1.tables.1": 0, ".2.0": 1, ".2.1": 1}
     assert found["first.1"][".0.1"]
@@ -240,7 +240,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 def trained(kind: str, folder: str, **options: Any) -> str:
     batch, model = make_batch(), Deciding(kind)
-    with measuring_briefly(max_samples=2):
+    with measuring_briefly(max_samples=1):
         parallel = auto_parallelize(model, batch, folder=Path(folder), **options)
     return difference(parallel, batch, trained_plainly(Deciding(kind), batch))
 
@@ -292,6 +292,27 @@ def in_stages() -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+def hooked() -> nn.Module:
+    """A model whose modules have hooks that change what they take and return, and that keep what they return."""
+    model = Deciding("plain")
+    for module in (model.enter, *model.blocks, model.leave):
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
+        module.register_forward_hook(lambda module, _, output: setattr(module, "kept", output) or output * 3)
+    model(*make_batch())
+    return model
+
+
+def in_hooked_stages(cuts: list[int], **options: Any) -> str:
+    expected = trained_plainly(hooked(), make_batch())
+    parallel = split_model(hooked(), make_batch(), Strategy(), cuts, microbatches=2, **options)
+    return difference(parallel, make_batch(), expected)
+
+
+@pytest.mark.parametrize("cuts", [[1], [3]])
+def test_hooks_at_the_ends_of_stages_run_once(pool: WorkerPool, cuts: list[int]) -> None:
+    assert pool.run(2, in_hooked_stages, cuts=cuts) == [""] * 2
 
 
 class TimeFirst(nn.Module):

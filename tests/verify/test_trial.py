@@ -334,6 +334,16 @@ def test_means_over_valid_numbers_are_seen_where_all_of_the_example_are(valid: A
     assert try_model(model, batch, discover_layers(model), loss_fn=loss_fn).loss_error is not None
 
 
+def test_parameters_that_a_pass_writes_are_put_back() -> None:
+    class Model(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.bias.copy_(-rows.mean(0))
+            return super().forward(rows).square().mean()
+
+    assert found(Model(4, 4), torch.randn(8, 4)).written == ("bias",)
+
+
 class Adding(torch.autograd.Function):
     """Adds the term of RWKV to the gradient of logits, or clips it."""
 
