@@ -335,8 +335,8 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
     first = trials[0]
     compares, guards = list[str](), list[str]()
 
-    def changes_result(site: Site, answer: Answer, count: int) -> bool:
-        changed = ChangedReads(site, count, answer)
+    def changes_result(site: Site, answer: Answer, count: int = 0, operator: Any = None) -> bool:
+        changed = ChangedReads(site, count, answer, operator)
         try:
             other = run_pass(double, first.batch, answers=changed)
         except SkippedError:  # an assertion; a share that does not run says so
@@ -351,12 +351,13 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
             continue
         if values_decide(read.values, partial(changes_result, site, count=len(read.values))):
             (compares if read.compared else guards).append(site_name(site))
-    for site, kink in first.full.kinks.items():
-        if _is_of_batch(kink, [share.kinks.get(site, (0, 0.0)) for share in first.shares]):
+    for (site, operator), kink in first.full.kinks.items():
+        if _is_of_batch(kink, [share.kinks.get((site, operator), (0, 0.0)) for share in first.shares]):
             compares.append(site_name(site))
-    for (site, place), order in first.full.orders.items():
-        if _is_of_batch(order, [share.orders.get((site, place), (0, 0.0)) for share in first.shares]) and (
-            changes_result(site, _other_order, count=0)
+    for key, order in first.full.orders.items():
+        site, operator, _ = key
+        if _is_of_batch(order, [share.orders.get(key, (0, 0.0)) for share in first.shares]) and (
+            changes_result(site, _other_order, operator=operator)
         ):
             compares.append(site_name(site))
     return replace(findings, compares=tuple(dict.fromkeys(compares)), guards=tuple(dict.fromkeys(guards)))

@@ -195,11 +195,11 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, after it
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
-    kinks: Mapping[Site, tuple[int, float]]  # count and sum of the inputs of functions with a kink (clamp, abs, ...)
+    kinks: Mapping[tuple[Site, Any], tuple[int, float]]  # as of ``ValueReads``
     attributes: Mapping[str, Any]  # plain attributes and values outside of modules that the forward pass changed
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse
     constants: Collection[float] = ()  # that the forward pass compared integers of the samples with; floats: reals
-    orders: Mapping[tuple[Site, int], tuple[int, float]] = field(default_factory=dict)  # as of ``ValueReads``
+    orders: Mapping[tuple[Site, Any, int], tuple[int, float]] = field(default_factory=dict)  # as of ``ValueReads``
 
     @property
     def is_finite(self) -> bool:
