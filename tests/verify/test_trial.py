@@ -322,6 +322,37 @@ def test_parameters_that_a_pass_writes_are_put_back() -> None:
     assert found(Model(4, 4), torch.randn(8, 4)).written == ("bias",)
 
 
+class Calling(nn.Module):
+    """Blocks whose parameters or attributes are others while they run, or which run in lower precision."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(nn.Sequential(nn.ELU(1.0), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.kind == "parameters":
+                state = {name: parameter * 2 for name, parameter in block.named_parameters()}
+                rows = torch.func.functional_call(block, state, (rows,))
+            elif self.kind == "attribute":
+                block[0].alpha = 9.0
+                rows = block(rows)
+                block[0].alpha = 1.0
+            else:
+                with torch.autocast("cpu"):
+                    rows = block(rows).float()
+        return rows.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["parameters", "attribute", "autocast"])
+def test_blocks_that_cannot_run_again_are_not_recomputed(kind: str) -> None:
+    torch.manual_seed(0)
+    model, rows = Calling(kind), torch.randn(8, 4)
+    findings = try_model(model, (rows,), discover_layers(model, (rows,)))
+    assert findings.unrepeatable == (kind != "autocast")
+    assert not findings.keeps_batch
+
+
 class Adding(torch.autograd.Function):
     """Adds the term of RWKV to the gradient of logits, or clips it."""
 
