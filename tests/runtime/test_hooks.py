@@ -141,6 +141,26 @@ def test_samples_folded_into_another_dim_are_refused_where_they_would_move() -> 
     assert trace(Model(), batch()).folded == ""
 
 
+class Views(nn.Module):
+    """Two views of each sample go through the blocks together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.start(x).repeat(2, 1, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.mean()
+
+
+def test_several_rows_a_sample_leave_tokens_together() -> None:
+    kinds = trace(Views(), torch.zeros(4, 3, 4)).kinds.values()
+    assert all("blocks.0 takes several rows a sample" in kind.context_reason for kind in kinds)
+    assert not any(kind.context_reason for kind in trace(Folded(), torch.zeros(4, 3, 4)).kinds.values())
+
+
 def test_blocks_of_both_containers_are_found() -> None:
     layers = discover_layers(Model(), batch(), blocks=["first.0", "first.1", "second.0", "second.1"])
     assert [layer.role for layer in layers] == [Role.BEFORE, *[Role.BLOCK] * 4, Role.AFTER]
@@ -272,6 +292,27 @@ def in_stages() -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+def hooked() -> nn.Module:
+    """A model whose modules have hooks that change what they take and return, and that keep what they return."""
+    model = Deciding("plain")
+    for module in (model.enter, *model.blocks, model.leave):
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
+        module.register_forward_hook(lambda module, _, output: setattr(module, "kept", output) or output * 3)
+    model(*make_batch())
+    return model
+
+
+def in_hooked_stages(cuts: list[int], **options: Any) -> str:
+    expected = trained_plainly(hooked(), make_batch())
+    parallel = split_model(hooked(), make_batch(), Strategy(), cuts, microbatches=2, **options)
+    return difference(parallel, make_batch(), expected)
+
+
+@pytest.mark.parametrize("cuts", [[1], [3]])
+def test_hooks_at_the_ends_of_stages_run_once(pool: WorkerPool, cuts: list[int]) -> None:
+    assert pool.run(2, in_hooked_stages, cuts=cuts) == [""] * 2
 
 
 class TimeFirst(nn.Module):

@@ -247,6 +247,13 @@ def test_models_without_branches_are_planned_without_looking_for_them() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_several_rows_a_sample_leave_branches_out() -> None:
+    profile = plain_profile([3.0, 2.0])
+    folded = replace(profile, graph=replace(profile.graph, folded="0.0 of a"))
+    assert branch_plans(asked(profile, 2, 2, Mode.TRAINING))
+    assert not branch_plans(asked(folded, 2, 2, Mode.TRAINING))
+
+
 def test_where_the_trunk_may_not_share_the_samples_every_device_works_on_all() -> None:
     profile = plain_profile([3.0, 2.0])
     (found,) = branch_plans(asked(profile, 2, 2, Mode.TRAINING, forbidden=("data",)))

@@ -173,6 +173,12 @@ def test_numbers_of_samples_keep_layers_from_sharing_the_batch_otherwise() -> No
     assert not found(Bags(by_function=False), torch.arange(24).reshape(8, 3) % 9).numbered
 
 
+def test_tables_whose_rows_a_forward_pass_scales_are_found() -> None:
+    model = Bags(by_function=False)
+    model.embed.max_norm, model.embed.sparse = 0.1, False
+    assert found(model, torch.arange(32).reshape(8, 4) % 12).written == ("embed.weight",)
+
+
 class Counting(nn.Module):
     """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
 
@@ -306,6 +312,16 @@ def test_means_over_valid_numbers_are_seen_where_all_of_the_example_are(valid: A
 
     model, batch = nn.Linear(4, 4), (torch.randn(8, 4), torch.rand(8, 4) + 0.1)
     assert try_model(model, batch, discover_layers(model), loss_fn=loss_fn).loss_error is not None
+
+
+def test_parameters_that_a_pass_writes_are_put_back() -> None:
+    class Model(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.bias.copy_(-rows.mean(0))
+            return super().forward(rows).square().mean()
+
+    assert found(Model(4, 4), torch.randn(8, 4)).written == ("bias",)
 
 
 class Adding(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow
 from galvatron_lite.parallelism.pipeline.stage import StageModel
@@ -90,7 +91,9 @@ def stage_of(
 
 def structure_of(model: nn.Module) -> nn.Module:
     """Copy the modules of a model; the copies share its parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    kept = tensors_of([list(vars(module).values()) for module in model.modules()])  # of an earlier forward pass
+    shared = (*model.parameters(), *model.buffers(), *(tensor for tensor in kept if not tensor.is_leaf))
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def check_untied(model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]]) -> None:

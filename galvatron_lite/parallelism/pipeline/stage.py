@@ -108,6 +108,9 @@ class StageModel:
             module.forward = self._stop
         model.forward = update_wrapper(partial(self._run_to_end, model.forward), model.forward)
         self._stand_ins = [(module, module.forward) for module in elsewhere]
+        for module in elsewhere:  # the stage that has it runs its hooks, and sends what they made
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:

@@ -274,7 +274,9 @@ def _restore_tensors(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str
             if name in before and not torch.equal(tensor, before[name]):
                 if isinstance(tensor, nn.Parameter):
                     written[name] = tensor.detach().clone()
-                tensor.resize_(before[name].shape).copy_(before[name])  # observers of ranges begin without items
+                if tensor.shape != before[name].shape:  # observers of ranges begin without items
+                    tensor.resize_(before[name].shape)
+                tensor.copy_(before[name])
     return written
 
 
