@@ -209,6 +209,7 @@ NAMED = {
     "verify/dry/roles.py": (2, "which dim of a parameter shards divide"),
     "verify/dry/step.py": (1, "host memory of a dry run"),
     "verify/numbers/shrink.py": (5, "what is left out where a small layer cannot have it"),
+    "verify/trial/check.py": (2, "runs blocks again in backward, as recomputation does"),
     "verify/trial/findings.py": (2, "whether states live elsewhere than in the model"),
     "analysis/neighbours.py": (2, "plain data parallelism takes the devices that no other dimension uses"),
     "analysis/report/plan_figures.py": (6, "patterns of the drawing, one for each value"),
