@@ -21,27 +21,14 @@ hypothesis.settings.register_profile("shared", deadline=None, derandomize="EXPLO
 hypothesis.settings.load_profile("shared")
 
 LONGEST = (
-    "equivalence/test_plans.py",
-    "equivalence/test_experts.py",
-    "runtime/test_training_form.py",
-    "runtime/test_loss_weight.py",
-    "runtime/reshard/test_reshard.py",
-    "runtime/test_faults.py",
-    "test_auto.py",
-    "docs/test_commands.py",
-    "search/test_exact.py",
-    "equivalence/test_pictures.py",
-    "equivalence/test_context.py",
-    "runtime/test_engine_use.py",
-    "runtime/test_optimizers.py",
-    "runtime/checkpoint/test_kinds.py",
-    "runtime/test_loops.py",
-    "runtime/test_engine_pictures.py",
-    "verify/test_adapters.py",
-    "equivalence/test_adapters.py",
-    "equivalence/test_random.py",
-    "runtime/deepspeed/test_engine.py",
-)
+    "equivalence/test_plans.py", "runtime/test_faults.py", "runtime/test_loss_weight.py", "runtime/test_loops.py",
+    "runtime/test_training_form.py", "docs/test_commands.py", "runtime/reshard/test_reshard.py",
+    "equivalence/test_experts.py", "test_auto.py", "runtime/test_optimizers.py", "runtime/deepspeed/test_engine.py",
+    "runtime/test_engine_use.py", "runtime/checkpoint/test_kinds.py", "runtime/test_engine_pictures.py",
+    "verify/test_roles.py", "analysis/test_sweeps.py", "frameworks/test_hugging_face.py", "docs/test_pages_run.py",
+    "profiler/test_measure.py", "verify/test_adapters.py", "runtime/branches/test_branches.py",
+    "equivalence/test_context.py", "equivalence/test_pictures.py", "search/test_exact.py",
+)  # fmt: skip
 """Files that take longest: begun first, so that no process is left with one of them when the others have ended."""
 
 

@@ -302,15 +302,17 @@ def optimizers_tried_once() -> Iterator[None]:
 
     def checked(optimizer: Any, owned: Sequence[Any], devices: int, everywhere: bool, build: Any) -> Any:
         cut = {one.updated for one in owned if one.copies < devices and one.updated.requires_grad}
-        kinds = {
-            (repr({**group, "params": ()}), min(one.dim(), 2), one in cut)
-            for group in optimizer.param_groups
-            for one in group["params"]
-        }
-        key = type(optimizer), build, everywhere, frozenset(kinds)
-        found = None if key in alright else check(optimizer, owned, devices, everywhere, build)
-        alright.update([key] if found is None else [])
+        made = None if build is None else tuple(repr(cell.cell_contents) for cell in build.__closure__ or ())
+        keys = set[Any]()
+        for group in optimizer.param_groups:
+            how = type(optimizer), made, everywhere, repr({**group, "params": ()})
+            keys.update((*how, min(one.dim(), 2), one in cut, placed(one)) for one in group["params"])
+        found = None if keys <= alright else check(optimizer, owned, devices, everywhere, build)
+        alright.update(keys if found is None else ())
         return found
+
+    def placed(one: Any) -> str:
+        return repr((type(one), getattr(one, "placements", None)))
 
     with patch.object(module, "check_optimizer", checked):
         yield

@@ -83,6 +83,7 @@ def trace(
         watched = watched or watch(twin, batches[1], blocks)
         small_run = observe(twin, batches[0], watched.units())
     except TraceError as error:
+        twin = meta_copy(model, precision)  # the run may have changed the other
         other = kept_error(model, batch) or error_of_fewer_samples(twin, batch, precision, blocks, error)
         if other is None:
             raise

@@ -144,7 +144,7 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     ends = busy_seconds(profile, shape, costs)
     even = max(end + step for end, step in zip(ends, steps, strict=True)) + host
     seconds = even * straggling(profile, plan.devices)
-    time = breakdown(groups, shape.microbatches, seconds, host + seconds - even)
+    time = breakdown(groups, shape.microbatches, seconds, host + seconds - even, hidden_send_share(profile))
     return prediction_of(profile, plan, seconds, time, max(cost.memory.total for cost in costs))
 
 
@@ -182,7 +182,9 @@ def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) ->
     return (passes + step + profile.overhead.step) * straggling(profile, shape.devices)
 
 
-def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:
+def breakdown(
+    groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float, hidden: float = 0.0
+) -> TimeBreakdown:
     """Break down the step time of the slowest group.
 
     What is not its work is waiting for other stages or, without any, fixed host work of each micro-batch.
@@ -192,10 +194,12 @@ def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds:
         microbatches: a step.
         seconds: of the step.
         host: seconds of host work once a step, and of waiting for the slowest device.
+        hidden: share of a send that the sender's compute hides.
     """
     slowest = max(groups, key=lambda group: (sum(c.times.total for c in group), sum(c.step for c in group)))
     layers = [layer for cost in slowest for layer in cost.layers]
-    moving = sum(cost.moving for cost in slowest)
+    sends = sum(cost.times.send_forward + cost.times.send_backward for cost in slowest)
+    moving = sum(cost.moving for cost in slowest) + (1.0 - hidden) * sends
     exposed = sum(layer.forward_exposed + layer.backward_exposed for layer in layers) + moving
     computed = TimeBreakdown(
         forward=microbatches * sum(layer.forward for layer in layers),

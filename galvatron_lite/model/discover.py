@@ -185,11 +185,15 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     """Run a model on the meta device and find its blocks, unless the user names them.
 
     Raises:
-        TraceError: a block that the user names runs several times, or the model does not run.
+        TraceError: a block that the user names runs several times, the model does not run, or creates parameters.
     """
     paths, flow = find_blocks(twin, blocks), DataFlow(twin, batch)
     units = unit_paths(twin, paths)
     run = observe(twin, batch, units, flow)
+    for name, _ in twin.named_parameters():
+        if name not in flow.parameters:
+            remedy = "Create all parameters before training: in __init__, or run the model once on a batch before."
+            raise TraceError("model", f"{name}, a parameter that forward creates", remedy)
     calls, forked = Counter(run.order), None
     again = [path for path in paths if calls[path] > 1]
     if blocks is not None and again:

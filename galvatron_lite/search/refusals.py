@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
@@ -188,10 +188,11 @@ def skipping(graph: ModelGraph) -> tuple[str, ...]:
     )
 
 
-def infeasible(request: Request, pricer: LayerPricer, means: str = "") -> InfeasibleError:
-    """The error for a budget that is too small, with the smallest that fits and, for people, by which means."""
+def infeasible(request: Request, pricer: LayerPricer, means: str = "", below: float = inf) -> InfeasibleError:
+    """The error for a budget that is too small, with the smallest that fits and, for people, by which means; without
+    one where it is not less than ``below`` bytes."""
     slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
-    least = least_budget(request, pricer, slack)
+    least = least_budget(request, pricer, slack, below * (1.0 - request.margin))
     if least is None:
         return InfeasibleError(
             f"No plan of {request.graph.name} exists on {request.devices} devices with a batch of "
@@ -219,9 +220,9 @@ def infeasible(request: Request, pricer: LayerPricer, means: str = "") -> Infeas
     )
 
 
-def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Budget | None:
+def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0, below: float = inf) -> Budget | None:
     """The least memory that a plan of the space fits, in the proportion of the request's budget; None where the space
-    is empty.
+    is empty, or has no plan that fits less than ``below`` bytes.
 
     Args:
         request: what is planned; of its budget only the proportion between types of devices matters.
@@ -245,7 +246,7 @@ def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> B
             factor = min(2.0 * factor, budget.most / unit.most)
         return unit.scaled(factor).plus(bool(proportion.by_device))
 
-    best, low = fitting(UNBOUNDED), 0
+    best, low = fitting(min(below - 1, UNBOUNDED)), 0
     if best is None:
         return None
     while (high := best.most) - low > _SLACK * high:  # by quick searches, which prove nothing

@@ -78,8 +78,7 @@ def test_the_parts_are_those_of_the_prediction(seed: int) -> None:
     assert time.seconds_of(TimeClass.COMPUTE) == pytest.approx(breakdown.forward + breakdown.backward, rel=1e-9)
     assert time.seconds_of(TimeClass.RECOMPUTE) == pytest.approx(breakdown.recompute, rel=1e-9)
     assert time.seconds_of(TimeClass.OPTIMIZER) == pytest.approx(breakdown.optimizer, rel=1e-9)
-    sends = sum(part.seconds for part in time.parts if part.name == "pipeline")
-    assert time.seconds_of(TimeClass.COMMUNICATION) - sends == pytest.approx(breakdown.communication, rel=1e-9)
+    assert time.seconds_of(TimeClass.COMMUNICATION) == pytest.approx(breakdown.communication, rel=1e-9)
     names = {part.name for part in time.parts}
     assert SLOWEST in names
     assert BUBBLE in names

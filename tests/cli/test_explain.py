@@ -132,7 +132,7 @@ def run_in(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> str:
 
 
 def test_the_profile_of_the_plan_is_found_and_prices_are_shown(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_in(place, monkeypatch, "report plan.yaml -o why.html --search 3")
+    run_in(place, monkeypatch, "report plan.yaml -o why.html --search 1")
     html = (place / "why.html").read_text(encoding="utf-8")
     for words in ("A step, pass by pass", "Why this plan", "What keeps it from being faster", "What each choice gains"):
         assert words in html

@@ -61,7 +61,7 @@ def make_place(place: Path) -> None:
     (place / "train.py").write_text(blocks(text_of("docs/first-plan.md"), "python")[0])
     with chdir(place):
         galvatron("profile train.py:make_model --estimate --cluster t4 --gpus 2")
-        galvatron("profile train.py:make_model")
+        galvatron("profile train.py:make_model --max-samples 4")
         galvatron("plan --batch 16 -o plan.yaml")
         _train(place)
     lines = text_of(RUNS).splitlines()

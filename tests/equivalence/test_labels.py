@@ -106,7 +106,7 @@ def test_an_entry_that_nothing_reads_is_named() -> None:
 
 
 def train_from_meta(work: list[tuple[Case, list[Plan]]]) -> list[list[list[float]]]:
-    """Losses of three steps under each plan of each family."""
+    """Losses of two steps under each plan of each family."""
     return [[_losses(case, plan) for plan in plans] for case, plans in work]
 
 
@@ -116,7 +116,7 @@ def _losses(case: Case, plan: Plan) -> list[float]:
     own_rule = hasattr(model, "_init_weights")
     parallel = case.parallel(plan, model, seed=3, init_fn=None if own_rule else initialise)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-    return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(case.family, SAMPLES, 3)]
+    return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(case.family, SAMPLES, 2)]
 
 
 def test_training_from_meta(pool: WorkerPool) -> None:

@@ -76,6 +76,16 @@ def test_modules_that_are_not_ready_are_named() -> None:
         trace(nn.Sequential(nn.LazyLinear(4)), torch.ones(2, 4))
 
 
+def test_parameters_that_forward_creates_are_named() -> None:
+    class Late(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            self.head = nn.Linear(4, 1)
+            return self.head(super().forward(rows)).mean()
+
+    with pytest.raises(TraceError, match=r"head\.weight, a parameter that forward creates"):
+        trace(Late(4, 4), torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "view", "apart"])
 def test_parameters_that_share_memory_are_refused(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

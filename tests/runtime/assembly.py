@@ -36,14 +36,18 @@ def assemble(everyone: Iterable[Iterable[ShownShard]]) -> tuple[dict[str, Tensor
     wholes: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     for name, shape, pieces in (one for rank in everyone for one in rank):
-        count = counts.setdefault(name, torch.zeros(shape, dtype=torch.int64))
+        if name not in counts:
+            counts[name] = torch.zeros(shape, dtype=torch.int64)
+        count = counts[name]
         assert count.shape == shape, name
         for ranges, values in pieces:
-            whole = wholes.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+            if name not in wholes:
+                wholes[name] = torch.zeros(shape, dtype=values.dtype)
+            whole = wholes[name]
             where = tuple(slice(*pair) for pair in ranges)
             assert whole[where].shape == values.shape, name
-            known = count[where] > 0
-            assert torch.equal(whole[where][known], values[known]), f"{name}: ranks hold unequal copies"
+            known = whole[where].where(count[where] > 0, values)
+            assert torch.equal(known, values), f"{name}: ranks hold unequal copies"
             whole[where] = values
             count[where] += 1
     return wholes, counts

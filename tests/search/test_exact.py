@@ -79,6 +79,10 @@ def test_the_least_budget_is_the_least_that_any_plan_needs(seed: int) -> None:
         peaks = brute_of(asked).peaks()
         least = least_budget(asked.request(0), LayerPricer(asked.profile))
         assert (least.most if least else None) == (peaks[0] if peaks else None)
+        for below in (peaks[0], peaks[0] + 1) if peaks else ():
+            less = least_budget(asked.request(0), LayerPricer(asked.profile), below=below)
+            assert (less is None) == (below == peaks[0])
+            assert less in (None, least)
 
 
 @pytest.mark.parametrize("seed", range(3))

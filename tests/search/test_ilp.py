@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -111,6 +113,17 @@ def test_both_solvers_agree(seed: int) -> None:
     assert [answer.verdict for answer in answers] == [SolverVerdict.PROVEN] * 2
     assert answers[0].bound == pytest.approx(answers[1].bound, rel=1e-6)
     assert model.path(answers[0].values)[0] == [b - a for a, b in pairwise(found.partition.cuts)]
+
+
+def test_solvers_print_nothing_into_what_the_program_prints() -> None:
+    """In a process of its own: HiGHS names itself on standard output, once."""
+    module = "galvatron_lite.search.certify"
+    code = (
+        f"from {module}.ilp import solve; from {module}.model import IntegerProgramme as P; import sys; "
+        "sys.stdout.write('{'); print(solve(P([True], {0: 1.0})).verdict); sys.stdout.write('}')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout == "{proven\n}"
 
 
 def test_a_plan_that_is_not_the_best_is_an_error_with_both_times() -> None:

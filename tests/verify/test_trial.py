@@ -365,6 +365,8 @@ class Choosing(nn.Module):
             return each.mean().clamp(max=1e3)
         if self.kind == "chosen":
             return torch.where(each.mean() > 1e3, torch.full((), 1e3), each.mean())
+        if self.kind == "larger":
+            return torch.stack([each.mean(), rows.abs().mean() / 9]).max()
         if self.kind == "scaled":
             return each.mean() / rows.detach().norm().clamp(min=1e3)
         if self.kind == "counted":
@@ -373,7 +375,9 @@ class Choosing(nn.Module):
         return torch.stack([one.clamp(max=1e3) for one in each]).mean()
 
 
-@pytest.mark.parametrize("kind", ["largest", "flooded", "clamped", "far", "chosen", "scaled", "counted", "by sample"])
+@pytest.mark.parametrize(
+    "kind", ["largest", "flooded", "clamped", "far", "chosen", "larger", "scaled", "counted", "by sample"]
+)
 def test_losses_that_select_or_clamp_samples_keep_the_batch_whole(kind: str) -> None:
     torch.manual_seed(1)
     findings = found(Choosing(kind), torch.randn(8, 4))
@@ -397,6 +401,37 @@ def test_parameters_that_a_pass_writes_are_put_back() -> None:
             return super().forward(rows).square().mean()
 
     assert found(Model(4, 4), torch.randn(8, 4)).written == ("bias",)
+
+
+class Calling(nn.Module):
+    """Blocks whose parameters or attributes are others while they run, or which run in lower precision."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(nn.Sequential(nn.ELU(1.0), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.kind == "parameters":
+                state = {name: parameter * 2 for name, parameter in block.named_parameters()}
+                rows = torch.func.functional_call(block, state, (rows,))
+            elif self.kind == "attribute":
+                block[0].alpha = 9.0
+                rows = block(rows)
+                block[0].alpha = 1.0
+            else:
+                with torch.autocast("cpu"):
+                    rows = block(rows).float()
+        return rows.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["parameters", "attribute", "autocast"])
+def test_blocks_that_cannot_run_again_are_not_recomputed(kind: str) -> None:
+    torch.manual_seed(0)
+    model, rows = Calling(kind), torch.randn(8, 4)
+    findings = try_model(model, (rows,), discover_layers(model, (rows,)))
+    assert findings.unrepeatable == (kind != "autocast")
+    assert not findings.keeps_batch
 
 
 class Adding(torch.autograd.Function):
@@ -427,6 +462,15 @@ def test_gradients_that_do_not_scale_with_the_loss_keep_it_in_one_piece(clips: b
     for strategy in (Strategy(data=2), Strategy(context=2)):
         with pytest.raises(InputError, match="scaled before backward"):
             findings.check(make_plan([["blocks"]], [[strategy]], 8))
+
+
+def test_a_mask_that_chooses_samples_and_their_targets_is_seen_where_it_is_full() -> None:
+    def loss_fn(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        _, targets, mask = batch
+        return functional.cross_entropy(output[mask], targets[mask])
+
+    model, batch = nn.Linear(4, 4), (torch.randn(8, 4), torch.arange(8) % 4, torch.ones(8, dtype=torch.bool))
+    assert try_model(model, batch, discover_layers(model), loss_fn=loss_fn).loss_error is not None
 
 
 @pytest.mark.parametrize("runs", [True, False])

@@ -108,9 +108,9 @@ class StageModel:
             module.forward = self._stop
         model.forward = update_wrapper(partial(self._run_to_end, model.forward), model.forward)
         self._stand_ins = [(module, module.forward) for module in elsewhere]
-        for module in elsewhere:  # the stage that has it runs its hooks, and sends what they made
-            module._forward_pre_hooks.clear()
-            module._forward_hooks.clear()
+        for module in elsewhere:  # the stage that has it sends what its hooks made; here they may keep what it returns
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                hooks.update({key: partial(_run_hook, hook) for key, hook in hooks.items()})
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:
@@ -307,6 +307,10 @@ class _CrossingOutputs:
                 )
                 raise InputError("output of a layer", name, remedy)
         return {name: self.held[name] for name in self._outgoing}
+
+
+def _run_hook(hook: Callable[..., Any], *args: Any) -> None:
+    hook(*args)
 
 
 def _name_of(output: Output) -> str:

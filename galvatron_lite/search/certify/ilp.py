@@ -7,7 +7,10 @@ solution and the search's plan are priced alike (``cost.step.bound_seconds``), s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -159,13 +162,28 @@ def solve(programme: IntegerProgramme, seconds: float = SECONDS, solver: str | N
     if solver is None:
         available = pulp.listSolvers(onlyAvailable=True)
         solver = next((name for name in (HIGHS, *CBC) if name in available), CBC[0])
-    outcome = problem.solve(pulp.getSolver(solver, msg=False, timeLimit=seconds, gapRel=0.0))
+    with _nothing_printed():
+        outcome = problem.solve(pulp.getSolver(solver, msg=False, timeLimit=seconds, gapRel=0.0))
     verdict = _verdict(pulp, problem, outcome)
     solved = verdict in (SolverVerdict.PROVEN, SolverVerdict.FEASIBLE)
     values = [float(variable.varValue or 0.0) for variable in variables] if solved else []
     objective = pulp.value(problem.objective) if verdict is SolverVerdict.PROVEN else None
     bound = float(objective) if objective is not None else _bound(problem, outcome)
     return Solution(verdict, values, solver, bound)
+
+
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Standard output of the process leads nowhere: HiGHS names itself there in spite of ``msg=False``, amid JSON."""
+    sys.stdout.flush()
+    with open(os.devnull, "wb") as nowhere:
+        before = os.dup(1)
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
 
 
 def _bound(problem: Any, outcome: Any) -> float:

@@ -240,7 +240,7 @@ def _least_demanding(error: InfeasibleError, attempts: Sequence[PlanTask]) -> In
     for attempt in attempts:
         name, value = attempt.request.fixed.strategy[-1]
         means = f" with host memory ({typed_name(name)}={getattr(value, 'value', value)})"
-        other = infeasible(attempt.request, attempt.session.pricer, means)
+        other = infeasible(attempt.request, attempt.session.pricer, means, least.smallest_budget or inf)
         least = min(least, other, key=lambda error: error.smallest_budget or inf)
     _, _, remedies = str(error).partition("\n")
     return error if least is error else InfeasibleError(f"{least}\n{remedies}".strip(), least.smallest_budget)

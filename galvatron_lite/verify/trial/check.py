@@ -23,14 +23,16 @@ from galvatron_lite.model.batch import (
     LossFn,
     batch_size,
     call_model,
+    loss_of,
     map_tensors,
     model_inputs,
     resize_batch,
     tensors_of,
 )
-from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.model.trace.flow import at
-from galvatron_lite.model.trace.meta import meta_copy
+from galvatron_lite.model.trace.meta import left_to_the_plan, meta_copy
+from galvatron_lite.parallelism.recompute.apply import recomputed
 from galvatron_lite.runtime.loss.weights import LossWeight
 from galvatron_lite.verify.numbers.shrink_model import with_samples
 from galvatron_lite.verify.trial.double import SAMPLES, Double, PassResult, SkippedError, make_double, run_pass, runs_on
@@ -95,6 +97,7 @@ def try_model(
         written=tuple(sorted(double.written.union(full.written))),
         takes_gradients=observer.takes_gradients,
         unscaled=not _scales(double, full),
+        unrepeatable=not _repeats_blocks(double, trials[0]),
         bound=bound,
         bound_around=bound_around,
     )
@@ -308,6 +311,33 @@ def _is_of_samples(full: Tensor, shares: Sequence[Tensor], is_output: bool) -> b
     return bool(rows[0] == rows[1])
 
 
+def _repeats_blocks(double: Double, trial: Trial) -> bool:
+    """Whether gradients stay the same if blocks run again in backward, which follows the next forward pass."""
+    blocks = [
+        double.model.get_submodule(path) for one in double.layers if one.role is Role.BLOCK for path in one.modules
+    ]
+
+    def run_next(loss: Tensor) -> Tensor:
+        batch = map_tensors(trial.parts[1], torch.clone)
+        with left_to_the_plan():
+            return loss + loss_of(call_model(double.model, batch), batch, double.loss_fn)
+
+    try:
+        once = run_pass(double, trial.parts[0], scale=run_next)
+    except SkippedError:  # of values that the first pass left
+        return True
+    with ExitStack() as stack:
+        for block in blocks:
+            forward = block.forward
+            block.forward = recomputed(forward, Recompute.FULL, block)
+            stack.callback(setattr, block, "forward", forward)
+        try:
+            again = run_pass(double, trial.parts[0], scale=run_next)
+        except SkippedError:
+            return False
+    return not once.is_finite or Trial(trial.batch, once, (), (again,)).relative_error([1.0]) <= TOLERANCE
+
+
 def _splits_statistics(model: nn.Module, batch: Any) -> bool:
     """Whether a ``SyncBatchNorm`` takes statistics of some of the samples at a time: ranks would mix other samples.
 
@@ -348,8 +378,8 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
     first = trials[0]
     compares, guards = list[str](), list[str]()
 
-    def changes_result(site: Site, answer: Answer, count: int) -> bool:
-        changed = ChangedReads(site, count, answer)
+    def changes_result(site: Site, answer: Answer, count: int = 0, operator: Any = None) -> bool:
+        changed = ChangedReads(site, count, answer, operator)
         try:
             other = run_pass(double, first.batch, answers=changed)
         except SkippedError:  # an assertion; a share that does not run says so
@@ -364,12 +394,13 @@ def _with_reads(findings: Findings, double: Double, trials: Sequence[Trial]) -> 
             continue
         if values_decide(read.values, partial(changes_result, site, count=len(read.values))):
             (compares if read.compared else guards).append(site_name(site))
-    for site, kink in first.full.kinks.items():
-        if _is_of_batch(kink, [share.kinks.get(site, (0, 0.0)) for share in first.shares]):
+    for (site, operator), kink in first.full.kinks.items():
+        if _is_of_batch(kink, [share.kinks.get((site, operator), (0, 0.0)) for share in first.shares]):
             compares.append(site_name(site))
-    for (site, place), order in first.full.orders.items():
-        if _is_of_batch(order, [share.orders.get((site, place), (0, 0.0)) for share in first.shares]) and (
-            changes_result(site, _other_order, count=0)
+    for key, order in first.full.orders.items():
+        site, operator, _ = key
+        if _is_of_batch(order, [share.orders.get(key, (0, 0.0)) for share in first.shares]) and (
+            changes_result(site, _other_order, operator=operator)
         ):
             compares.append(site_name(site))
     return replace(findings, compares=tuple(dict.fromkeys(compares)), guards=tuple(dict.fromkeys(guards)))

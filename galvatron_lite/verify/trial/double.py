@@ -195,11 +195,11 @@ class PassResult:
     buffers: Mapping[str, Tensor]  # after the pass
     written: Mapping[str, Tensor]  # parameters that the forward pass changed, after it
     reads: Mapping[Site, SiteReads]  # values that the forward pass read of the samples
-    kinks: Mapping[Site, tuple[int, float]]  # count and sum of the inputs of functions with a kink (clamp, abs, ...)
+    kinks: Mapping[tuple[Site, Any], tuple[int, float]]  # as of ``ValueReads``
     attributes: Mapping[str, Any]  # plain attributes and values outside of modules that the forward pass changed
     sparse: tuple[str, ...] = ()  # parameters whose gradients are sparse
     constants: Collection[float] = ()  # that the forward pass compared integers of the samples with; floats: reals
-    orders: Mapping[tuple[Site, int], tuple[int, float]] = field(default_factory=dict)  # as of ``ValueReads``
+    orders: Mapping[tuple[Site, Any, int], tuple[int, float]] = field(default_factory=dict)  # as of ``ValueReads``
 
     @property
     def is_finite(self) -> bool:
@@ -240,7 +240,7 @@ def run_pass(
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         watching = nullcontext() if observer is None else observer.watching()
-        with _seeded(seed, other_seed), left_to_the_plan(), watching, terms.inside():
+        with _seeded(seed, other_seed), left_to_the_plan(), _without_autocast(), watching, terms.inside():
             batch = map_tensors(batch, torch.clone)  # the model may write into it
             with ValueReads(model, batch, answers) as values, ItemReads():
                 loss = loss_of(call_model(model, batch), batch, double.loss_fn)
@@ -293,6 +293,21 @@ def _seeded(seed: int, other_seed: int) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Let the model's own ``torch.autocast`` do nothing: rounding would seem to be a difference between shares."""
+    begin = torch.autocast.__init__
+
+    def begin_disabled(self: torch.autocast, device_type: str, *_: Any, **__: Any) -> None:
+        begin(self, device_type, enabled=False)
+
+    torch.autocast.__init__ = begin_disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = begin  # type: ignore[method-assign]
 
 
 def runs_on(double: Double, batch: Any) -> bool:

@@ -105,6 +105,7 @@ class Findings:
     loss_error: InputError | None = None  # what the user must state of the loss before plans may share the batch
     undivided: bool = False  # whether the loss is right only for the full batch
     least_samples: int = 1  # that a share must have: one alone may not run, or give another loss
+    unrepeatable: bool = False  # whether blocks that run again in backward compute something else
     unscaled: bool = False  # whether gradients do not scale with the loss
     # file and line of code that decides what it computes by comparing a number computed from all samples
     compares: tuple[str, ...] = ()
@@ -318,6 +319,17 @@ class Findings:
                 f"plan without branches (--forbid branches), {_SEARCHED}.",
                 forbid=("branches",),
                 reason=f"what {names} take or return depends on which samples are together",
+            )  # fmt: skip
+        if self.unrepeatable:
+            yield Restriction(
+                _recomputes, "model", "blocks that compute something else when they run again",
+                "Recomputation runs blocks again in backward. By then their parameters, or values that they read from "
+                "elsewhere (attributes, globals), are no longer those of the forward pass, as with "
+                f"torch.func.functional_call and context managers. Give a plan without recomputation, {_SEARCHED}; or "
+                "hand blocks all that they read as arguments.",
+                forbid=("recompute",),
+                reason="blocks compute something else when recomputation runs them again",
+                change="hand blocks all that they read as arguments",
             )  # fmt: skip
         if self.outside:
             names = _few(self.outside)

@@ -37,9 +37,9 @@ _COMPARISONS: dict[Any, int] = {
 _KINKED = frozenset(
     getattr(_ATEN, name)
     for name in ("abs", "clamp", "clamp_min", "clamp_max", "relu", "leaky_relu", "hardtanh", "threshold", "maximum",
-                 "minimum", "huber_loss", "smooth_l1_loss")
+                 "minimum", "max", "min", "amax", "amin", "huber_loss", "smooth_l1_loss")
 )  # fmt: skip
-"""Functions whose slope depends on which side of a number their input is."""
+"""Functions whose slope depends on which side of a number their input is, or which of their inputs is the largest."""
 _ORDERED = frozenset(getattr(_ATEN, name) for name in ("gt", "ge", "lt", "le"))
 _BOUNDED = frozenset(getattr(_ATEN, name) for name in ("clamp", "clamp_min", "clamp_max", "maximum", "minimum"))
 """Functions whose result depends on which of two numbers is the larger one."""
@@ -62,8 +62,9 @@ class ChangedReads:
     """What is read at a site instead of its first values, or computed there instead of an operator's output."""
 
     site: Site
-    count: int  # of these values; later ones stay, so that loops end; 0: outputs of ``_ORDERED`` and ``_BOUNDED``
+    count: int  # of these values; later ones stay, so that loops end
     answer: Answer
+    operator: Any = None  # whose outputs are changed; None: values that are read
 
 
 class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
@@ -76,9 +77,10 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
 
     Attributes:
         reads: by site.
-        kinks: count and sum of the inputs of functions with a kink that are computed from the samples, by site.
-        orders: count and sum of an input of a function that compares it, without a slope of its own, by site and
-            place of the input.
+        kinks: count and sum of the inputs of functions with a kink that are computed from the samples, by site and
+            function.
+        orders: count and sum of an input of a function that compares it, without a slope of its own, by site,
+            function and place of the input.
         constants: numbers that integers computed from the samples are compared with, as with padding; floats: those
             that real numbers of the samples are.
     """
@@ -86,8 +88,8 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, batch: Any, answers: ChangedReads | None = None) -> None:
         super().__init__(model, batch)
         self.reads: dict[Site, SiteReads] = {}
-        self.kinks: dict[Site, tuple[int, float]] = {}
-        self.orders: dict[tuple[Site, int], tuple[int, float]] = {}
+        self.kinks: dict[tuple[Site, Any], tuple[int, float]] = {}
+        self.orders: dict[tuple[Site, Any, int], tuple[int, float]] = {}
         self.constants = set[float]()
         self._answers, self._trained = answers, sum(self.parameters.values())
 
@@ -96,12 +98,13 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         inputs = [*tensors_of(args), *tensors_of(kwargs or {})]
         if any(tensor.layout is not torch.strided for tensor in inputs):
             return func(*args, **(kwargs or {}))
-        if func.overloadpacket in _KINKED:
+        operator = func.overloadpacket
+        if operator in _KINKED:
             differentiable = [tensor for tensor in inputs if tensor.requires_grad]
             if self.sources_of_tensors(differentiable) & self.batch:
                 site, items = tuple(callers(_HIDDEN, until=_START)), differentiable[0].detach()
-                count, total = self.kinks.get(site, (0, 0.0))
-                self.kinks[site] = count + items.numel(), total + float(items.sum())
+                count, total = self.kinks.get((site, operator), (0, 0.0))
+                self.kinks[site, operator] = count + items.numel(), total + float(items.sum())
         if func in _COMPARISONS and self.sources_of_tensors(inputs[:1]) & self.batch:
             self._note_constant(inputs[0], args[1], _COMPARISONS[func])
         if func is _ATEN.isnan.default and self._are_samples(inputs[0]):
@@ -109,10 +112,10 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         if func is READ and self.sources_of_tensors(inputs) & self.batch:
             return self._read(inputs[0], func(*args))
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.overloadpacket in _ORDERED or (func.overloadpacket in _BOUNDED and not inputs[0].requires_grad):
+        if operator in _ORDERED or (operator in _BOUNDED and not inputs[0].requires_grad):
             site = tuple(callers(_HIDDEN, until=_START))
-            self._note_order(site, inputs, args)
-            if self._answers is not None and not self._answers.count and site == self._answers.site:
+            self._note_order(site, operator, inputs, args)
+            if self._answers is not None and (self._answers.site, self._answers.operator) == (site, operator):
                 return self._answers.answer(output)
         return output
 
@@ -121,14 +124,14 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         sources = self.sources_of_tensors([tensor])
         return tensor.is_floating_point() and bool(sources & self.batch) and not sources & self._trained
 
-    def _note_order(self, site: Site, inputs: Sequence[Tensor], args: Sequence[Any]) -> None:
+    def _note_order(self, site: Site, operator: Any, inputs: Sequence[Tensor], args: Sequence[Any]) -> None:
         if inputs[0].untyped_storage() in self._positive and tuple(args[1:]) == (0,):
             return  # whether any item is not zero
         for place, tensor in enumerate(inputs):
             sources = self.sources_of_tensors([tensor])
             if tensor.is_floating_point() and sources & self.batch and sources & self._trained:
-                count, total = self.orders.get((site, place), (0, 0.0))
-                self.orders[site, place] = count + tensor.numel(), total + float(tensor.detach().sum())
+                count, total = self.orders.get((site, operator, place), (0, 0.0))
+                self.orders[site, operator, place] = count + tensor.numel(), total + float(tensor.detach().sum())
 
     def _note_constant(self, tensor: Tensor, constant: Any, offset: int) -> None:
         if (
@@ -151,7 +154,12 @@ class ValueReads(DataFlow):  # type: ignore[no-untyped-call]
         read = self.reads.setdefault(site, SiteReads([], False))
         read.compared |= tensor.is_floating_point() or self.compares(tensor)
         read.values.append(value)
-        if self._answers is None or site != self._answers.site or len(read.values) > self._answers.count:
+        if (
+            self._answers is None
+            or self._answers.operator
+            or site != self._answers.site
+            or len(read.values) > self._answers.count
+        ):
             return value
         return self._answers.answer(value)
 

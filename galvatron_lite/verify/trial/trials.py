@@ -39,7 +39,7 @@ class Trial:
     full: PassResult
     parts: tuple[Any, ...]  # of the batch, equal in samples
     shares: tuple[PassResult, ...]  # of each part
-    counts_alike: bool = True  # whether shares have as many targets and mask entries as one another
+    counts_alike: bool = True  # whether shares have as many targets as one another
 
     def relative_error(self, weights: Sequence[float], shares: Sequence[PassResult] | None = None) -> float:
         """Return how far the weighted sum of the shares' losses and gradients is from that of the batch.
@@ -80,7 +80,7 @@ def run_trials(double: Double, counts: Sequence[TargetCount], result: PassResult
     seconds = (monotonic() - start) / SAMPLES
     yield first
     orders = ((_reorder(double.batch, order), True) for order in ORDERS)
-    uneven = ((batch, False) for batch in _uneven_batches(double.batch, counts))
+    uneven = _uneven_batches(double.batch, counts)
     padded = ((batch, True) for batch in _padded_batches(double.batch, counts, result.constants))
     resized = ((batch, True) for batch in _resized_batches(double.batch, size, TIME_LIMIT / (2 * seconds)))
     for batch, counts_alike in chain(orders, uneven, padded, resized):
@@ -106,16 +106,17 @@ def _reorder(batch: Any, order: Sequence[int]) -> Any:
     return map_tensors(batch, lambda tensor: tensor[list(order)] if tensor.shape[:1] == (SAMPLES,) else tensor)
 
 
-def _uneven_batches(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
+def _uneven_batches(batch: Any, counts: Sequence[TargetCount]) -> Iterator[tuple[Any, bool]]:
     """Yield batches whose first share counts less.
 
-    Its first sample has fewer targets and mask entries, and masks of the other share are full; then it has none at all.
+    Its first sample has fewer targets and mask entries, and masks of the other share are full; then it has none at all;
+    then its first sample has fewer of either alone. Each comes with whether shares have as many targets as one another.
     """
     ignored = {count.place: count.ignored for count in counts}
     masks = _masks(batch, ignored)
 
-    def count_fewer(place: str, tensor: Tensor) -> Tensor:
-        if place not in ignored and place not in masks:
+    def count_fewer(changing: Collection[str], place: str, tensor: Tensor) -> Tensor:
+        if place not in changing:
             return tensor
         changed = tensor.clone()
         _after_first(changed).fill_(ignored.get(place, 0))
@@ -131,8 +132,11 @@ def _uneven_batches(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
         return changed
 
     if ignored or masks:
-        yield map_places(batch, count_fewer)
-        yield map_places(batch, count_none)
+        yield map_places(batch, partial(count_fewer, [*ignored, *masks])), False
+        yield map_places(batch, count_none), False
+    if ignored and masks:
+        yield map_places(batch, partial(count_fewer, ignored)), False
+        yield map_places(batch, partial(count_fewer, masks)), True
 
 
 def _after_first(tensor: Tensor) -> Tensor:
