@@ -82,7 +82,7 @@ def profile(
 
         graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
         result = estimated(graph, cluster, gpus, sequence, precision, trainable=training)
-        return _saved(replace(result, needs=find_needs(graph)), name, Path(folder))
+        return _saved(result.with_needs(find_needs(graph)), name, Path(folder))
     if training is not None:
         raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), AS_IT_TRAINS)
     from galvatron_lite.profiler.measure import measure_profile
@@ -125,7 +125,7 @@ def _find_needs(
         findings = try_model(model, batch, graph.layers, loss_fn=loss_fn)
         needs = findings.needs()
         for one in findings.restrictions():
-            if not (one.fix or one.forbid):
+            if not (one.fix or one.forbid or one.alike):
                 raise InputError(one.field, one.value, one.remedy)
         if findings.loss_error is None:
             return needs

@@ -203,6 +203,7 @@ class PlanNeeds(Strict):
     notes: tuple[str, ...] = ()  # on plans that keep to it
     reasons: tuple[str, ...] = ()  # why other plans are ruled out, for errors
     least_samples: int = 1  # of a share of the batch
+    alike: str = ""  # why all layers must share the batch alike; empty: they need not
 
     @property
     def restrict(self) -> bool:
@@ -308,6 +309,10 @@ class Profile(Strict):
     def least_samples(self) -> int:
         """The fewest samples that the model trains on."""
         return max(self.graph.least_samples, self.needs.least_samples)
+
+    def with_needs(self, needs: PlanNeeds) -> Profile:
+        """Return the profile of a model whose plans keep to these."""
+        return replace(self, needs=needs, graph=replace(self.graph, folded=self.graph.folded or needs.alike))
 
     def on(self, cluster: Cluster) -> Profile:
         """Return the profile on some of its devices, with the figures of their type if they are all of one type."""

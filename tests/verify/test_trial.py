@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -163,14 +164,68 @@ class Towers(nn.Module):
         return (first * second).sum(1).square().mean()
 
 
+class Totals(nn.Module):
+    """Blocks that return a sum over the samples, or a mean, beside their activations."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.reduce = nn.ModuleList(Total(reduce) for _ in range(2)), reduce
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden, total = self.blocks[0](rows)
+        hidden, other = self.blocks[1](hidden)
+        return hidden.square().mean() + (total + other) / (1 if self.reduce is torch.mean else len(rows))
+
+
+class Total(nn.Linear):
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(4, 4)
+        self.reduce = reduce
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = super().forward(rows)
+        return hidden, self.reduce(hidden.square())
+
+
+class Scores(nn.Module):
+    """Heads of several layers that return a sum over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.first, self.second = Score(3), Score(5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.trunk(rows)
+        return (self.first(hidden) + self.second(hidden)) / len(rows)
+
+
+class Score(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        total: Tensor = self.layers(rows).square().sum()
+        return total
+
+
+def test_sums_over_samples_leave_branches_out() -> None:
+    findings = found(Scores(), torch.randn(8, 4))
+    assert (findings.bound, findings.bound_around) == ((), ("first", "second"))
+    assert findings.needs().forbid == ("branches",)
+
+
 def test_numbers_of_samples_keep_layers_from_sharing_the_batch_otherwise() -> None:
     findings = found(Towers(), torch.arange(24).reshape(8, 3) % 9)
-    assert [name for name, _ in findings.numbered] == ["tables.0", "tables.1"]
+    assert findings.bound == ("tables.0", "tables.1")
     alike = make_plan([["tables", "after"]], [[Strategy(data=2), Strategy(data=2)]], 8)
     findings.check(alike)
-    with pytest.raises(InputError, match=r"integers given to tables.0, tables.1.*Compute them inside the layer"):
+    with pytest.raises(InputError, match=r"what tables.0, tables.1 take or return.*Compute numbers inside the layer"):
         findings.check(make_plan([["tables", "after"]], [[Strategy(tensor=2), Strategy(data=2)]], 8))
-    assert not found(Bags(by_function=False), torch.arange(24).reshape(8, 3) % 9).numbered
+    assert not found(Bags(by_function=False), torch.arange(24).reshape(8, 3) % 9).bound
+    assert found(Totals(torch.mean), torch.randn(8, 4)).bound == ()
+    assert found(Totals(torch.sum), torch.randn(8, 4)).bound == ("blocks.0", "blocks.1")
 
 
 def test_tables_whose_rows_a_forward_pass_scales_are_found() -> None:

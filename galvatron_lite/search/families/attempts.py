@@ -93,8 +93,9 @@ def _nothing_trains(task: PlanTask) -> InputError:
     remedy = f"Backend {task.backend.name} has no way to train with these pins; lift one of them."
     if task.request.graph.folded and not task.backend.uniform:
         remedy = (
-            f"All layers must share the batch alike, as {task.request.graph.folded} has several rows a sample, or "
-            "samples along another dim than the first; with these pins they cannot. Lift one of them."
+            f"All layers must share the batch alike, because of {task.request.graph.folded} (several rows a sample, "
+            "samples along another dim than the first, or what depends on all samples of a share); with these pins "
+            "they cannot. Lift one of them."
         )
     return InputError("--fix", ", ".join(texts) or "nothing", remedy)
 

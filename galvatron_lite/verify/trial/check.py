@@ -84,6 +84,7 @@ def try_model(
         attributes = _carried_attributes(double, full)
         trials = list(run_trials(double, distinct_counts(terms), full, batch_size(batch)))
         findings = _state_findings(model, layers, double, trials[0], attributes)
+        bound, bound_around = _bound_modules(double, trials[0])
     except SkippedError as error:  # in a share of the batch
         return Findings(skipped=str(error), undivided=True)
     findings = replace(
@@ -97,7 +98,8 @@ def try_model(
         takes_gradients=observer.takes_gradients,
         unscaled=not _scales(double, full),
         unrepeatable=not _repeats_blocks(double, trials[0]),
-        numbered=_numbered_inputs(double, trials[0]),
+        bound=bound,
+        bound_around=bound_around,
     )
     if not _writes_alike(trials[0]) or _splits_statistics(model, batch):
         return replace(findings, undivided=True)  # each rank would update them by its own samples
@@ -249,48 +251,59 @@ def _scales(double: Double, full: PassResult) -> bool:
     return True
 
 
-def _numbered_inputs(double: Double, trial: Trial) -> tuple[tuple[str, bool], ...]:
-    """Return layers whose integers in a share of the batch are not those that its samples have in the batch.
+def _bound_modules(double: Double, trial: Trial) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return layers, and modules around them, that are given or return other than rows of samples or means of them."""
+    full, *shares = (_moved_tensors(double, batch) for batch in (trial.batch, *trial.parts))
+    if any([moved[:2] for moved in full] != [moved[:2] for moved in share] for share in shares):
+        return (), ()
+    bound = dict.fromkeys(
+        path
+        for (path, is_output, tensor), *others in zip(full, *shares, strict=True)
+        if not _is_of_samples(tensor, [other for *_, other in others], is_output)
+    )
+    layers = {path for layer in double.layers for path in layer.modules}
+    inside, around = [path for path in bound if path in layers], [path for path in bound if path not in layers]
+    return tuple(inside), tuple(around)
 
-    Each with whether any such tensor has a row for each sample, so that plans could regroup the samples of the layer.
-    """
-    calls, *share_calls = (_integer_inputs(double, batch) for batch in (trial.batch, *trial.parts))
-    if any([path for path, _ in calls] != [path for path, _ in others] for others in share_calls):
-        return ()
-    numbered = dict[str, bool]()
-    for (path, full), *shares in zip(calls, *share_calls, strict=True):
-        if not _have_rows_of(full, [tensor for _, tensor in shares]):
-            numbered[path] = numbered.get(path, False) or full.shape[:1] == (SAMPLES,)
-    return tuple(numbered.items())
 
+def _moved_tensors(double: Double, batch: Any) -> list[tuple[str, bool, Tensor]]:
+    """Return what layers are given and return in a pass: path of the layer, whether it is an output, the tensor."""
+    moved = list[tuple[str, bool, Tensor]]()
 
-def _integer_inputs(double: Double, batch: Any) -> list[tuple[str, Tensor]]:
-    """Return the integers and truth values that layers are given in a pass, by path of the layer."""
-    inputs = list[tuple[str, Tensor]]()
+    def note(path: str, is_output: bool, nest: Any) -> None:
+        moved.extend(
+            (path, is_output, tensor.detach().clone())
+            for tensor in tensors_of(nest)
+            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_complex()
+        )
 
-    def note(path: str, _module: nn.Module, *arguments: Any) -> None:
-        inputs.extend(
-            (path, tensor.clone())
-            for tensor in tensors_of(arguments)
-            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_floating_point()
-            and not tensor.is_complex()
-        )  # fmt: skip
+    def enter(path: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        note(path, False, (args, kwargs))
+
+    def leave(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        note(path, True, output)
 
     with ExitStack() as stack:
-        for path in {path: None for layer in double.layers for path in layer.modules}:
-            module = double.model.get_submodule(path)
-            stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
+        layers = [path for layer in double.layers for path in layer.modules]
+        for path, module in double.model.named_modules():
+            if not path or not (path in layers or any(at(layer, path) for layer in layers)):
+                continue
+            stack.callback(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(leave, path)).remove)
         run_pass(double, batch)
-    return inputs
+    return moved
 
 
-def _have_rows_of(full: Tensor, shares: Sequence[Tensor]) -> bool:
-    """Whether the rows of shares, in any order, are those of a tensor; or whether it has no rows of samples."""
+def _is_of_samples(full: Tensor, shares: Sequence[Tensor], is_output: bool) -> bool:
+    """Whether shares have the rows of a tensor (integers: in any order), or without rows the same, or its mean."""
     if any(share.dim() != full.dim() for share in shares):
         return False
     differing = [dim for dim in range(full.dim()) if any(share.shape[dim] != full.shape[dim] for share in shares)]
-    if len(differing) != 1:
-        return not differing
+    if not differing:
+        compared = [torch.stack([share.double() for share in shares]).mean(0)] if is_output else shares
+        return not full.numel() or all(is_close(full.double(), other.double()) for other in compared)
+    if len(differing) > 1 or full.is_floating_point():
+        return len(differing) == 1
     rows = [
         sorted(tensor.movedim(differing[0], 0).reshape(tensor.shape[differing[0]], -1).tolist())
         for tensor in (full, torch.cat(list(shares), differing[0]))

@@ -91,6 +91,7 @@ class Restriction:
     remedy: str
     forbid: tuple[str, ...] = ()  # forbid, fix: options of ``galvatron plan`` that avoid such plans
     fix: tuple[str, ...] = ()
+    alike: str = ""  # why all layers must share the batch alike, which the planner knows; empty: they need not
     reason: str = ""  # the property, in words; empty: no pins avoid it
     effect: str = ""  # on plans with these pins, for their notes; empty: not worth a note
     change: str = ""  # a change of the model that lifts the restriction; empty: none is known
@@ -115,8 +116,9 @@ class Findings:
     written: tuple[str, ...] = ()  # parameters that a forward pass changes, such as averages of others
     sparse: tuple[str, ...] = ()  # parameters with sparse gradients
     takes_gradients: bool = False  # whether a forward pass takes gradients, which backward differentiates again
-    # layers with integers that depend on a sample's place in the batch, and whether any has a row for each sample
-    numbered: tuple[tuple[str, bool], ...] = ()
+    # layers that are given or return what depends on the other samples of a share: offsets, sums over samples
+    bound: tuple[str, ...] = ()
+    bound_around: tuple[str, ...] = ()  # modules around layers, for which the same holds
     # buffers that a forward pass updates from the batch, each with ``mean`` or ``sum``: how the updates of shares
     # combine to that of the batch; empty: by neither
     buffers: tuple[tuple[str, str], ...] = ()
@@ -296,19 +298,27 @@ class Findings:
                 reason="forward passes take gradients, and layers that are split cannot be differentiated twice",
                 effect=f"{_ALL_PARAMETERS}, and none recomputes",
             )  # fmt: skip
-        if self.numbered:
-            names = _few([name for name, _ in self.numbered])
-            regrouped = any(has_rows for _, has_rows in self.numbered)  # else layers but branches share alike anyway
+        if self.bound:
+            names = _few(self.bound)
             yield Restriction(
-                _regroups_samples, "model", f"integers given to {names}",
-                "Code outside of these layers numbers the samples of a batch, or their parts (arange(len(batch)), "
-                "offsets). Each rank numbers its own share, and under this plan layers that share the batch among "
-                "fewer or more ranks would be given numbers of several shares together. Compute them inside the layer; "
-                "or give a plan under which all layers share the batch alike (data parallelism, ZeRO, stages), "
+                _regroups_samples, "model", f"what {names} take or return beside rows of samples",
+                "It depends on which samples are together (arange(len(batch)), offsets, their number, sums over them). "
+                "Each rank computes it for its own share, and under this plan layers that share the batch among fewer "
+                "or more ranks would take it for theirs. Compute numbers inside the layer, and return means or rows of "
+                "samples; or give a plan under which all layers share the batch alike (--fix data=2 without branches), "
                 f"{_SEARCHED}.",
-                forbid=SPLITS_SAMPLES if regrouped else ("branches",),
-                reason=f"code outside of {names} numbers the samples of the batch for them",
-                change=f"compute the integers inside {names}",
+                alike=f"what {names} take or return",
+            )  # fmt: skip
+        if self.bound_around:
+            names = _few(self.bound_around)
+            yield Restriction(
+                lambda plan: bool(plan.branches) and _regroups_samples(plan), "model",
+                f"branches at {names}",
+                "What they take or return depends on which samples are together (their number, sums over them), and "
+                "branches have other samples than the code around them. Return means or rows of samples; or give a "
+                f"plan without branches (--forbid branches), {_SEARCHED}.",
+                forbid=("branches",),
+                reason=f"what {names} take or return depends on which samples are together",
             )  # fmt: skip
         if self.unrepeatable:
             yield Restriction(
@@ -353,6 +363,7 @@ class Findings:
             fix=tuple(dict.fromkeys(pin for restriction in restrictions for pin in restriction.fix)),
             forbid=tuple(dict.fromkeys(pin for restriction in restrictions for pin in restriction.forbid)),
             notes=tuple(self.notes()),
+            alike=next((restriction.alike for restriction in restrictions if restriction.alike), ""),
             reasons=tuple(restriction.reason for restriction in restrictions if restriction.reason),
             least_samples=self.least_samples,
         )
