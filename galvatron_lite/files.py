@@ -73,6 +73,8 @@ def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
         value = first.get("input")
         shown = value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+        if first["type"] == "missing":  # the value is what it is missing from
+            shown = None
         reason = first["msg"].removeprefix("Value error, ")
         if isinstance(value, str) and first["type"] in ("int_type", "float_type"):
             reason += ", without quotes, and with point and sign where it has an exponent: 1.0e+9"

@@ -126,7 +126,7 @@ def pinned_runs(folder: str, pipeline: int) -> list[tuple[Any, list[float], bool
         before = torch.get_rng_state(), numpy.random.random(), random.random()
         torch.manual_seed(5), numpy.random.seed(5), random.seed(5)
         share = slice_batch(batch, rank, rank + 1)
-        with measuring_briefly():
+        with measuring_briefly(tensor_degrees=[1]):
             parallel = auto_parallelize(
                 model, share, folder=Path(folder), fix={"pp": pipeline}, forbid=("tp", "zero"), local_batch=True
             )

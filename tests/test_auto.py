@@ -114,7 +114,7 @@ def test_a_profile_from_other_hardware_warns(
     assert any("other hardware" in message and "Another CPU" in message for message in said)
 
 
-def test_parameters_that_train_nothing_are_told_once(
+def test_parameters_that_never_reach_the_loss_warn_once(
     pool: WorkerPool, tmp_path: Path, measured: tuple[Path, list[Any]]
 ) -> None:
     profile = read_profile(next(measured[0].glob("*/*.yaml")))

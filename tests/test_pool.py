@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import pool as module
 from tests.pool import JobError, WorkerPool
 
 
@@ -62,6 +63,13 @@ def test_groups_share_the_thread_that_waits_for_messages(pool: WorkerPool) -> No
     assert pool.run(2, added_threads) == [2, 2]
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for one that failed, or hang, are ended soon."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_failure_names_the_rank_and_the_pool_recovers() -> None:
     pool = WorkerPool()
     with pytest.raises(JobError, match=r"rank 1 raised:(.|\n)*broken on purpose"):
@@ -70,6 +78,7 @@ def test_failure_names_the_rank_and_the_pool_recovers() -> None:
     pool.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_hang_is_ended_and_says_where() -> None:
     """A machine that is busy may not even begin the job in the time that it has; then it gets more."""
     pool, told = WorkerPool(), ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from galvatron_lite.capture.limits import split_dims, token_writes
+from galvatron_lite.capture.limits import folded_hidden, split_dims, token_writes
 from galvatron_lite.capture.shared import Owners, items_of, passed_tensors
 from galvatron_lite.capture.tensor import (
     MixtureFigures,
@@ -341,7 +341,9 @@ class LayerKinds:
         return reasons
 
     def _context_reason(self, layer: Layer, dims: SplitDims) -> str:
-        """Why a block does not run on a shard of the tokens; empty if it does."""
+        """Why a layer does not run on a shard of the tokens; empty if it does."""
+        if dims.sequence > 1 and (folded := folded_hidden(self.calls[0], self.calls[1], SAMPLES)):
+            return f"{folded} takes several rows a sample, or its samples along another dim than the first"
         if layer.role is not Role.BLOCK or dims.sequence == 1 or dims.in_channels:
             return ""
         block = self.twin.get_submodule(layer.name)

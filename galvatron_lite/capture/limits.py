@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.batch import map_tensors, places, tensors_of
 from galvatron_lite.model.graph import DeadParameters, Layer, Operator, OperatorClass, Role, SplitDims
 from galvatron_lite.model.sides import SIDES, sides_of
 from galvatron_lite.model.trace.flow import DataFlow, at
@@ -129,6 +129,19 @@ def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples
         for place, items in items_a_sample(small, large, samples).items():
             if is_folded(place, items):
                 return f"{place.lstrip('.')} of {small.path}"
+    return ""
+
+
+def folded_hidden(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
+    """Name a block with a hidden state, its first floating-point argument, whose dim 0 is not the samples; or empty.
+
+    Args: see ``folded_argument``.
+    """
+    for small, large in zip(few, more, strict=True):
+        hidden = [place for place, tensor in places((large.args, large.kwargs)) if tensor.is_floating_point()][:1]
+        items = items_a_sample(small, large, samples)
+        if any(is_folded(place, items.get(place, 0)) for place in hidden):
+            return small.path
     return ""
 
 

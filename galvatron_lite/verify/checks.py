@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from galvatron_lite.api_profile import profile_if_here
 from galvatron_lite.capture.shared import items_of
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.discover import watch_model
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.peers.plan_files import needs_notes
 from galvatron_lite.plans.describe import other_size
@@ -48,10 +48,11 @@ def check_dry(
         return [Check(NAME, Verdict.SKIPPED, reason)], []
     parts = source.on_meta()
     model, batch, loss_fn = parts[0], example_of(parts), parts[2]
-    layers = discover_layers(model, batch)
+    watched = watch_model(model, batch)
+    layers = watched.layers
     plan_of_model = named_for(plan, layers, items_of(model.parameters()))
     subject = subject_of(model, plan_of_model, batch, loss_fn=loss_fn, layers=layers)
-    graph = trace(model, batch, loss_fn=loss_fn)
+    graph = trace(model, batch, loss_fn=loss_fn, watched=watched)
     try:
         runs = run_roles(subject, plan_of_model, progress, chained=not graph.tensors)
     except DryRunError as error:

@@ -30,7 +30,7 @@ def by_hand(profile: Profile, *strategies: Strategy, cuts: tuple[int, ...] = (0,
     return plan_of(profile.graph, devices=2, global_batch=4, microbatches=2, cuts=cuts, strategies=each)
 
 
-def test_plans_are_priced_on_one_basis_and_it_is_said(profile: Profile) -> None:
+def test_plans_are_priced_on_one_basis_which_is_reported(profile: Profile) -> None:
     data, sharded = by_hand(profile, Strategy(data=2)), by_hand(profile, Strategy(zero=2, zero_stage=3))
     slower = replace(
         profile, name="slower", layers=tuple(replace(one, forward=2 * one.forward) for one in profile.layers)
@@ -49,7 +49,7 @@ def test_plans_are_priced_on_one_basis_and_it_is_said(profile: Profile) -> None:
     assert comparison.budget_bytes == 2**20
 
 
-def test_only_layers_that_differ_are_told(profile: Profile) -> None:
+def test_only_layers_that_differ_are_listed(profile: Profile) -> None:
     data, tensor = Strategy(data=2), Strategy(zero=2, zero_stage=1)
     comparison = api_plans.compare([by_hand(profile, data), by_hand(profile, data, tensor, tensor, data)], profile)
     assert [(one.first, one.last, one.count, one.strategies) for one in comparison.layers] == [
@@ -73,7 +73,7 @@ def test_the_difference_between_two_plans_is_explained(profile: Profile) -> None
     assert f"({gain:+.1%} samples/s)" in comparison.buys[0].said
 
 
-def test_other_batches_and_groups_of_devices_are_said(profile: Profile) -> None:
+def test_other_batches_and_groups_of_devices_are_reported(profile: Profile) -> None:
     """The parts are those of the busiest stage: the one with three of the four layers."""
     plan = by_hand(profile, Strategy(data=2))
     comparison = api_plans.compare([plan, replace(plan, global_batch=8, microbatches=4)], profile)

@@ -217,7 +217,7 @@ def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
     assert any("Inference" in line for line in explanation.left_out)
 
 
-def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile) -> None:
+def test_delayed_gradients_are_reported_as_not_explained(profile: Profile) -> None:
     plan = api.plan(
         profile, mem=2**30, batch=4, allow_delay=True, fix={"schedule": "cyclic"}, margin=0.0, tolerance=0.0
     )
@@ -271,7 +271,7 @@ def test_without_what_ifs_the_costliest_layer_comes_first() -> None:
     assert binding == sorted(binding, reverse=True)
 
 
-def test_what_was_not_tried_is_said_and_compute_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_tried_is_reported_and_compute_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("galvatron_lite.analysis.explain._balance_bounds", lambda priced: iter(()))
     untried = (
         WhatIf("links_node", "links twice as fast", 4, 8, why=NOT_TRIED),

@@ -150,14 +150,14 @@ def test_measured_figures_are_beside_the_prediction(place: Path, monkeypatch: py
     assert "under another plan" not in html
 
 
-def test_a_run_under_another_plan_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_under_another_plan_is_reported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = read_plan(place / "plan.yaml")
     write_plan(replace(plan, microbatches=2), place / "other.yaml")
     out = run_in(place, monkeypatch, "report other.yaml --run runs/first -o other.html --search 0")
     assert "under another plan" in out
 
 
-def test_what_is_written_is_told_as_json(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files_are_reported_as_json(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.loads(run_in(place, monkeypatch, "report plan.yaml -o a.html --trace a.json --search 0 --json"))
     assert [one["file"] for one in data["written"]] == ["a.json", "a.html"]
     assert [one["bytes"] for one in data["written"]] == [(place / name).stat().st_size for name in ("a.json", "a.html")]

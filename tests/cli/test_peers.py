@@ -146,7 +146,7 @@ def test_evaluate_says_that_the_plan_is_of_another_model(hand: Path, tmp_path: P
         run("evaluate", smaller, *other)
 
 
-def test_a_strategy_without_figures_is_told_those_there_are(hand: Path) -> None:
+def test_a_strategy_without_figures_is_refused_with_those_that_exist(hand: Path) -> None:
     text = hand.read_text()
     for strategy, said in (
         ("zero2x8 recompute", "with recompute none only"),
@@ -167,7 +167,7 @@ def test_a_file_of_theirs_keeps_its_devices_and_batch(theirs: Path, tmp_path: Pa
             run("plan", "import", "--from", "hetu", theirs, option, 16, "-o", tmp_path / "plan.yaml")
 
 
-def test_a_plan_that_their_files_cannot_say_is_told_what_to_pin(tmp_path: Path) -> None:
+def test_a_plan_that_their_files_cannot_hold_is_refused_with_what_to_pin(tmp_path: Path) -> None:
     ours, again, back = tmp_path / "ours.yaml", tmp_path / "again.yaml", tmp_path / "back.json"
     request = ("plan", *LLAMA, "--gpus", 8, "--batch", 64, "--mem", "40GB", "--best", 0)
     run(*request, "--fix", "before.zero=2", "--fix", "after.zero=3", "-o", ours)

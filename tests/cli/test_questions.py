@@ -41,7 +41,7 @@ def test_questions_are_answered(galvatron: Galvatron, options: list[str], said: 
     assert ("samples/s" in ended.out) == (options[0] not in ("--tokens", "--price"))
 
 
-def test_the_front_is_printed_drawn_and_told_as_json(galvatron: Galvatron, tmp_path: Path) -> None:
+def test_the_front_is_printed_drawn_and_written_as_json(galvatron: Galvatron, tmp_path: Path) -> None:
     target = tmp_path / "front.svg"
     options = ["--pareto", "--gpus", "1", "--batch", "8", "--memory-step", "400MB", "--plot", target]
     ended = galvatron(*SMALL, *options)

@@ -52,7 +52,7 @@ def _a_step() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_a_step_on_the_host_is_told_apart(tmp_path: Path) -> None:
+def test_a_step_on_the_host_is_divided(tmp_path: Path) -> None:
     found = times_of(read_trace(_write(tmp_path, _a_step(), galvatron={"rank": 3})))
     assert found.rank == 3
     assert found.forward == pytest.approx({"a": 0.020, "b": 0.015})
@@ -63,7 +63,7 @@ def test_a_step_on_the_host_is_told_apart(tmp_path: Path) -> None:
     assert (found.optimizer, found.other) == pytest.approx((0.005, 0.003))
 
 
-def test_a_step_on_a_gpu_is_told_apart_by_its_kernels(tmp_path: Path) -> None:
+def test_a_step_on_a_gpu_is_divided_by_its_kernels(tmp_path: Path) -> None:
     nccl = {EXTERNAL: 4, "Process Group Description": "gradients", "Group size": 8}
     step = [
         *(one for one in _a_step() if one["cat"] != "cpu_op" and not one["name"].startswith("gloo")),
@@ -86,7 +86,7 @@ def test_a_step_on_a_gpu_is_told_apart_by_its_kernels(tmp_path: Path) -> None:
     assert found.groups == {"all_reduce": "gradients (8 ranks)"}
 
 
-def test_a_trace_of_somebody_elses_still_tells_its_messages(tmp_path: Path) -> None:
+def test_a_trace_of_another_program_still_shows_its_messages(tmp_path: Path) -> None:
     step = [_event("aten::mm", 0, 10), _range("gloo:all_gather", 12, 6), _event("aten::mm", 18, 2)]
     found = times_of(read_trace(_write(tmp_path, step, distributedInfo={"rank": 1})))
     assert (found.rank, found.has_layers, found.has_parts) == (1, False, False)

@@ -97,7 +97,7 @@ def test_a_run_as_predicted_has_no_large_finding(runs: Runs, read: Diagnose) -> 
     assert found.seconds == pytest.approx(found.predicted, abs=MORE)
 
 
-def test_a_log_tells_slow_layers_by_their_forward_passes(runs: Runs) -> None:
+def test_a_log_shows_slow_layers_by_their_forward_passes(runs: Runs) -> None:
     found = _from_log(runs[0] / "layers").findings
     layers = [one for one in found if one.cause is Cause.LAYERS]
     ahead = next(one for one in layers if one.where.startswith("forward of blocks.1 "))
@@ -206,7 +206,7 @@ def test_advice_is_of_what_carries_the_messages() -> None:
     assert "NCCL" not in _link_advice(WaitPlace.GRADIENTS, GLOO)
 
 
-def test_steps_without_the_profiler_are_told_of_a_traced_run() -> None:
+def test_steps_without_the_profiler_advise_a_traced_run() -> None:
     plan = plan_of(known_profile())
     steps = [StepRecord(number, 1.0, own, profiled=number == 3) for number, own in enumerate((9.0, 0.1, 0.2, 5.0, 0.3))]
     run = RecordedRun(Path("run"), (RunHeader(1, plan, "abc", 1.0),), tuple(steps))

@@ -43,6 +43,7 @@ RUN_BY = {"galvatron verify plan.yaml --model train.py:make_model": "tests/cli/t
 """Commands that a test runs with a model and a plan of its own."""
 
 _HERE = "the processes of tests have less memory, or other profiles"
+_PHASES = "galvatron plan --phases configs/phases/sequence-ramp.yaml --model llama2-7b --cluster a100-80gb --gpus 32"
 INSTEAD = {
     "galvatron plan --mem 40GB -o plan.yaml": Instead("galvatron plan --mem 1GB -o plan.yaml", _HERE),
     "galvatron plan --mem 70GB": Instead("galvatron plan --mem 2GB", _HERE),
@@ -61,8 +62,13 @@ INSTEAD = {
     ),
     "galvatron plan --model qwen3-235b-a22b --cluster h100 --gpus 256 --mem 80GB": Instead(
         "galvatron plan --model qwen3-235b-a22b --cluster h100 --gpus 256 --mem 80GB --fix pp=8 --fix tp=1",
-        "the free search takes 7 s; that of a mixture is run for gpt-oss-120b",
+        "the free search takes 7 s; that of a mixture is run in tests/search",
     ),
+    "galvatron plan --model gpt-oss-120b --cluster h100 --gpus 64 --mem 80GB": Instead(
+        "galvatron plan --model gpt-oss-120b --cluster h100 --gpus 64 --mem 80GB --fix pp=1",
+        "the free search takes 4 s",
+    ),
+    f"{_PHASES} -o phased.yaml": Instead(f"{_PHASES} --fix pp=1 -o phased.yaml", "the free search takes 9 s"),
     "galvatron plan --model llama2-7b --cluster a100-40gb --gpus 8 --fewest": Instead(
         "galvatron plan --model gpt2 --cluster a100-40gb --gpus 8 --fewest", "it takes 8 s of the larger model"
     ),

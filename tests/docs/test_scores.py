@@ -94,7 +94,7 @@ def test_the_scores_file_is_of_the_shipped_constants(judged: list[ScoredRun], da
 
 
 @pytest.mark.study
-def test_the_error_told_of_image_networks_is_that_of_their_runs(judged: list[ScoredRun]) -> None:
+def test_the_error_stated_for_image_networks_is_that_of_their_runs(judged: list[ScoredRun]) -> None:
     """A mean over families of means over runs, without the script's own code."""
     errors: dict[str, list[float]] = {}
     for one in judged:

@@ -125,7 +125,7 @@ ELSEWHERE = {
 """Pages whose code is files, which these run."""
 
 
-def test_every_page_with_code_is_told_of() -> None:
+def test_every_page_with_code_is_listed() -> None:
     assert {*RUN, *ELSEWHERE} == set(SHOWN)
     tests = [(page, test) for page, parts in RUN.items() for test in parts if isinstance(test, str)]
     assert all(page in (ROOT / test).read_text(encoding="utf-8") for page, test in (*ELSEWHERE.items(), *tests))

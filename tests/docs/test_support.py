@@ -85,7 +85,7 @@ def test_a_family_from_its_configuration(script: ModuleType) -> None:
     )
 
 
-def test_what_differs_fails_or_is_refused_is_told(
+def test_differences_failures_and_refusals_are_reported(
     script: ModuleType, own: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import support_matrix_trial as trial

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from galvatron_lite.model.graph import Layer
 
 HIDDEN, LAYERS, TOKENS, VOCAB, HEADS = 32, 4, 16, 67, 4
+FEWER = 3
+"""Blocks of families that no schedule with many stages is tried on."""
 
 Batch = Any
 
@@ -55,8 +57,8 @@ def _plain() -> tuple[nn.Module, Callable[[int], Batch]]:
 def _zoo(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
     from galvatron_lite.model.zoo import build
 
-    kv = {"kv_heads": 2, "ffn_hidden": 64} if name.startswith("llama") else {}
-    model = build(name, vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=HEADS, sequence=TOKENS, **kv)
+    more = {"layers": FEWER, "kv_heads": 2, "ffn_hidden": 64} if name.startswith("llama") else {"layers": LAYERS}
+    model = build(name, vocab=VOCAB, hidden=HIDDEN, heads=HEADS, sequence=TOKENS, **more)
     return model, _next_tokens
 
 
@@ -85,7 +87,7 @@ def _hugging_face(name: str, balanced: bool = False) -> tuple[nn.Module, Callabl
     import transformers
 
     shape = {
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": FEWER, "num_attention_heads": HEADS,
         "intermediate_size": 64, "max_position_embeddings": TOKENS,
     }  # fmt: skip
     calm = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -281,7 +281,7 @@ def end(rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         (dict.fromkeys(range(12), WRONG), f"Rank 0, 1, 2, 3 and 8 others: InputError: {WRONG}"),
     ],
 )
-def test_each_thing_is_said_once_and_waiting_only_where_nothing_else_is(
+def test_each_error_is_reported_once_and_waiting_only_without_another(
     ends: dict[int, Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[BaseException] = []

@@ -90,7 +90,7 @@ def test_discovery_and_capture_agree(name: str) -> None:
     assert graph.parameters == sum(parameter.numel() for parameter in MODELS[name]()[0].parameters())
 
 
-def test_who_reads_the_batch_is_told() -> None:
+def test_the_graph_holds_who_reads_the_batch() -> None:
     first = {name: captured(name).tensors[0] for name in ("pair", "cameras", "towers")}
     assert first["pair"] == Passed("before", ("left.first", "right.first"), 0)
     assert first["cameras"] == Passed("before", tuple(f"encoders.{place}.0" for place in range(3)), 0)

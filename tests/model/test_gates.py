@@ -88,7 +88,7 @@ class Counting(nn.Module):
         return nn.functional.silu(rows)
 
 
-def test_a_function_of_the_models_own_is_told_without_a_trace() -> None:
+def test_a_function_of_the_model_itself_is_tried_without_side_effects() -> None:
     module, state = Gated(Counting()), torch.random.get_rng_state()
     keep_gates(module)
     assert "forward" in vars(module)
@@ -114,7 +114,7 @@ def test_a_copy_runs_on_its_own_weights_and_leaving_restores() -> None:
     assert module(rows).any()
 
 
-def test_a_factor_that_is_written_to_is_told() -> None:
+def test_a_factor_that_is_written_to_is_reported() -> None:
     class Writing(Gated):
         def forward(self, rows: Tensor) -> Tensor:
             first, second = self.act(self.gate(rows)), self.up(rows)

@@ -197,6 +197,17 @@ def test_file_that_is_no_model(tmp_path: Path, data: object) -> None:
         load_model(str(path))
 
 
+def test_fields_that_a_model_file_lacks_or_has_beside_its_own_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    fields = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9}
+    write_data(path, fields | {"ffn": 16})
+    with pytest.raises(FileFormatError, match=r"mine\.yaml, ffn: 16 .* Did you mean ffn_hidden"):
+        load_model(str(path))
+    write_data(path, fields)
+    with pytest.raises(FileFormatError, match=r"mine\.yaml, seq_len is missing"):
+        load_model(str(path))
+
+
 @pytest.mark.parametrize(
     ("name", "sequence", "precision", "field"),
     [

@@ -138,7 +138,7 @@ def test_a_table_of_one_s_own(tmp_path: Path) -> None:
         forecast(str(path), "abci", OracleOptions((1,), "paradl"))
 
 
-def test_the_check_tells_rows_means_and_orders() -> None:
+def test_the_check_prints_rows_means_and_orders() -> None:
     out = asked("--check")
     assert "report: resnet50 data+spatial, 32 GPUs, 256 a replica" in out
     assert "galvatron: strategies in the right order in" in out

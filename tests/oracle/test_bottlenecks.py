@@ -62,7 +62,7 @@ def test_bottlenecks_are_beyond_thresholds_not_at_them() -> None:
     assert found(below) == []
 
 
-def test_the_worst_is_told_with_its_layer() -> None:
+def test_the_worst_is_reported_with_its_layer() -> None:
     loud = LongestCommunication(gradients="fc6")
     rows = [
         replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), longest=loud)

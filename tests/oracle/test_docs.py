@@ -151,7 +151,7 @@ def test_bars_add_up() -> None:
         assert sum(float(one.attrib["height"]) for one in bar.iter(f"{SVG}rect")) == pytest.approx(_BARS, abs=0.1)
 
 
-def test_memory_that_does_not_fit_is_told_apart() -> None:
+def test_memory_that_does_not_fit_is_marked() -> None:
     tight = line("data", (1, 2))
     rows = (replace(tight.rows[0], memory=40e9), tight.rows[1])
     kinds = re.findall(r'<rect class="(c[34])" x="[\d.]+" y="[\d.]+" width="[\d.]+" height', figure(

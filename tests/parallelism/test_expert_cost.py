@@ -86,7 +86,7 @@ def test_experts_are_spread_over_what_divides_them() -> None:
     assert {one.expert for one in strategies_for(make_kind("block", 10), 12)} == {1}
 
 
-def test_a_mixture_of_unknown_size_is_told() -> None:
+def test_a_mixture_of_unknown_size_is_refused() -> None:
     assert "experts" in ExpertDimension().reason(replace(KIND, dims=replace(KIND.dims, experts=0)))
     assert ExpertDimension().reason(make_kind("block", 10)) == ""
 

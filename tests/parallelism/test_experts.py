@@ -189,7 +189,7 @@ class Listed(nn.Module):
         return sum(shares[..., i : i + 1] * one(tokens) for i, one in enumerate(self.experts))
 
 
-def test_experts_in_a_list_are_told_why_they_are_not_spread() -> None:
+def test_experts_in_a_list_are_reported_with_why_they_are_not_spread() -> None:
     block = nn.Sequential(Listed(), nn.Conv1d(4, 4, 3, bias=False))
     (mixture,) = find_mixtures(block)
     assert (mixture.path, mixture.experts) == ("0.experts", 3)

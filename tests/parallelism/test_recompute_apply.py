@@ -168,6 +168,21 @@ def test_keyword_arguments_and_no_grad() -> None:
         assert not run(hidden, use_reentrant=2.0).requires_grad
 
 
+def test_a_list_that_grows_after_the_call_is_that_of_the_call() -> None:
+    def gradient(recompute: Recompute) -> Tensor:
+        torch.manual_seed(0)
+        linear = nn.Linear(3, 3)
+        layer = recomputed(lambda outputs: linear(torch.stack(outputs).sum(0)), recompute)
+        outputs = [torch.randn(2, 3)]
+        for _ in range(3):
+            outputs.append(layer(outputs))
+        outputs[-1].square().sum().backward()
+        assert linear.weight.grad is not None
+        return linear.weight.grad
+
+    torch.testing.assert_close(gradient(Recompute.FULL), gradient(Recompute.NONE))
+
+
 def test_no_recompute_leaves_forward_alone() -> None:
     module = nn.Linear(2, 2)
     apply_recompute(module, Recompute.NONE)

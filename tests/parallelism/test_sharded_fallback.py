@@ -263,7 +263,7 @@ def test_gradients_that_are_asked_of_autograd() -> None:
 @pytest.mark.parametrize(
     "function", [lambda x: functional.pixel_shuffle(x, 2), lambda x: functional.adaptive_avg_pool2d(x, 3)]
 )
-def test_a_size_that_is_gathered_by_design_is_told_so(function: Callable[[Tensor], Tensor]) -> None:
+def test_a_size_that_is_gathered_by_design_warns(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.warns(UserWarning, match="gathers pictures of this size by design"):
         function(on_one_rank(picture(1, 4, 5, 4)))
 

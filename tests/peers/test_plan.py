@@ -227,7 +227,7 @@ def test_a_length_that_was_not_profiled_is_named() -> None:
         read_model(FOLDER / "llama2-7b", [Sizes(32, 4096, 4096)])
 
 
-def test_two_profiles_in_a_folder_are_told(copied: Path) -> None:
+def test_two_profiles_in_a_folder_are_refused(copied: Path) -> None:
     path = copied / "llama" / "computation_profiling_bf16_llama2-7b.json"
     shutil.copy(path, path.with_name("computation_profiling_bf16_other.json"))
     with pytest.raises(InputError, match="Several match"):

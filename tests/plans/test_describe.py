@@ -78,7 +78,7 @@ def test_a_plan_in_a_line() -> None:
     assert line.endswith("; predicted 500 ms a step, 1.0 GiB of 2.0 GiB a device (costs estimated: data sheet)")
 
 
-def test_interleaved_stages_and_parts_of_the_time_are_told() -> None:
+def test_interleaved_stages_and_parts_of_the_time_are_shown() -> None:
     plan = replace(staged(*[[(1, PLAIN)]] * 4), devices=4, virtual_stages=2)
     assert "pipeline of 2, 2 stages each (1f1b)" in plan_line(plan)
     priced = replace(plan, prediction=Prediction(0.5, TimeBreakdown(forward=0.1, backward=0.4), 1.0, 1.0, 0.5, 2**30))

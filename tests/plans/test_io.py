@@ -55,7 +55,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
         read_plan(tmp_path / "plan.yaml")
 
 
-def test_a_plan_written_by_hand_is_told_how_it_is_priced(tmp_path: Path) -> None:
+def test_a_plan_written_by_hand_is_refused_with_how_to_price_it(tmp_path: Path) -> None:
     (tmp_path / "hand.yaml").write_text("devices: 4\nruns: []\n")
     with pytest.raises(FileFormatError, match=r"galvatron evaluate .*hand.yaml --profile PROFILE -o priced.yaml"):
         read_plan(tmp_path / "hand.yaml")
@@ -157,7 +157,7 @@ def _edited(tmp_path: Path, old: str, new: str) -> Path:
     return path
 
 
-def test_a_misspelt_key_is_told_what_it_may_be(tmp_path: Path) -> None:
+def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"edited.yaml, microbatchs: .*Did you mean microbatches\?"):
         read_plan(_edited(tmp_path, "microbatches", "microbatchs"))
     with pytest.raises(FileFormatError, match=r"edited.yaml, stages.0.runs.0.strategy.dta: .*Did you mean data\?"):

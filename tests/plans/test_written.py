@@ -128,7 +128,7 @@ def test_a_plan_that_ends_early_names_the_next_layer() -> None:
 @pytest.mark.parametrize(
     ("wrong", "right"), [("batch", "global_batch"), ("gpus", "devices"), ("microbatch", "microbatches")]
 )
-def test_a_key_by_another_name_is_told_its_own(wrong: str, right: str) -> None:
+def test_a_key_by_another_name_is_refused_with_its_name(wrong: str, right: str) -> None:
     data = {wrong if key == right else key: value for key, value in HAND.items()}
     with pytest.raises(InputError, match=rf"plan, {wrong}: .* Did you mean {right}\? {right} is missing\."):
         plan_from(data, GRAPH, "plan")
@@ -149,7 +149,7 @@ def test_a_missing_key_is_named() -> None:
         ({"runs": [{"layers": f"{BLOCKS[1]}..{LAST}", "strategy": "data4"}]}, f"goes on with {FIRST}"),
     ],
 )
-def test_a_stage_that_cannot_be_used_is_told_why(change: dict[str, object], said: str) -> None:
+def test_a_stage_that_cannot_be_used_is_refused_with_the_reason(change: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         plan_from({**COUNTS, "stages": [change]}, GRAPH, "plan")
 

@@ -58,7 +58,7 @@ def test_a_change_of_plan_counts_and_so_do_later_files_that_repeat_it(tmp_path: 
     assert run.ranks == ((new,),)
 
 
-def test_a_last_line_that_was_cut_off_is_passed_over_and_told(tmp_path: Path) -> None:
+def test_a_last_line_that_was_cut_off_is_skipped_and_reported(tmp_path: Path) -> None:
     write(tmp_path, "steps-00001.jsonl", [a_header(), *_steps(range(3))], more='{"kind": "step", "st')
     run = read_run(tmp_path)
     assert len(run.steps) == 3

@@ -68,7 +68,7 @@ def examined_once() -> Iterator[None]:
 
 @contextmanager
 def tried_once() -> Iterator[None]:
-    """All models that ``auto_parallelize`` is given meanwhile are alike: one is discovered, and its loss tried out."""
+    """All models that ``auto_parallelize`` is given meanwhile are alike: one is watched, and its loss tried out."""
 
     def first_of(call: Callable[..., Any]) -> Callable[..., Any]:
         found: list[Any] = []
@@ -79,6 +79,6 @@ def tried_once() -> Iterator[None]:
 
         return answered
 
-    discovers, tries = first_of(auto.discover_layers), first_of(auto._try_model)
-    with patch.object(auto, "discover_layers", discovers), patch.object(auto, "_try_model", tries):
+    finders = {name: first_of(getattr(auto, name)) for name in ("watch_model", "_try_model")}
+    with patch.multiple(auto, **finders), examined_once():
         yield

@@ -210,7 +210,7 @@ def make(kind: str) -> tuple[nn.Module, Any]:
 
 @cache
 def layers_of(kind: str) -> list[str]:
-    return [layer.name for layer in auto.discover_layers(*make(kind))]
+    return [layer.name for layer in auto.watch_model(*make(kind)).layers]
 
 
 def plan_of(name: str, kind: str) -> Plan:

@@ -102,7 +102,7 @@ def test_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
             torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_arguments_with_samples_are_told_from_others() -> None:
+def test_arguments_with_samples_are_found() -> None:
     found = sample_arguments(Model(), ["first.0", "first.1"], batch())
     assert found["first.0"] == {".0.0": 1, ".0.2": 1, ".1.tables.0": 0, ".1.tables.1": 0, ".2.0": 1, ".2.1": 1}
     assert found["first.1"][".0.1"]
@@ -139,6 +139,26 @@ def test_samples_folded_into_another_dim_are_refused_where_they_would_move() -> 
     check_folded(sample_arguments(Model(), ["first.0", "first.1"], batch()))
     assert trace(Folded(), torch.zeros(4, 3, 4)).folded == "0.1 of blocks.0"
     assert trace(Model(), batch()).folded == ""
+
+
+class Views(nn.Module):
+    """Two views of each sample go through the blocks together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.start(x).repeat(2, 1, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.mean()
+
+
+def test_several_rows_a_sample_leave_tokens_together() -> None:
+    kinds = trace(Views(), torch.zeros(4, 3, 4)).kinds.values()
+    assert all("blocks.0 takes several rows a sample" in kind.context_reason for kind in kinds)
+    assert not any(kind.context_reason for kind in trace(Folded(), torch.zeros(4, 3, 4)).kinds.values())
 
 
 def test_blocks_of_both_containers_are_found() -> None:
@@ -220,7 +240,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 def trained(kind: str, folder: str, **options: Any) -> str:
     batch, model = make_batch(), Deciding(kind)
-    with measuring_briefly(max_samples=2):
+    with measuring_briefly(max_samples=1):
         parallel = auto_parallelize(model, batch, folder=Path(folder), **options)
     return difference(parallel, batch, trained_plainly(Deciding(kind), batch))
 

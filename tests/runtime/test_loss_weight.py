@@ -30,7 +30,8 @@ from tests.runtime.losses import count_mask, differences, make, planned, refusal
 from tests.runtime.plans import make_plan
 
 TWO = ("data", "zero1", "zero3", "pipeline")
-FOUR = ("pipeline and data",)
+ALONE, FOUR = ("micro-batches",), ("pipeline and data",)
+"""Of one process: for kinds that share a batch each in its own way; the others have micro-batches in pipelines."""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,9 @@ FOUR = ("pipeline and data",)
 def test_losses_train_as_in_one_process(
     pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]
 ) -> None:
-    worlds = {1: ("micro-batches",), 2: (*TWO, *more)} | ({4: FOUR} if kind in ("bert", "sum", "two terms") else {})
+    worlds = {2: (*TWO, *more)}
+    worlds |= {1: ALONE} if kind in ("llama", "sum", "masked", "buffers") else {}
+    worlds |= {4: FOUR} if kind in ("bert", "sum", "two terms") else {}
     for world, names in worlds.items():
         for found in pool.run(world, differences, kind=kind, names=names, **options):
             assert found == []

@@ -53,9 +53,9 @@ class Chain(nn.Module):
         return (self.head(hidden * self.scale).float() - rows[:, :1].float()).square().mean()
 
 
-def batches(count: int = 3) -> list[dict[str, Tensor]]:
+def batches() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(2)
-    return [{"rows": torch.randn(SAMPLES, SIZE, generator=draw)} for _ in range(count)]
+    return [{"rows": torch.randn(SAMPLES, SIZE, generator=draw)} for _ in range(2)]
 
 
 def plan_of(strategy: Strategy, microbatches: int = 1) -> Plan:

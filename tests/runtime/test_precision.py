@@ -282,7 +282,7 @@ def test_nothing_is_held_in_full_precision() -> None:
         assert copies_kept(2) == 2
 
 
-def test_updates_on_the_host_are_fused_unless_told() -> None:
+def test_updates_on_the_host_are_fused_unless_foreach_is_asked_for() -> None:
     groups = [
         {"params": [nn.Parameter(torch.ones(3))], "lr": 0.1},
         {"params": [nn.Parameter(torch.empty(3, device="meta"))]},

@@ -186,7 +186,7 @@ def automatic(family: str, folder: str, tight: bool = False) -> tuple[Any, str]:
         return auto_parallelize(untouched(family), batch, mem=mem, folder=Path(folder))
 
     # where memory is scarce layers are not split: a fourth of all that there is to measure
-    with measuring_briefly(max_samples=2, tensor_degrees=[1] if tight else None):
+    with measuring_briefly(max_samples=1, tensor_degrees=[1] if tight else None):
         made = parallel(_least_memory(parallel) if tight else "95%")
     recomputed = {one.strategy.recompute.value for stage in made.plan.stages for one in stage.runs}
     return sorted(recomputed), difference(made, batch, expected)

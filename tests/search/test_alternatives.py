@@ -146,7 +146,7 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     assert chosen.solved.partition.time >= exact.partition.time
 
 
-def test_others_are_told_quickest_first_and_those_that_do_not_fit_last() -> None:
+def test_others_are_listed_quickest_first_and_those_that_do_not_fit_last() -> None:
     first, *others = some_finalists()
     heavy, *rest = [slower(other, 1.0 + place, fits=place > 0) for place, other in enumerate(others)]
     told = alternatives_to([first, *rest, heavy], first, 10)

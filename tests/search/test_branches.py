@@ -86,7 +86,7 @@ def test_no_placement_and_no_strategies_are_quicker(seed: int) -> None:
     assert seconds_of(found) == pytest.approx(least, rel=1e-9)
 
 
-def test_they_are_taken_where_they_are_quicker_and_it_is_said() -> None:
+def test_branches_are_used_where_they_are_quicker_which_is_reported() -> None:
     """One sample a step cannot be shared out: 3 s and 2 s side by side instead of one after another."""
     profile = plain_profile([3.0, 2.0])
     found = find_plan(profile, devices=2, global_batch=1, budget=PLENTY, fixed=Fixed(forbidden=("pipeline",)))
@@ -125,7 +125,7 @@ def test_towers_shorter_than_a_call_are_better_off_on_one_device(mode: Mode) -> 
         assert said is (seconds_of(alone) < seconds_of(found))
 
 
-def test_one_device_is_told_of_only_where_it_fits() -> None:
+def test_one_device_is_mentioned_only_where_it_fits() -> None:
     profile = plain_profile([1e-4, 1e-4], parameters=[1000, 1000], overhead=HostOverhead(branch=2e-3))
     pins = Fixed(forbidden=("pipeline", "data"))
     for budget, told in ((PLENTY, True), (24_000, False)):
@@ -245,6 +245,13 @@ def test_models_without_branches_are_planned_without_looking_for_them() -> None:
         "sys.exit('networkx' in sys.modules or 'pulp' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_several_rows_a_sample_leave_branches_out() -> None:
+    profile = plain_profile([3.0, 2.0])
+    folded = replace(profile, graph=replace(profile.graph, folded="0.0 of a"))
+    assert branch_plans(asked(profile, 2, 2, Mode.TRAINING))
+    assert not branch_plans(asked(folded, 2, 2, Mode.TRAINING))
 
 
 def test_where_the_trunk_may_not_share_the_samples_every_device_works_on_all() -> None:

@@ -171,6 +171,27 @@ def test_the_chain_search_equals_brute_force(seed: int) -> None:
             check_near(own, best, cap)
 
 
+def test_a_moment_that_never_fits_is_found_before_labels_whichever_bounds_best() -> None:
+    """The last layer's moment bounds best, as layers choose between time and bytes; the first one needs a byte too many
+    under every choice."""
+
+    def layer(times: list[int], prefix: list[int], peak: int) -> ChainLayer:
+        ones = np.ones(len(times), dtype=np.int64)
+        zeros = 0 * ones
+        time, kept = np.array(times)[:, None], np.array(prefix)
+        return ChainLayer(
+            time, ones, kept, peak * ones, zeros, zeros, zeros, ones, np.zeros((1, 1), dtype=np.int64), zeros
+        )
+
+    block = layer([10, 11], [4, 1], 6)
+    chain = Chain((layer([1], [0], 100), *[block] * 40), np.array([1]), np.array([1]), 140)
+    assert moments_peak(chain, (0, *[1] * 40)) == 141
+    assert good_path(chain) == (None, math.inf)
+    assert pareto_paths(chain, near=NEAR).work == 0
+    path, _ = good_path(with_room(chain, 141))
+    assert path is not None
+
+
 def plain_labels(chain: Chain) -> list[Times]:
     """The Pareto set by labels over prefixes, without any bound: what is compared is all that later layers can see."""
     labels: dict[int, list[tuple[int, ...]]] = {-1: [(*([0] * len(chain.moves)), 0, -(10**12), 0, 0)]}

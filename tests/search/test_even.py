@@ -65,7 +65,7 @@ def test_the_best_even_plan_is_found(seed: int) -> None:
         assert free.partition.time <= found.partition.time
 
 
-def test_it_is_certified_and_told() -> None:
+def test_even_plans_are_certified_and_refused_without_room() -> None:
     profile = random_profile(random.Random(1), blocks=4)
     fixed = Fixed(pipeline=2, even=True)
     plan = find_plan(profile, devices=4, global_batch=8, budget=10**9, fixed=fixed, certify=True)

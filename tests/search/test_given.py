@@ -85,7 +85,7 @@ def test_plans_for_another_question_are_refused(field: str, value: int) -> None:
         planned(0, candidates=[replace(bare(planned(0)), **{field: value})])
 
 
-def test_it_is_said_that_a_given_plan_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_plan_is_reported_as_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     best = planned(2, runners_up=0)
     monkeypatch.setattr(planner, "search", lambda *_, start, **__: start)
     again = planned(2, candidates=[bare(best)], certify=True, runners_up=0)
@@ -167,7 +167,7 @@ def test_where_nothing_ordinary_fits_another_way_may() -> None:
         with_families(nothing, asked, 3, [lambda _: [too_large]])
 
 
-def test_a_quicker_plan_that_does_not_fit_is_told_only() -> None:
+def test_a_quicker_plan_that_does_not_fit_is_only_reported() -> None:
     asked, plan = question()
     found = with_families(lambda: plan, asked, 3, [lambda _: [way_of(plan, "large", 0.1, memory=2**50)]])
     assert not found.branches

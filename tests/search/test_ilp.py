@@ -113,7 +113,7 @@ def test_both_solvers_agree(seed: int) -> None:
     assert model.path(answers[0].values)[0] == [b - a for a, b in pairwise(found.partition.cuts)]
 
 
-def test_a_plan_that_is_not_the_best_is_an_error_that_tells_both() -> None:
+def test_a_plan_that_is_not_the_best_is_an_error_with_both_times() -> None:
     request, profile = mid_size(19)
     pricer = LayerPricer(profile)
     best, worse = search(request, pricer), tighter(request, pricer, 0.6)

@@ -244,7 +244,7 @@ def test_of_two_pins_of_a_layer_the_one_that_names_fewer_layers_holds() -> None:
     assert pins("l*.tp=2", "l3.tp=2", "l3.zero=3").fixed.layers[0] == ("l*", "tensor", 2)
 
 
-def test_two_pins_of_a_layer_that_name_as_many_layers_are_told_as_they_were_typed() -> None:
+def test_two_pins_of_a_layer_that_name_as_many_layers_are_quoted_as_typed() -> None:
     with pytest.raises(
         InputError, match=r"--fix: 'l\?1.tensor=4' cannot be used. --fix \*11.tensor=2 asks for another"
     ):

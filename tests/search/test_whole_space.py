@@ -102,6 +102,6 @@ def test_a_profile_without_spread_experts_prices_them_as_not_spread() -> None:
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "llama3-8b"])
-def test_every_strategy_is_told_apart_and_read_back(model: str) -> None:
+def test_every_strategy_has_its_own_text_and_is_read_back(model: str) -> None:
     offered = session(model).space(ANY)[0].strategies("block", DEVICES, Fixed())
     assert [parse_strategy(str(one)) for one in offered] == list(offered)

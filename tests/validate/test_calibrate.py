@@ -219,7 +219,7 @@ def test_what_is_measured_twice_counts_once() -> None:
     assert len(pairs_of([measured(), first, replace(first, run_id="again")], PRIORS)) == 1
 
 
-def test_another_batch_is_another_pair_and_said() -> None:
+def test_another_batch_is_another_pair_and_reported() -> None:
     runs = [measured(), measured(gpu="V100-SXM2-32GB"), measured(gpu="V100-SXM2-32GB", global_batch=64)]
     pairs = pairs_of(runs, PRIORS)
     assert [pair.same_batch for pair in pairs] == [True, False]
@@ -281,7 +281,7 @@ def test_families_without_both_sizes_are_not_scored() -> None:
     assert scale_up_scores(runs(BASE, SMALL[:2] + LARGE), BASE) == []
 
 
-def test_another_model_is_told_apart() -> None:
+def test_another_model_is_scored_separately() -> None:
     """Of one model alone, what it takes longer may be that model's."""
     slow = elsewhere(matmul=1.3, memory=1.3, attention=1.3, optimizer=1.3)
     family, _ = scale_up_scores([*runs(slow, SMALL), *runs(slow, LARGE, "another")], BASE)

@@ -67,13 +67,13 @@ def test_measured_steps_are_met() -> None:
     assert max(errors) < 0.35
 
 
-def test_the_faster_layout_is_told() -> None:
+def test_the_faster_layout_is_reported() -> None:
     """Dense networks gain from channels last; grouped ones without kernels of their own lose."""
     assert predicted("resnet152", 224, 192, "nhwc") < 0.85 * predicted("resnet152", 224, 192, "nchw")
     assert predicted("regnety_032", 224, 384, "nhwc") > predicted("regnety_032", 224, 384, "nchw")
 
 
-def test_the_layout_is_read_from_what_is_said_or_the_software() -> None:
+def test_the_layout_is_read_from_notes_or_the_software() -> None:
     assert not any(convolutions(graph_of(run())))
     assert all(convolutions(graph_of(run(notes="layout nhwc; 12 ms"))))
     assert all(convolutions(graph_of(run(framework="TensorFlow", notes=None))))
@@ -182,7 +182,7 @@ def _convolutions_of(graph: ModelGraph) -> list[Operator]:
         ("convnext_large", 224, 96, 128), ("efficientnet_b5", 456, 32, 48),
     ],
 )  # fmt: skip
-def test_the_largest_batch_that_ran_is_said_to_fit_and_the_next_not_to(
+def test_the_largest_batch_that_ran_is_predicted_to_fit_and_the_next_not_to(
     model: str, side: int, batch: int, more: int | None
 ) -> None:
     """What did not run out of 24 GB (results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv), and what did."""

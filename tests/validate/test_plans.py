@@ -196,7 +196,7 @@ def test_megatron_hides_the_traffic_of_sharded_parameters_only() -> None:
     assert plain.name != sharded.name  # prices are remembered by name
 
 
-def test_dispatchers_and_hidden_exchanges_are_told_by_words() -> None:
+def test_dispatchers_and_hidden_exchanges_are_read_from_words() -> None:
     plain, deep = stack(gpt()), stack(gpt(notes="dispatcher DeepEP; 1F1B A2A overlap"))
     assert (plain.kernels.unique_dispatch, deep.kernels.unique_dispatch) == (False, True)
     assert plain.constants.hidden.get("expert", 0.0) < 0.5 < deep.constants.hidden["expert"]
@@ -285,5 +285,5 @@ def test_only_the_first_blocks_of_each_stage_run_again() -> None:
         ({"tp": 1, "ep": 4}, False),
     ],
 )
-def test_experts_are_whole_where_said_or_where_nothing_else_is_left(changes: dict[str, object], folded: bool) -> None:
+def test_experts_are_whole_where_stated_or_where_nothing_else_is_left(changes: dict[str, object], folded: bool) -> None:
     assert folds_experts(gpt(n_gpus=16, pp=2, n_experts=8, **changes)) is folded

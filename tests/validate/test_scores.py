@@ -157,7 +157,7 @@ def test_one_family_is_printed_once_and_a_small_negative_figure_as_nought(capsys
     assert "-0.0" not in printed
 
 
-def test_a_worst_run_without_a_model_is_said_so_with_what_was_assumed() -> None:
+def test_a_worst_run_without_a_model_is_listed_with_what_was_assumed() -> None:
     one = judged(1.0, 2.0, model=None, micro_batch=None, framework="mine")
     lines = worst_lines(one)
     assert "None" not in " ".join(lines)

@@ -79,7 +79,7 @@ SPLIT = {
 CASES = [
     *((family, *PLANS[name]) for family, names in PAIRS.items() for name in names),
     *((family, 2, SPLIT[way]) for family, way in (("llama", "tensor"), ("qwen2", "tokens"))),
-    *((family, 2, SPLIT["split backward"]) for family in ("gpt", "vit")),
+    ("gpt", 2, SPLIT["split backward"]),
 ]
 CLOSE = 0.05
 BOUND = 0.07

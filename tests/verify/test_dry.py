@@ -70,7 +70,7 @@ def test_recomputation_runs_forward_twice_and_keeps_the_input() -> None:
     assert again.kept["blocks.0"] == 4 * 16 * 32 * 4 < plain.kept["blocks.0"]
 
 
-def test_stages_are_told_shapes_by_the_stage_before() -> None:
+def test_stages_get_shapes_from_the_stage_before() -> None:
     strategies = dict.fromkeys(NAMES, Strategy(data=2))
     plan = write_plan(in_stages(2), strategies, devices=4, batch=8, microbatches=4)
     subject = subject_of(model(), plan, batch())

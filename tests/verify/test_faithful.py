@@ -258,7 +258,7 @@ def test_what_the_default_budget_leaves_free() -> None:
         assert ("leaves free" in check.said) == (verdict is Verdict.DIFFERS)
 
 
-def test_what_ranks_have_in_common_is_said_once() -> None:
+def test_findings_common_to_ranks_are_reported_once() -> None:
     lines = ["Rank 0 (stage 0): a.", "Rank 1 (stage 0): a.", "Rank 2 (stage 1): a.", "Rank 4 (stage 1): b.", "c", "c"]
     assert folded(lines) == ["Ranks 0 to 2 (stages 0, 1): a.", "Rank 4 (stage 1): b.", "c"]
     assert folded(["stage 0: x", "known: y", "stage 1: x"]) == ["stages 0, 1: x", "known: y"]

@@ -131,7 +131,7 @@ def test_a_number_of_all_samples_that_decides_keeps_the_batch_whole(name: str) -
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_guard_of_which_one_outcome_was_seen_is_told(name: str) -> None:
+def test_a_guard_of_which_one_outcome_was_seen_is_reported(name: str) -> None:
     model, batch = reading(TOLD[name])
     findings = try_model(model, batch, discover_layers(reading(FREE["shape"])[0], batch))
     (line,) = findings.warnings()

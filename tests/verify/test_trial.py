@@ -173,6 +173,12 @@ def test_numbers_of_samples_keep_layers_from_sharing_the_batch_otherwise() -> No
     assert not found(Bags(by_function=False), torch.arange(24).reshape(8, 3) % 9).numbered
 
 
+def test_tables_whose_rows_a_forward_pass_scales_are_found() -> None:
+    model = Bags(by_function=False)
+    model.embed.max_norm, model.embed.sparse = 0.1, False
+    assert found(model, torch.arange(32).reshape(8, 4) % 12).written == ("embed.weight",)
+
+
 class Counting(nn.Module):
     """Counts its passes in an attribute, of a block or of itself, or keeps what it last returned; the loss reads it."""
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from galvatron_lite.errors import FileFormatError, InputError, unknown
+from galvatron_lite.errors import FileFormatError, InputError, suggestion, unknown
 from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
@@ -153,6 +153,10 @@ def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict:
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
         raise unknown(f"{field}, arch", arch, SHAPES)
+    names = [item.name for item in fields(SHAPES[arch])]
+    for name in [name for name in data if name not in names][:1]:
+        hint = suggestion(str(name), names, _SHORT_FLAGS) or f"Known: {', '.join(names)}."
+        raise FileFormatError(f"{field}, {name}", data[name], f"There is no such field. {hint}")
     return complete(from_data(SHAPES[arch], dict(data), field, strict=strict))
 
 

@@ -81,7 +81,9 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
             flow.enter(path)
         if path in chosen:
             observation.rewritten += [path for path, tensor, version in results.values() if tensor._version != version]
-            observation.calls.append(BlockCall(path, args, kwargs))
+            # the model may add to a list that it hands over
+            held_args, held_kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
+            observation.calls.append(BlockCall(path, held_args, held_kwargs))
             running.append(observation.calls[-1])
 
     def leave(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -346,15 +348,19 @@ def is_folded(place: str, each: int) -> bool:
     return each == ELSEWHERE or (each > 1 and not place.startswith(_OUTPUT))
 
 
-def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
+def check_folded(sampled: Mapping[str, Mapping[str, int]], outputs: bool = False) -> None:
     """Check that samples are along dim 0, not folded with another dim, as their order would not be known.
+
+    Args:
+        sampled: by ``sample_arguments``.
+        outputs: whether to refuse them in outputs of samples times something else, too.
 
     Raises:
         InputError: they are not, so that samples cannot be moved between a block and the code around it.
     """
     for name, arguments in sampled.items():
         for place, each in arguments.items():
-            if is_folded(place, each):
+            if is_folded(place, each) or (outputs and each > 1):
                 where = (
                     "samples elsewhere than" if each == ELSEWHERE else f"{each} items a sample (samples times heads)"
                 )
@@ -364,6 +370,7 @@ def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
                     "layers, as with --fix data=1 --fix zero=1, or with the same degrees for before, after and the "
                     "blocks."
                 )
+                remedy += " Branches have other samples than the code around them: --forbid branches." * outputs
                 raise InputError("plan", f"other samples in {name} than around it", remedy)
 
 

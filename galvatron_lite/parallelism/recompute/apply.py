@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -228,12 +229,24 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
 
         def first(before: list[Any]) -> Any:
             options: Any = {"context_fn": functools.partial(_contexts, recompute, before)}
+            # the caller may add to a list after the call; the state of one that the layer adds to is restored
+            held_args, held_kwargs = [_held(value) for value in args], {k: _held(value) for k, value in kwargs.items()}
+            runs = count()
+
+            def either(*given: Any) -> Any:
+                return forward(*held_args, **held_kwargs) if next(runs) and not before else forward(*given, **kwargs)
+
             with left_to_the_plan(decides=False):
-                return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+                return checkpoint(either, *args, use_reentrant=False, **options)
 
         return state.call(first, (args, kwargs))
 
     return run
+
+
+def _held(value: Any) -> Any:
+    """Return a list or dict as it is now, or another argument."""
+    return value.copy() if type(value) in (list, dict) else value
 
 
 def apply_recompute(module: nn.Module, recompute: Recompute) -> None:

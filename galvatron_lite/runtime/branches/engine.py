@@ -14,6 +14,7 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import places, slice_batch
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace.run import check_folded, sample_arguments
 from galvatron_lite.parallelism.pipeline.stage import drop_parameters
 from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.parallelism.strategy import Strategy
@@ -76,10 +77,12 @@ class BranchedModel(ParallelModel):
         _check_ties(model, parts, layers)
         everything = [placed for part in parts for placed in part.stage]
         tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
-        for part in parts:
-            check_samples_move(model, [part.stage], batch)
-        splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
         paths = [(), *(entrances(model, part.roots, batch) for part in parts[1:])]
+        for part, entered in zip(parts, paths, strict=True):
+            check_samples_move(model, [part.stage], batch)
+            if part.layout.batch != parts[0].layout.batch:
+                check_folded(sample_arguments(model, entered, batch), outputs=True)
+        splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
         groups = [(part.first, part.devices, [placed.strategy for placed in part.stage]) for part in parts]
         meshes = build_part_meshes(groups, options.device.type)
         self._setting = setting = PassSetting(BranchChannel(options.device, self._timeout), parts[0])

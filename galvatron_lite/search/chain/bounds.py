@@ -24,8 +24,8 @@ _AROUND = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 0.96, 1.0, 1.04, 1.1, 1.25, 1.6, 3.
 """Prices that are tried, in units of the spread of times over that of bytes; and around the best, in units of it."""
 TINY = 1e-9
 """Share by which a bound in floating point is lowered, so that rounding never makes it too high."""
-_MOMENTS = 3
-"""Moments that are tried at most for the one that bounds best."""
+_MOMENTS, _MOST_ENDS = 3, 16
+"""Moments that are tried at most for the one that bounds best, and to show that nothing fits."""
 
 
 class LayerKindFigures:
@@ -196,6 +196,16 @@ class ChainBounds:
         """Whether no path takes at most a limit."""
         return bool((self.root > self.ceiling(limit)).any())
 
+    def exceeds_elsewhere(self, limit: float) -> bool:
+        """The same with other moments priced, one after another: the first and the last of each run of equal layers."""
+        kind, last = self.chain.kind, len(self.chain) - 1
+        ends = [place for place in range(last + 1) if not 0 < place < last or len({*kind[place - 1 : place + 2]}) > 1]
+        prices = _tried(self.chain)
+        bounds = replace(self, prices=prices)
+        return len(ends) <= _MOST_ENDS and any(
+            replace(bounds, root=_before(self.chain, prices, place)[1]).exceeds(limit) for place in ends
+        )
+
     def useful(self, limit: float) -> list[IntArray]:
         """By kind: the choices that some path may use that takes at most ``limit``."""
         chain, ends = self.chain, dict[tuple[int, int], tuple[FloatArray, FloatArray]]()
@@ -283,9 +293,7 @@ def _best_price(chain: ChainFigures, moment: int) -> tuple[float, float]:
 
     The bound is concave in the price, so the best of a row of prices has the greatest one next to it.
     """
-    times = sum(float(np.ptp(kind.figures[TIME])) for kind in chain.kinds) + 1.0
-    sizes = sum(float(np.ptp(kind.figures[BOTH])) for kind in chain.kinds) + 1.0
-    prices = times / sizes * _STEPS
+    prices = _tried(chain)
     for _ in range(2):
         best = int(np.argmax(_before(chain, prices, moment)[1]))
         low, high = prices[max(best - 1, 0)], prices[min(best + 1, len(prices) - 1)]
@@ -294,6 +302,13 @@ def _best_price(chain: ChainFigures, moment: int) -> tuple[float, float]:
     root = _before(chain, prices, moment)[1]
     best = int(np.argmax(root))
     return float(max(prices[best], high * 2.0**-12)), float(root[best])
+
+
+def _tried(chain: ChainFigures) -> FloatArray:
+    """Prices over the whole range, without a hint."""
+    times = sum(float(np.ptp(kind.figures[TIME])) for kind in chain.kinds) + 1.0
+    sizes = sum(float(np.ptp(kind.figures[BOTH])) for kind in chain.kinds) + 1.0
+    return times / sizes * _STEPS
 
 
 def _worst_moment(chain: ChainFigures, price: float) -> int:

@@ -81,6 +81,8 @@ def good_path(chain: Chain) -> tuple[Path | None, float]:
     if bounds.exceeds(bounds.chain.longest):
         return None, np.inf
     path = bounds.rounded()
+    if path is None and bounds.exceeds_elsewhere(bounds.chain.longest):
+        return None, np.inf
     least = bounds.least * (1 - TINY) - 1
     return path, least if path is None else min(least, float(path.time[0]))
 
@@ -88,6 +90,8 @@ def good_path(chain: Chain) -> tuple[Path | None, float]:
 def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) -> ChainFront:
     """The path of least time: a path of the bounds where it is near enough, else by labels."""
     best, low, work = bounds.rounded(), max(bounds.least * (1 - TINY) - 1, 0.0), 0
+    if best is None and bounds.exceeds_elsewhere(cap):
+        return ChainFront(())
     if best is not None and best.time[0] > cap:
         best = None
     if near and (best is None or low < best.time[0] * (1 - near)):

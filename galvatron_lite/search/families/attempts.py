@@ -73,6 +73,9 @@ def with_alike(planned: Callable[[PlanTask], Plan], task: PlanTask, runners_up: 
             plans.append(planned(replace(task, request=replace(request, fixed=fixed))))
         except InfeasibleError as error:
             errors.append(error)
+        except InputError as error:
+            if not samples or error.field != "--fix":  # else the pins leave nothing for samples shared like that
+                raise
     if plans:
         plans.sort(key=seconds_of)
         return _proven(with_others(plans, runners_up), plans)
@@ -88,6 +91,11 @@ def _nothing_trains(task: PlanTask) -> InputError:
     pins += [(f"{layers}.", name, value) for layers, name, value in fixed.layers]
     texts = [f"{layers}{typed_name(name)}={getattr(value, 'value', value)}" for layers, name, value in pins]
     remedy = f"Backend {task.backend.name} has no way to train with these pins; lift one of them."
+    if task.request.graph.folded and not task.backend.uniform:
+        remedy = (
+            f"All layers must share the batch alike, as {task.request.graph.folded} has several rows a sample, or "
+            "samples along another dim than the first; with these pins they cannot. Lift one of them."
+        )
     return InputError("--fix", ", ".join(texts) or "nothing", remedy)
 
 

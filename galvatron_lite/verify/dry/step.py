@@ -26,7 +26,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace.meta import copy_with, meta_copy
 from galvatron_lite.model.trace.record import Recorder
-from galvatron_lite.model.trace.run import shapes_only
+from galvatron_lite.model.trace.run import garbage_waits, shapes_only
 from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.offload import apply as offload
 from galvatron_lite.parallelism.pipeline.tied import layer_of
@@ -107,6 +107,7 @@ def _unreached(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> frozense
     return frozen.union(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
 
 
+@garbage_waits()  # what the ledger counts must not depend on when a collection runs
 def dry_run(
     subject: Subject,
     plan: Plan,

@@ -35,7 +35,7 @@ from galvatron_lite.runtime.parameters.pieces import LocalShard, held_gradients,
 from galvatron_lite.verify.launched import ForkedServer, fork
 from galvatron_lite.verify.numbers.shrink import Recipe, SmallModel, TooLargeError, make_small, shrink
 from galvatron_lite.verify.schema import Check, Verdict
-from galvatron_lite.verify.source import ModelSource
+from galvatron_lite.verify.source import ModelParts, ModelSource
 from galvatron_lite.verify.trial.check import try_model
 
 NAME = "numbers"
@@ -212,9 +212,12 @@ def _train(
     """Run every rank in a process; kill those that do not end in time, or soon after another has failed."""
     recipe, timeout = request
     ranks, deadline = range(recipe.plan.devices), time.monotonic() + timeout
+    torch.set_num_threads(1)  # also of the ranks: threads that have shared work do not survive a fork
+    torch.manual_seed(0)  # a function that makes the model may draw its batch
+    large = source.on_meta() if recipe.divisor else None
     with tempfile.TemporaryDirectory(prefix="galvatron-numbers-") as name:
         folder = Path(name)
-        running = {fork(partial(_run_rank, rank, recipe, folder, source, patience)): rank for rank in ranks}
+        running = {fork(partial(_run_rank, rank, recipe, folder, source, large, patience)): rank for rank in ranks}
         while running and time.monotonic() < deadline and not cancelled():
             time.sleep(0.02)
             for pid in list(running):
@@ -229,14 +232,15 @@ def _train(
         return {rank: _read_result(folder, rank) for rank in ranks}
 
 
-def _run_rank(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patience: float) -> None:
+def _run_rank(
+    rank: int, recipe: Recipe, folder: Path, source: ModelSource, large: ModelParts | None, patience: float
+) -> None:
     """Train one rank and write its result to ``folder``; on SIGUSR1 write its stack."""
     faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.stack").open("w"))
     os.dup2(os.open(folder / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT, 0o644), 2)
-    torch.set_num_threads(1)
     result: Result = {}
     try:
-        small, world = make_small(source, recipe), recipe.plan.devices
+        small, world = make_small(source, recipe, large), recipe.plan.devices
         try:
             reference = train_alone(small, recipe.plan)
         except Exception as error:
@@ -245,7 +249,7 @@ def _run_rank(rank: int, recipe: Recipe, folder: Path, source: ModelSource, pati
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
-        result = train_under_plan(make_small(source, recipe), recipe.plan, reference)
+        result = train_under_plan(make_small(source, recipe, large), recipe.plan, reference)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), **result}
     (folder / f"{rank}.part").write_text(json.dumps(result))

@@ -44,7 +44,7 @@ from galvatron_lite.verify.numbers.shrink_model import (
     narrowed,
     with_samples,
 )
-from galvatron_lite.verify.source import ModelSource, example_of
+from galvatron_lite.verify.source import ModelParts, ModelSource, example_of
 
 MOST_PARAMETERS = 50_000_000  # of a model that is trained
 MOST_FLOPS = 4 * 10**11  # of its step; all steps, with the reference, then take a minute or two on two cores
@@ -61,6 +61,7 @@ class TooLargeError(GalvatronError):
 
 
 Legal = Callable[[Strategy], bool]
+Narrow = Callable[[int], tuple[nn.Module, Any, LossFn | None, list[str]]]  # see ``_narrow_model``, by divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +241,10 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     """
     model_parts = source.on_meta()
     model_layers = discover_layers(model_parts[0], example_of(model_parts))
+    narrow = partial(_narrow_model, source.configured, model_parts)
     if plan.branches:
         parts = place_parts(plan, model_layers)
-        return _best_recipe(partial(_branched_recipe, source, plan, parts, processes or MANY))
+        return _best_recipe(partial(_branched_recipe, narrow, plan, parts, processes or MANY))
     named = named_for(plan, model_layers, items_of(model_parts[0].parameters()))
     layers = [
         LargeLayer(placed.layer.name, placed.layer.kind, placed.layer.role, number, placed.strategy)
@@ -254,7 +256,7 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     if processes is None and lost_features(strategies, size.devices):
         size = choose_size(named, strategies, MANY)
     no_room = {*lost_features(strategies, size.devices), STAGES}
-    return _best_recipe(partial(_recipe, source, named, layers, size), no_room)
+    return _best_recipe(partial(_recipe, narrow, named, layers, size), no_room)
 
 
 def _best_recipe(recipe_of: Callable[[int], Recipe], no_room: Collection[str] = ()) -> Recipe:
@@ -274,9 +276,9 @@ def _best_recipe(recipe_of: Callable[[int], Recipe], no_room: Collection[str] = 
     return min(recipes, key=lambda recipe: len(recipe.lost))
 
 
-def _recipe(source: ModelSource, plan: Plan, layers: Sequence[LargeLayer], size: Size, divisor: int) -> Recipe:
+def _recipe(narrow: Narrow, plan: Plan, layers: Sequence[LargeLayer], size: Size, divisor: int) -> Recipe:
     with _failures_as("A smaller model does not run"):
-        model, batch, loss_fn, changes = _narrow_model(source, divisor)
+        model, batch, loss_fn, changes = narrow(divisor)
         selected = {layer.name for layer in select_layers(layers, size)}
         left_out = [layer.name for layer in layers if layer.name not in selected and can_drop(model, layer.name)]
         remaining = [layer for layer in layers if layer.name not in left_out]
@@ -299,14 +301,12 @@ def _recipe(source: ModelSource, plan: Plan, layers: Sequence[LargeLayer], size:
     return Recipe(small, divisor, tuple(left_out), tuple(changes), tuple(sorted(lost)))
 
 
-def _branched_recipe(
-    source: ModelSource, plan: Plan, parts: Sequence[PlacedPart], processes: int, divisor: int
-) -> Recipe:
+def _branched_recipe(narrow: Narrow, plan: Plan, parts: Sequence[PlacedPart], processes: int, divisor: int) -> Recipe:
     """Return a recipe for a plan with branches on separate devices; it keeps all layers, devices and strategies."""
     if plan.devices > processes:
         raise TooLargeError(f"Plans with branches are run on all of their {plan.devices} devices or not at all.")
     with _failures_as("The model does not run"):
-        model, batch, loss_fn, changes = _narrow_model(source, divisor)
+        model, batch, loss_fn, changes = narrow(divisor)
         graph = trace(model, batch, loss_fn=loss_fn)
     kinds = {layer.name: graph.kind_of(layer) for layer in graph.layers}
     placed_layers = [placed for part in parts for placed in part.stage]
@@ -350,14 +350,13 @@ def _check_size(graph: ModelGraph, small: Plan) -> None:
         raise TooLargeError(f"A step of it still takes {flops:.1e} FLOPs; up to {MOST_FLOPS:.0e} are run.")
 
 
-def _narrow_model(source: ModelSource, divisor: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
+def _narrow_model(configured: bool, large: ModelParts, divisor: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
     """Return the (narrower, unless ``divisor`` is 0) model on meta, with its batch, loss and a line on its sizes."""
-    parts = source.on_meta()
-    model, batch, loss_fn = parts
+    model, batch, loss_fn = large
     if divisor == 0:
-        return model, example_of(parts), loss_fn, ["sizes: as they are"]
+        return model, example_of(large), loss_fn, ["sizes: as they are"]
     with torch.device("meta"):
-        narrow = narrowed(model, divisor, source.configured)
+        narrow = narrowed(model, divisor, configured)
     if narrow is None:
         raise TooLargeError("The model is not made of a configuration with sizes that could be smaller.")
     small, changes = narrow
@@ -389,10 +388,13 @@ def _small_strategies(graph: ModelGraph, layers: Sequence[LargeLayer], size: Siz
     return {layer.name: chosen[layer.strategy, kinds[layer.name].name] for layer in layers}
 
 
-def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
-    """Return the small model with the same values on every call, and batches that differ from one another."""
+def make_small(source: ModelSource, recipe: Recipe, large: ModelParts | None) -> SmallModel:
+    """Return the small model with the same values on every call, and batches that differ from one another.
+
+    ``large`` is the large model on meta, to build a narrower one from; None if the small one is as wide.
+    """
     torch.manual_seed(0)
-    model, batch, loss_fn = source.on_meta() if recipe.divisor else source.make()
+    model, batch, loss_fn = large or source.make()
     narrow = narrowed(model, recipe.divisor, source.configured) if recipe.divisor else None
     small = model if narrow is None else narrow[0]
     batch_size = recipe.plan.global_batch

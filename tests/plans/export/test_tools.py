@@ -28,7 +28,7 @@ EVERY = sorted(PLANS)
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
 @pytest.mark.parametrize("name", EVERY)
-def test_what_a_tool_cannot_be_told_is_in_comments_and_refused_by_strict(tool: str, name: str) -> None:
+def test_what_a_tool_cannot_express_is_in_comments_and_refused_by_strict(tool: str, name: str) -> None:
     exported = export(PLANS[name], tool)
     if tool == "deepspeed":
         json.loads(exported.text)

@@ -181,6 +181,12 @@ def test_dependent_modules_are_refused(pool: WorkerPool) -> None:
         assert "reads what branch" in said
 
 
+def test_several_rows_a_sample_are_refused_where_the_trunk_shares_samples(pool: WorkerPool) -> None:
+    for said in pool.run(2, jobs.wrong_model, case=Case("Coders", TWO, DATA, 2, arguments={"use": "views"})):
+        assert "2 items a sample" in said
+        assert "--forbid branches" in said
+
+
 def test_what_a_branch_draws_does_not_move_the_trunk(pool: WorkerPool) -> None:
     (losses, first), (others, second) = pool.run(2, jobs.train_dropping)
     assert losses == others

@@ -84,7 +84,7 @@ class FakeProfile:
         ("cdp-v1", {"allow_delay": True, "fix": ("rule=cdp-v1",)}),
     ],
 )
-def test_the_planner_is_told_of_delay(monkeypatch: pytest.MonkeyPatch, delay: str | None, told: dict[str, Any]) -> None:
+def test_the_planner_gets_the_delay(monkeypatch: pytest.MonkeyPatch, delay: str | None, told: dict[str, Any]) -> None:
     model, layers, stages = blocks_case(2)
     asked: list[dict[str, Any]] = []
 
@@ -287,7 +287,7 @@ def test_a_delay_that_is_not_the_given_plans_is_refused(delay: Any, told: str) -
         auto_parallelize(model, make_batches(1, 2)[0], plan=make_plan(stages, "cdp-v2", "single"), delay=delay)
 
 
-def test_a_delay_that_tied_parameters_rule_out_is_told_plainly() -> None:
+def test_a_delay_that_tied_parameters_rule_out_is_refused() -> None:
     remedy = "cyclic: data: before and after share parameters and must be in one"
     tie = SimpleNamespace(first="before", second="after", parameters=1)
     profile: Any = SimpleNamespace(graph=SimpleNamespace(ties=(tie,)))

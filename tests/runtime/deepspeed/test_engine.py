@@ -92,7 +92,7 @@ def test_a_state_of_one_stage_goes_into_another(answers: dict[str, Any]) -> None
     assert second < first
 
 
-def test_what_cannot_be_trained_is_told_and_changes_nothing(answers: dict[str, Any]) -> None:
+def test_what_cannot_be_trained_is_refused_and_changes_nothing(answers: dict[str, Any]) -> None:
     without, second, unsound, copied = answers["refused"]
     assert without == (
         "InputError: optimizer is missing. Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."

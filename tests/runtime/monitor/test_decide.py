@@ -225,7 +225,7 @@ def test_settings_that_cannot_be_are_refused(settings: Adapt) -> None:
         adapt_settings(settings, "95%")
 
 
-def test_the_budget_is_that_of_the_first_plan_where_none_is_said() -> None:
+def test_the_budget_is_that_of_the_first_plan_where_none_is_given() -> None:
     assert adapt_settings(False, "40GB") is None
     assert adapt_settings(True, "40GB") == Adapt(mem="40GB")
     assert adapt_settings(Adapt(mem="30GB"), "40GB") == Adapt(mem="30GB")

@@ -119,7 +119,7 @@ UNSCORED = '{"family": "f", "run_id": "r", "framework": "x", "quality": "A", "se
         (None, (), "There is no such file"),
     ],
 )
-def test_what_cannot_be_calibrated_is_said_in_one_line(
+def test_what_cannot_be_calibrated_is_refused_in_one_line(
     tmp_path: Path, text: str | None, options: tuple[str, ...], said: str
 ) -> None:
     sample = tmp_path / "runs.jsonl"
