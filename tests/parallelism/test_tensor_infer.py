@@ -89,6 +89,15 @@ def test_what_couples_the_shares_is_refused() -> None:
     assert plan_of(Wrapped(extra=64)).max_degree == 1, "a parameter for each inner feature is not split"
 
 
+def test_hooks_of_modules_inside_may_couple_the_shares() -> None:
+    block = Wrapped()
+    block.up.register_forward_hook(lambda _, args, output: functional.normalize(output, dim=-1))
+    assert plan_of(block).max_degree == 1
+    block = Wrapped()
+    block.down.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    assert plan_of(block).max_degree > 1
+
+
 def test_what_couples_tokens_is_split_but_not_by_tokens() -> None:
     for step in (
         lambda x: x - x.mean(1, keepdim=True),

@@ -248,10 +248,8 @@ def _copy_block(block: nn.Module, linears: Mapping[str, nn.Module], generator: t
         double = copy.deepcopy(block, memo)
     except Exception as error:
         raise ProbeError(f"it cannot be copied ({describe(error)})") from error
-    for module in double.modules():
-        # copied hooks are meant for the original; torch has no public API to list them
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+    for hooks in (double._forward_hooks, double._forward_pre_hooks):
+        hooks.clear()  # they see what the block takes and returns, which is complete; those inside may see shards
     return double.eval()
 
 
