@@ -53,6 +53,8 @@ from galvatron_lite.search.uniform.plans import Uniform, averaged_uniform
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
+NEAR_WORK = 4_000_000
+"""The same where the plan need only be near the best."""
 ANY_TIME = 2**62
 """Picoseconds that any plan takes less than."""
 QUICK = 60_000
@@ -285,8 +287,8 @@ class _Walk:
             layers = range(len(problem.graph.layers))
             self.abandoned = min(self.abandoned, problem.quickest_plan(0, layers, self.limit - 1, self.settled)[1])
             return
-        before = problem.work
-        plan, least = best_partition(problem, bounds, self.limit)
+        before, left = problem.work, inf if self.best is None else self.most_work - self.work
+        plan, least = best_partition(problem, bounds, self.limit, left)
         self._offer(problem, plan)
         self.abandoned = min(self.abandoned, least)
         self.work += problem.work - before
@@ -337,6 +339,8 @@ class _Walk:
             cap = self.limit - 1 - bounds.others(*span)
             quickest = problem.quickest_plan(span[0], range(*span[1:]), cap, self.settled)[1]
             bounds = bounds.with_theta({span: quickest})
+        else:  # another cut looks best each time: the last one makes a plan, too
+            self._offer(problem, _best_of_cut(problem, cuts) if feasible else None)
         self.work += problem.work - before
         return bounds
 
@@ -379,7 +383,9 @@ _Front = tuple[IntArray, list[tuple[tuple[int, StagePlan], ...]]]
 """Labels: their figures (labels, columns), and the stages of each with the layers they end before."""
 
 
-def best_partition(problem: Problem, bounds: StageBounds, limit: float) -> tuple[Partition | None, float]:
+def best_partition(
+    problem: Problem, bounds: StageBounds, limit: float, effort: float = inf
+) -> tuple[Partition | None, float]:
     """The best plan of a shape of several stages that takes less than ``limit`` picoseconds; and a time that no plan
     below the limit beats.
 
@@ -387,7 +393,9 @@ def best_partition(problem: Problem, bounds: StageBounds, limit: float) -> tuple
         problem: with layouts at boundaries and strategies of tied layers settled.
         bounds: of it.
         limit: picoseconds.
+        effort: labels after which there is no plan, and the bound of all.
     """
+    most_work = problem.work + effort
     layers, least, stages, form = len(problem.graph.layers), np.inf, problem.shape.stages, problem.form
     fronts: dict[int, _Front] = {0: (np.zeros((1, len(problem.weights) + 1), dtype=np.int64), [()])}  # by layers so far
     for stage in range(stages):
@@ -396,6 +404,8 @@ def best_partition(problem: Problem, bounds: StageBounds, limit: float) -> tuple
             later = stages - stage - 1
             for stop in range(start + 1, layers - later + 1) if later else (layers,):
                 through = bounds.through(stage, start, stop)
+                if problem.work > most_work:
+                    return None, bounds.bound
                 if through < limit:
                     others = bounds.others(stage, start, stop)
                     options, dropped = problem.pareto_plans(stage, range(start, stop), limit - others)

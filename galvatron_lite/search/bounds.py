@@ -133,14 +133,15 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
         return None
     figures = {key: _RowFigures(problem, row) for key, row in rows.items()}
     pre, post = _least_around([figures[id(row)].ramp for row in tables], sends)
-    excess = []
+    excess, more = [], problem.more_sends()
     for stage, row in enumerate(tables):
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         theta = figures[id(row)].theta(
             problem.in_flight(stage), problem.filled(stage), room, ends, cuts[stage : stage + 2]
         )
-        excess.append(theta + form.microbatches * sends[stage] + pre[stage][:, None] + post[stage])
+        sent = sends[stage] + more[stage][:, None] + more[stage + 1] if more else float(sends[stage])
+        excess.append(theta + form.microbatches * sent + pre[stage][:, None] + post[stage])
     bounds = StageBounds(tuple(excess), pre, post)
     return bounds if np.isfinite(bounds.bound) else None
 

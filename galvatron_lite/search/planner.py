@@ -39,7 +39,7 @@ from galvatron_lite.search.alternatives import (
     quickest,
     slowest,
 )
-from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, QUICK, Progress, SolvedPlan, search
+from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, NEAR_WORK, QUICK, Progress, SolvedPlan, search
 from galvatron_lite.search.families.attempts import with_alike, with_reserve
 from galvatron_lite.search.families.branches import branch_plans
 from galvatron_lite.search.families.delayed import delayed_plans, why_not_delayed
@@ -199,7 +199,7 @@ def _solved(task: PlanTask, start: SolvedPlan | None) -> SolvedPlan | None:
         if quick is not None:
             return quick
     # A quick search that meets nothing does not show that nothing fits: an exact one goes on to the first plan.
-    return looked(request, effort=task.effort)
+    return looked(request, effort=min(task.effort, NEAR_WORK) if task.tolerance else task.effort)
 
 
 def _chosen(

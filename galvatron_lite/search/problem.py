@@ -20,6 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from galvatron_lite.arrays import FloatArray
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
 from galvatron_lite.cost.stage import Shape, sharing_of, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -286,6 +287,23 @@ class Problem:
             return totals
 
         return self.answers.memo.once(("least", self.choice.wire), least)
+
+    def more_sends(self) -> list[FloatArray]:
+        """By boundary of stages, the ends included, and layer behind it: picoseconds by which its send takes longer
+        than in ``least_sends``; empty where all boundaries between layers send as much or layouts there are open."""
+        crossing = self.tables[0].store.crossing
+        if self.choice.wire is None or len({*crossing[1:-1]}) < 2:
+            return []
+
+        def more() -> list[FloatArray]:
+            totals, smallest = [np.zeros(len(crossing)) for _ in range(self.shape.stages + 1)], min(crossing[1:-1])
+            for side in range(1, self.shape.stages):
+                least = ticks(self.send(side, smallest)[1])
+                taken = {size: ticks(self.send(side, size)[1]) - least for size in {*crossing[1:-1]}}
+                totals[side][1:-1] = [taken[size] for size in crossing[1:-1]]
+            return totals
+
+        return self.answers.memo.once(("more", self.choice.wire), more)
 
     def allows_at_ends(self, layout: Layout) -> bool:
         """Whether layers at the ends of a stage may have a layout."""

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
+from math import inf
 
 import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
+from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
 from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON
+from galvatron_lite.parallelism.layout import strategy_with
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.shapes import Request, bounds_of, open_problem, with_edges
 from galvatron_lite.search.space import Fixed, Space
+from galvatron_lite.search.tables import TICKS
 from tests.factories import make_cluster
 from tests.search.brute import brute_of
 from tests.search.instances import Instance
@@ -122,6 +129,26 @@ def test_equals_brute_force(seed: int) -> None:
     peaks = brute.peaks()
     for budget in (peaks[0] - 1, peaks[0], draw.choice(peaks), peaks[-1]) if peaks else (10**12,):
         check(asked, brute, budget)
+
+
+def test_bounds_of_stages_count_what_goes_over_their_boundaries() -> None:
+    """Where links are slow: a stage takes at least the sends at its ends, which differ from cut to cut."""
+    cluster = load_cluster("t4", 4)
+    cluster = replace(cluster, levels=tuple(replace(level, bandwidth=1e6) for level in cluster.levels))
+    profile = estimate_profile(build_graph(SMALL, precision="fp16"), cluster, precision="fp16", name="small")
+    request = Request(profile.graph, 4, 8, 10**12, Fixed(), (Schedule.ONE_F_ONE_B,), Space(profile.graph, 4))
+    pricer, shape, crossing = LayerPricer(profile), Shape(4, 4, 4, 2), profile.graph.crossings()
+    problem = next(with_edges(open_problem(request, pricer, shape)))
+    bounds, sender, checked = bounds_of(problem), strategy_with(problem.choice.wire), set()
+    for stage, (start, stop) in product((1, 2), combinations(range(1, len(profile.graph.layers)), 2)):
+        sizes = [boundary_bytes(crossing[cut], shape.microbatch, sender) for cut in (start, stop)]
+        groups = (stage - 1, stage), (stage, stage + 1)
+        sends = [transfer_seconds(pricer, size, sender, shape, pair) for size, pair in zip(sizes, groups, strict=True)]
+        excess = float(bounds.excess[stage][start, stop])
+        if excess < inf:
+            assert excess > shape.microbatches * sum(sends) * TICKS
+            checked.add(tuple(sizes))
+    assert len(checked) == 3
 
 
 def test_pixels_shared_are_memory_shared() -> None:
