@@ -266,7 +266,7 @@ def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
 def _phase_case(phase: Phase, request: PlanRequest) -> PhaseCase:
     profile = _phase_profile(phase, request)
     setting, devices = request.on(profile).resolved, profile.cluster.devices
-    best = ask(setting, devices, phase.batch, progress=request.progress)
+    best = ask(setting, devices, phase.batch, progress=request.progress, tolerance=TOLERANCE)
     return PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 

@@ -53,7 +53,7 @@ from galvatron_lite.search.uniform.plans import Uniform, averaged_uniform
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
-NEAR_WORK = 4_000_000
+NEAR_WORK = 20_000_000
 """The same where the plan need only be near the best."""
 ANY_TIME = 2**62
 """Picoseconds that any plan takes less than."""
