@@ -37,7 +37,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.plans import uniform_plan
 from tests.pool import WorkerPool
 
-SAMPLES, SIDE = 2, 96
+SAMPLES, SIDE = 2, 128
 ONCE = TimingRule(warmup=0, least=1, most=1, seconds=0.0)
 NETWORKS: dict[str, dict[str, int]] = {
     "convnext-mini": {"image_height": SIDE, "image_width": SIDE},

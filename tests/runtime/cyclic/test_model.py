@@ -73,7 +73,9 @@ class FakeProfile:
     """What ``auto_parallelize`` reads of a profile before it plans."""
 
     graph: Any = field(default_factory=lambda: SimpleNamespace(dead=0, parameters=1))
-    needs: Any = None
+
+    def with_needs(self, _needs: Any) -> FakeProfile:
+        return self
 
 
 @pytest.mark.parametrize(
