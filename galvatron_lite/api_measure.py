@@ -82,7 +82,7 @@ def profile(
 
         graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
         result = estimated(graph, cluster, gpus, sequence, precision, trainable=training)
-        return _saved(result.with_needs(find_needs(graph)), name, Path(folder))
+        return _saved(replace(result, needs=find_needs(graph)), name, Path(folder))
     if training is not None:
         raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), AS_IT_TRAINS)
     from galvatron_lite.profiler.measure import measure_profile

@@ -204,7 +204,8 @@ def auto_parallelize(
             used_profile = _find_profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
             # the findings say the others, or check=False leaves them out
             found = PlanNeeds() if findings is None else findings.needs()
-            used_profile = used_profile.with_needs(PlanNeeds(least_samples=found.least_samples, alike=found.alike))
+            needs = PlanNeeds(least_samples=found.least_samples, alike=found.alike)
+            used_profile = replace(used_profile, needs=needs)
         except MetaRunError as error:
             uncaptured = error
     if uncaptured is not None:

@@ -52,12 +52,18 @@ class Commands(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take several choices after one ``--fix``: ``--fix tp=8 pp=2``."""
+        """Take several choices after one ``--fix`` of commands that have it: ``--fix tp=8 pp=2``."""
+        command = self.get_command(ctx, args[0]) if args else None
+        if command is None or not any("--fix" in parameter.opts for parameter in command.params):
+            return super().parse_args(ctx, args)  # launch hands options on to a script
         repeated: list[str] = []
-        after_fix = False
-        for place, word in enumerate(args):
-            after_fix = word == "--fix" or (after_fix and "=" in word and not word.startswith("-"))
-            repeated += ["--fix", word] if after_fix and word != "--fix" and args[place - 1] != "--fix" else [word]
+        follows = False  # whether all words since --fix are choices
+        for word in args:
+            is_choice = "=" in word and not word.startswith("-")
+            if follows and is_choice and repeated[-1] != "--fix":
+                repeated.append("--fix")
+            repeated.append(word)
+            follows = word == "--fix" or (follows and is_choice)
         return super().parse_args(ctx, repeated)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -318,8 +318,7 @@ class ModelGraph(Strict):
             ``--freeze``; empty if all do.
         least_samples: the fewest samples that the model runs on in training (batch norm over rows needs two).
         folded: an input or output of a block whose dim 0 is samples times something else, or whose samples lie along
-            another dim, or that depends on all samples of a share, so that all layers must have the same samples; empty
-            if there is none.
+            another dim, so that all layers must have the same samples; empty if there is none.
     """
 
     name: Name

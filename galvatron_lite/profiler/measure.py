@@ -174,7 +174,7 @@ def measure_profile(
     if (refused := from_first_rank(unwritable(root) if is_first_rank() else None)) is not None:
         raise refused
     journal = _open_journal(journal_path(root, machine_name(machine), title), scope, resume)
-    profile = assemble(title, scope, run_tasks(tasks, journal, progress)).with_needs(needs)
+    profile = replace(assemble(title, scope, run_tasks(tasks, journal, progress)), needs=needs)
     if journal is not None:
         save_profile(profile, root, machine_name(machine), remember=remember)
         journal.remove()

@@ -310,9 +310,10 @@ class Profile(Strict):
         """The fewest samples that the model trains on."""
         return max(self.graph.least_samples, self.needs.least_samples)
 
-    def with_needs(self, needs: PlanNeeds) -> Profile:
-        """Return the profile of a model whose plans keep to these."""
-        return replace(self, needs=needs, graph=replace(self.graph, folded=self.graph.folded or needs.alike))
+    @property
+    def folded(self) -> str:
+        """Why all layers must share the batch alike; empty if they need not."""
+        return self.graph.folded or self.needs.alike
 
     def on(self, cluster: Cluster) -> Profile:
         """Return the profile on some of its devices, with the figures of their type if they are all of one type."""

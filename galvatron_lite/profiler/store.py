@@ -110,11 +110,8 @@ def last_profile(folder: Path = Path("profiles")) -> Path:
 
 
 def profile_hash(profile: Profile) -> str:
-    """Return sixteen hex digits that change with anything in the profile but what no cost depends on.
-
-    That is ``needs``, and what the graph says of them (``Profile.with_needs``).
-    """
-    return data_hash(to_data(replace(profile, needs=PlanNeeds(), graph=replace(profile.graph, folded=""))))
+    """Return sixteen hex digits that change with anything in the profile but ``needs``, which no cost depends on."""
+    return data_hash(to_data(replace(profile, needs=PlanNeeds())))
 
 
 def data_hash(data: Any) -> str:

@@ -43,10 +43,13 @@ def test_json_is_the_plan(galvatron: Galvatron) -> None:
     assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
 
 
-def test_one_fix_takes_several_choices(galvatron: Galvatron) -> None:
+def test_one_fix_takes_several_choices(galvatron: Galvatron, tmp_path: Path) -> None:
     apart = galvatron("plan", *SMALL, "--fix", "tp=2", "--fix", "recompute=full", "--mem", "40GB", "--json").out
     assert json.loads(apart)["stages"][0]["runs"][0]["strategy"]["tensor"] == 2
     assert galvatron("plan", *SMALL, "--fix", "tp=2", "recompute=full", "--mem", "40GB", "--json").out == apart
+    (script := tmp_path / "train.py").touch()
+    launched = galvatron("launch", "--dry-run", "--no-check", "--gpus", "2", script, "--fix", "a=1", "b=2").out
+    assert "train.py --fix a=1 b=2" in launched
 
 
 def test_a_model_can_be_given_by_its_shape(galvatron: Galvatron) -> None:

@@ -22,7 +22,7 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Proof, Schedule
-from galvatron_lite.profiler.schema import OriginKind, Profile
+from galvatron_lite.profiler.schema import OriginKind, PlanNeeds, Profile
 from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest, traits
 from galvatron_lite.search.best_first import finished, search
@@ -209,6 +209,17 @@ def test_where_links_between_nodes_are_slow_no_pipeline_by_hand_is_quicker(tmp_p
     other = api.evaluate(by_hand, mem="80GB", **asked)  # type: ignore[arg-type]
     assert other.fits
     assert ours.prediction.step_seconds <= 1.01 * other.prediction.step_seconds
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_layers_that_must_share_the_batch_alike_do(seed: int) -> None:
+    def degrees(profile: Profile) -> set[int]:
+        plan = find_plan(profile, devices=4, global_batch=8, budget=10**12, runners_up=0)
+        return {run.strategy.batch_degree for stage in plan.stages for run in stage.runs}
+
+    profile = random_profile(random.Random(seed), devices=4)
+    assert len(degrees(profile)) > 1
+    assert len(degrees(replace(profile, needs=PlanNeeds(alike="what blocks take")))) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -132,7 +132,7 @@ def garbage_waits() -> Iterator[None]:
 def shapes_only(recorder: Recorder) -> Iterator[None]:
     """Create tensors on the meta device, fuse attention, group experts, and record."""
     hooks = saved_tensors_hooks(recorder.keep, lambda kept: kept)
-    with torch.device("meta"), ShapesOnly(), _autocast_on_meta(), hooks, recorder:
+    with _REPLACING_AUTOCAST, torch.device("meta"), ShapesOnly(), _autocast_on_meta(), hooks, recorder:
         yield
 
 
@@ -142,11 +142,6 @@ _REPLACING_AUTOCAST = RLock()  # with two threads, the one that ends last would 
 @contextmanager
 def _autocast_on_meta() -> Iterator[None]:
     """Replace ``torch.autocast`` of the meta device, which torch does not have, by that of the CPU."""
-    with _REPLACING_AUTOCAST:
-        yield from _replace_autocast()
-
-
-def _replace_autocast() -> Iterator[None]:
     begin, is_enabled = torch.autocast.__init__, torch.is_autocast_enabled
 
     def begin_anywhere(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:

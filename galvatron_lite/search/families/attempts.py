@@ -38,7 +38,7 @@ that."""
 
 def with_alike(planned: Callable[[PlanTask], Plan], task: PlanTask, runners_up: int) -> Plan:
     """The quickest plan of all in which the backend may treat all layers alike (``Backend.uniform``), or must
-    because all layers have the same samples (``ModelGraph.folded``).
+    because all layers have the same samples (``Profile.folded``).
 
     With the backend's fields pinned, the search is exact over all that is left (recomputation by layer,
     micro-batches); so the quickest plan of all pins is the quickest there is. Of many pins, only those whose best
@@ -54,13 +54,13 @@ def with_alike(planned: Callable[[PlanTask], Plan], task: PlanTask, runners_up: 
         InfeasibleError: nothing fits; with the smallest budget of all.
         InputError: pins leave nothing, or the batch cannot be shared out.
     """
-    graph, request = task.request.graph, task.request
-    samples = ("batch_degree",) if graph.folded and task.backend.uniform == () else ()
+    graph, request, folded = task.request.graph, task.request, task.session.profile.folded
+    samples = ("batch_degree",) if folded and task.backend.uniform == () else ()
     fields = (*task.backend.uniform, *samples)
     if not fields:
         return planned(task)
     names = dict.fromkeys(layer.kind for layer in graph.layers)
-    kinds = {name for name in names if graph.folded or graph.kinds[name].parameters.total > 0}
+    kinds = {name for name in names if folded or graph.kinds[name].parameters.total > 0}
     choices = [
         replace(fixed, layers=(*fixed.layers, *block_pins), even=fixed.even or task.backend.even)
         for pins in _uniform_pins(request, fields, kinds)
@@ -91,9 +91,9 @@ def _nothing_trains(task: PlanTask) -> InputError:
     pins += [(f"{layers}.", name, value) for layers, name, value in fixed.layers]
     texts = [f"{layers}{typed_name(name)}={getattr(value, 'value', value)}" for layers, name, value in pins]
     remedy = f"Backend {task.backend.name} has no way to train with these pins; lift one of them."
-    if task.request.graph.folded and not task.backend.uniform:
+    if task.session.profile.folded and not task.backend.uniform:
         remedy = (
-            f"All layers must share the batch alike, because of {task.request.graph.folded} (several rows a sample, "
+            f"All layers must share the batch alike, because of {task.session.profile.folded} (several rows a sample, "
             "samples along another dim than the first, or what depends on all samples of a share); with these pins "
             "they cannot. Lift one of them."
         )

@@ -196,7 +196,7 @@ def branch_plans(task: PlanTask) -> list[Plan]:
     fixed = request.fixed  # several devices of one type are needed
     piped = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
     excluded = "branches" in fixed.forbidden or (task.delay is not None and task.delay.only)
-    excluded |= bool(request.graph.folded)  # branches have other samples than the trunk
+    excluded |= bool(task.session.profile.folded)  # branches have other samples than the trunk
     if request.devices == 1 or request.cluster or piped or excluded or not may_branch(request.graph):
         return []
     parts = PartPricer(task.session.pricer)

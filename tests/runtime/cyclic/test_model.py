@@ -73,9 +73,7 @@ class FakeProfile:
     """What ``auto_parallelize`` reads of a profile before it plans."""
 
     graph: Any = field(default_factory=lambda: SimpleNamespace(dead=0, parameters=1))
-
-    def with_needs(self, _needs: Any) -> FakeProfile:
-        return self
+    needs: Any = None
 
 
 @pytest.mark.parametrize(
