@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -124,7 +125,7 @@ class WorkerPool:
         process = context.Process(target=_serve, args=(theirs, str(stack_file), list(sys.path)), daemon=True)
         process.start()
         theirs.close()
-        ours.send_bytes(pickle.dumps(job))
+        ours.send_bytes(_dumps(job))
         return Rank(process, ours, stack_file)
 
     def _job(self, rank: int, world: int, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> Job:
@@ -215,11 +216,35 @@ def _serve(connection: Connection, stack_file: str, path: list[str]) -> None:
 
 
 def _answer(job: Job) -> bytes:
-    # plain pickle copies tensors; multiprocessing's own would share their memory by file descriptor
     try:
-        return pickle.dumps((True, _call(job)))
+        return _dumps((True, _call(job)))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
+
+
+class _Pickler(pickle.Pickler):
+    """Copies tensors as arrays: torch would write an archive for each, and multiprocessing share their memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        if value.dtype not in (torch.float32, torch.float64, torch.int64, torch.bool) or value.is_conj():
+            return NotImplemented
+        return _tensor_of, (value.detach().numpy(), value.requires_grad)
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def _tensor_of(array: Any, requires_grad: bool) -> Any:
+    import torch
+
+    return torch.from_numpy(array).requires_grad_(requires_grad)
 
 
 def _call(job: Job) -> Any:
@@ -272,24 +297,24 @@ def groups_made_once() -> Iterator[None]:
     Groups take long to connect, and torch keeps what it works out by group: for fifty plans as for one. What a plan's
     groups are is as before; those that somebody destroys are made anew.
     """
-    from torch.distributed import ProcessGroup
+    import torch.distributed as dist
 
-    from galvatron_lite.parallelism.process_groups import ProcessGroups
+    new, destroy = dist.new_group, dist.destroy_process_group
+    known: dict[str, Any] = {}
 
-    new, destroy = ProcessGroups._new, ProcessGroups.destroy
-    known: dict[tuple[float | None, str, tuple[int, ...]], ProcessGroup] = {}
-
-    def shared(self: ProcessGroups, ranks: Sequence[int], purpose: str) -> ProcessGroup:
-        key = self.timeout, purpose, tuple(ranks)
+    def shared(*args: Any, **options: Any) -> Any:
+        if "group_desc" not in options:  # that of a thread, or of the test's own
+            return new(*args, **options)
+        key = repr((args, sorted(options.items())))
         if key not in known:
-            known[key] = new(self, ranks, purpose)
+            known[key] = new(*args, **options)
         return known[key]
 
-    def destroyed(self: ProcessGroups, kept: ProcessGroups) -> None:
+    def destroyed(*args: Any) -> None:
         known.clear()
-        destroy(self, kept)
+        destroy(*args)
 
-    with patch.object(ProcessGroups, "_new", shared), patch.object(ProcessGroups, "destroy", destroyed):
+    with patch.object(dist, "new_group", shared), patch.object(dist, "destroy_process_group", destroyed):
         yield
 
 
