@@ -170,13 +170,11 @@ class Space:
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        return bool(self._sensible(kind, devices, fixed))
+        unpinned = self._offered.get((kind, devices, UNPINNED), ())
+        return bool(self._kept(unpinned, fixed) or self._sensible(kind, devices, fixed))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """The strategies that all rules of the declared space leave."""
-        left = self._kept(self._offered.get((kind, devices, UNPINNED), ()), fixed)
-        if left:  # pins leave some of those without pins, unless they ask for what is reserved
-            return left
         strategies = strategies_for(
             self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=self._narrowed(fixed)
         )
