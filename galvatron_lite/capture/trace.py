@@ -6,6 +6,7 @@ Everything runs on a copy on the meta device, at two batch sizes, so no weight i
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,16 +101,19 @@ def trace(
     layer_kinds = LayerKinds(twin, layers, owners, runs, calls, sequence, held_twice(twin, layers))
     kinds, passed = layer_kinds.build(batches, loss_fn, ends, needs)
     tensors = tensors_between_layers(layers, passed, needs, layer_kinds.output_bytes(), watched.forked)
+    ties = owners.ties + (ties_by_code(watched.flow, twin, layers) if tensors else ())
+    readers = {tie.second for tie in ties if tie.parameters}
+    sharing = {layer.kind for layer in layers if layer.name in readers}
     dead = dead_parameters(twin, watched.flow, outputs if loss_fn is not None else watched.output)
     goal = "what the model returns" if loss_fn is None else "the loss"
     return ModelGraph(
         name=name or type(model).__name__,
         layers=layers,
-        kinds=kinds,
+        kinds={key: replace(kind, shares=key in sharing) for key, kind in kinds.items()},
         tensors=tensors,
         sequence=sequence,
         precision=precision_of(twin),
-        ties=owners.ties + (ties_by_code(watched.flow, twin, layers) if tensors else ()),
+        ties=ties,
         notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), goal),
         whole=one_stage_reason(twin, layers, small_run, ends[0], watched.flow),
         dead=dead,

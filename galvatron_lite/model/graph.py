@@ -212,6 +212,7 @@ class LayerKind(Strict):
     expert_reason: str = ""  # why the experts of a mixture cannot be spread; empty if they can
     frozen: TensorSplit = TensorSplit()  # the part of ``parameters`` that gets no gradient
     frozen_experts: Size = 0  # the part of ``expert_parameters`` that gets no gradient
+    shares: bool = False  # whether it uses parameters of another layer (``Tie``), which ``parameters`` does not count
 
     @property
     def trainable(self) -> int:

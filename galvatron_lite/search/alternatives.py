@@ -74,11 +74,14 @@ class Finalist:
         return self.range.mean if self.range else self.seconds
 
     @property
-    def complexity(self) -> tuple[int, int, int, float]:
-        """How often neighbouring layers differ in strategy, strategies, bytes of the fullest device, seconds."""
+    def complexity(self) -> tuple[int, int, int, int, int, float]:
+        """How often neighbouring layers differ in strategy, strategies, kind of pipeline, sum of ZeRO stages, bytes of
+        the fullest device, seconds."""
         strategies = [run.strategy for stage in self.plan.stages for run in stage.runs]
-        changes = sum(a != b for a, b in pairwise(strategies))
-        return changes, len(set(strategies)), self.alternative.peak_memory, self.seconds
+        changes, used = sum(a != b for a, b in pairwise(strategies)), set(strategies)
+        pipeline = 0 if len(self.plan.stages) == 1 else 1 if self.plan.schedule.simple else 2
+        stages = sum(strategy.zero_stage for strategy in used)
+        return changes, len(used), pipeline, stages, self.alternative.peak_memory, self.seconds
 
     @property
     def alternative(self) -> Alternative:
@@ -117,7 +120,7 @@ def finalists(
     options = [first]
     options += [finalist(request, pricer, USER_PLAN, user) for user in further if user.partition is not best.partition]
     if not first.fits:
-        options += _instead(request, pricer, first)
+        options += _instead(replace(request, runs=None), pricer, first)
     others = sorted(best.others, key=lambda other: other.partition.time)
     others = [other for other in others if other.partition is not best.partition]
     close = [other for other in others if other.partition.time <= best.partition.time * (1.0 + _REACH)]

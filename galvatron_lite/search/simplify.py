@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice, pairwise, product
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
@@ -33,6 +33,8 @@ _NEAR, _WORK = 0.5, 4_000_000
 results repeat."""
 _TRIED, _PRICED = 48, 1500
 """Changed plans that are priced at most, and unlike layers in all of them."""
+_STAGES = 3
+"""Stages of ZeRO that may be lower than another one: 0 to 2."""
 _GROWTH = 1, 2, 4, 8
 """By how many layers runs are tried to grow."""
 
@@ -154,10 +156,10 @@ def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
     """Simpler plans than a finalist's, the simplest first, without their times."""
     graph, partition = request.graph, option.solved.partition
     cuts, strategies = partition.cuts, partition.strategies
-    tied = [place for group in tied_groups(graph) for place in group]  # layers that share parameters have one strategy
-    before, changed = _simplicity(cuts, strategies), dict[tuple[Strategy, ...], tuple[int, int]]()
+    tied = tied_groups(graph)  # layers that share parameters have one strategy
+    before, changed = _simplicity(cuts, strategies), dict[tuple[Strategy, ...], tuple[int, int, int]]()
     for new in map(tuple, _changes(graph, cuts, strategies)):
-        if _simplicity(cuts, new) < before and all(new[place] == strategies[place] for place in tied):
+        if _simplicity(cuts, new) < before and all(len({new[place] for place in group}) == 1 for group in tied):
             changed[new] = _simplicity(cuts, new)
     for new in sorted(changed, key=changed.__getitem__):
         ends = zip(partition.stages, pairwise(cuts), strict=True)
@@ -167,15 +169,20 @@ def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
             yield simpler
 
 
-def _simplicity(cuts: Sequence[int], strategies: Sequence[Strategy]) -> tuple[int, int]:
-    """How often strategies change within stages, and how many there are."""
+def _simplicity(cuts: Sequence[int], strategies: Sequence[Strategy]) -> tuple[int, int, int]:
+    """How often strategies change within stages, how many there are, and the sum of their ZeRO stages."""
     changes = sum(a != b for first, last in pairwise(cuts) for a, b in pairwise(strategies[first:last]))
-    return changes, len(set(strategies))
+    used = set(strategies)
+    return changes, len(used), sum(strategy.zero_stage for strategy in used)
 
 
 def _changes(graph: ModelGraph, cuts: Sequence[int], strategies: Sequence[Strategy]) -> Iterator[list[Strategy]]:
-    """Plans with other strategies of the blocks, of those that blocks have: another one for all blocks of a strategy,
-    for one run of layers, or for a run that grows into the next or the one before."""
+    """Plans with lower ZeRO stages, of one strategy or of all; and with other strategies of the blocks, of those that
+    blocks have: another one for all blocks of a strategy, for one run of layers, or for a run that grows into the next
+    or the one before."""
+    used = set(strategies)
+    for among, stage in product([used, *({one} for one in used if len(used) > 1)], range(_STAGES)):
+        yield [_below(strategy, stage) if strategy in among else strategy for strategy in strategies]
     blocks = parts_of(graph)[1]
     pool = dict.fromkeys(strategies[blocks.start : blocks.stop])
     runs = list[range]()
@@ -200,3 +207,12 @@ def _changes(graph: ModelGraph, cuts: Sequence[int], strategies: Sequence[Strate
                     yield changed(range(run.start, run.stop + more), new)
                 if more < len(before) and before.stop == run.start and run.start not in cuts:
                     yield changed(range(run.start - more, run.stop), new)
+
+
+def _below(strategy: Strategy, stage: int) -> Strategy:
+    """A strategy with a ZeRO stage of at most that."""
+    if strategy.zero_stage <= stage:
+        return strategy
+    if stage:
+        return replace(strategy, zero_stage=stage)
+    return replace(strategy, data=strategy.data * strategy.zero, zero=1, zero_stage=0)

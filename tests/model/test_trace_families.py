@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from galvatron_lite import api
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
@@ -198,6 +199,34 @@ def test_tokens_that_are_channels_stay_together() -> None:
     kind = graph.kind_of(graph.layers[1])
     assert "norm takes statistics of each token" in kind.context_reason
     assert {one.context for one in strategies_for(kind, 2)} == {1}
+
+
+class SharedHead(nn.Module):
+    """Its head has the embedding's weights, and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("backend", ["galvatron", "deepspeed"])
+def test_zero_shards_what_layers_share_that_have_nothing_else(backend: str) -> None:
+    """As their group has one strategy, the embedding was never sharded."""
+    graph = trace(SharedHead(), (torch.randint(VOCAB, (4, TOKENS)), torch.randint(VOCAB, (4, TOKENS))))
+    after = graph.kind_of(graph.layers[-1])
+    assert (after.parameters.total, after.shares, graph.kind_of(graph.layers[1]).shares) == (0, True, False)
+    asked = {"model": graph, "cluster": "a100-40gb", "gpus": 2, "batch": 4, "runners_up": 0}
+    plan = api.plan(fix=["pp=1", "zero=3"], backend=backend, **asked)  # type: ignore[arg-type]
+    assert {run.strategy.zero_stage for run in plan.stages[0].runs} == {3}
 
 
 class Leaving:

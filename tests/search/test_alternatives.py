@@ -144,6 +144,27 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     assert tight.fits(chosen.plan)
     exact = search(tight, pricer)
     assert chosen.solved.partition.time >= exact.partition.time
+    with_few_runs = finalists(replace(tight, runs=1), pricer, found, 0)
+    assert quickest(with_few_runs).seconds == chosen.seconds, "few runs are for plans as quick"
+
+
+@pytest.mark.parametrize(("model", "cluster", "batch"), [("gpt2", "a100-40gb", 64), ("resnet50", "v100", 512)])
+def test_of_zero_stages_within_the_tolerance_the_lowest_is_taken(
+    model: str, cluster: str, batch: int, tmp_path: Path
+) -> None:
+    asked, seconds = {"model": model, "cluster": cluster, "gpus": 8}, dict[str, float]()
+    for strategy in ("data8", "zero1x8", "zero2x8", "zero3x8"):
+        by_hand = {
+            "devices": 8,
+            "global_batch": batch,
+            "microbatches": 1,
+            "runs": [{"layers": "*", "strategy": strategy}],
+        }
+        (tmp_path / "plan.yaml").write_text(json.dumps(by_hand))
+        seconds[strategy] = api.evaluate(tmp_path / "plan.yaml", **asked).prediction.step_seconds  # type: ignore[arg-type]
+    lowest = next(name for name, taken in seconds.items() if taken <= min(seconds.values()) / 0.99)
+    plan = api.plan(batch=batch, runners_up=3, **asked)  # type: ignore[arg-type]
+    assert {str(run.strategy) for run in plan.stages[0].runs} == {lowest}
 
 
 def test_others_are_listed_quickest_first_and_those_that_do_not_fit_last() -> None:

@@ -21,6 +21,7 @@ from galvatron_lite.verify.dry.roles import named_for
 from galvatron_lite.verify.dry.step import dry_run, subject_of
 from galvatron_lite.verify.dry.world import RankPlace
 from galvatron_lite.verify.schema import During, MessageType, RoleRun
+from tests.equivalence.families import build_family
 from tests.equivalence.plans import uniform_plan, write_plan
 from tests.verify.worlds import CONFIG, NAMES, batch, in_stages, model
 
@@ -68,6 +69,16 @@ def test_recomputation_runs_forward_twice_and_keeps_the_input() -> None:
     assert [one.forwards for one in plain.splits if one.layer == "blocks.1"] == [2]
     assert [one.forwards for one in again.splits if one.layer == "blocks.1"] == [4]
     assert again.kept["blocks.0"] == 4 * 16 * 32 * 4 < plain.kept["blocks.0"]
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_what_code_makes_in_place_of_an_output_is_that_output(recompute: Recompute) -> None:
+    """The first block takes the sum of an embedding and positions, which code between layers makes."""
+    subject = build_family("plain", 8)
+    graph = trace(*subject[:2])
+    plan = uniform_plan(graph, Strategy(recompute=recompute), batch=8, microbatches=2)
+    kept = dry_run(subject_of(subject[0], plan, subject[1]), plan, 0)[0].kept
+    assert kept["blocks.0"] == kept["blocks.1"] == 4 * graph.kind_of(graph.layers[1]).kept[recompute].total
 
 
 def test_stages_get_shapes_from_the_stage_before() -> None:

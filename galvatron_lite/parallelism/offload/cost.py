@@ -74,7 +74,7 @@ class OffloadDimension(Dimension):
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """None, states (of a layer with parameters), activations (of a layer that saves some), or both."""
-        states, saved = kind.trainable > 0, any(size.total for size in kind.kept.values())
+        states, saved = kind.trainable > 0 or kind.shares, any(size.total for size in kind.kept.values())
         legal = {
             Offload.NONE: True,
             Offload.STATES: states,

@@ -97,7 +97,7 @@ class ZeroDimension(Dimension):
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or each divisor of ``devices`` in stages 1 to 3 (a degree of 1 shards over context or spatial ranks)."""
-        degrees = divisors(devices) if kind.parameters.total else ()
+        degrees = divisors(devices) if kind.parameters.total or kind.shares else ()
         shards: list[dict[str, object]] = [{"zero": d, "zero_stage": stage} for d in degrees for stage in (1, 2, 3)]
         return [{"zero": 1, "zero_stage": 0}, *shards]
 
@@ -119,7 +119,7 @@ class ZeroDimension(Dimension):
 
     def reason(self, kind: LayerKind) -> str:
         """A layer without parameters."""
-        return "" if kind.parameters.total else f"zero: {kind.name} has no parameters to shard"
+        return "" if kind.parameters.total or kind.shares else f"zero: {kind.name} has no parameters to shard"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer samples, a shard of every state, gathers of parameters and reduce-scatters of gradients."""

@@ -60,7 +60,7 @@ def with_alike(planned: Callable[[PlanTask], Plan], task: PlanTask, runners_up: 
     if not fields:
         return planned(task)
     names = dict.fromkeys(layer.kind for layer in graph.layers)
-    kinds = {name for name in names if folded or graph.kinds[name].parameters.total > 0}
+    kinds = {name for name in names if folded or graph.kinds[name].parameters.total > 0 or graph.kinds[name].shares}
     choices = [
         replace(fixed, layers=(*fixed.layers, *block_pins), even=fixed.even or task.backend.even)
         for pins in _uniform_pins(request, fields, kinds)

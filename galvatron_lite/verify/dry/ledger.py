@@ -49,6 +49,8 @@ class LiveStorage:
     microbatch: int
     layer: str
     weak: Any = None  # reference to the storage, whose callback removes the entry
+    # of what a layer takes and code between layers allocated: what the layer before returned
+    replaces: tuple[LiveStorage, ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Ledger:
     _at_high: tuple[int, ...] = (0,) * len(Use)
     _stride: int = 1
     _skipped: int = 0
+    _passed: tuple[LiveStorage, ...] = ()  # what the last layer returned
 
     def record(self, tensor: Tensor) -> None:
         """Enter the storage of a tensor that an operation returned, if it is new."""
@@ -145,27 +148,38 @@ class Ledger:
         entry.size, entry.use = size, Use.PARAMETERS if entry.use is not Use.HOST else Use.HOST
         self._add(entry.use, size)
 
-    def end(self, phase: During, use: Use = Use.ACTIVATIONS, following: str = "") -> None:
+    def end(
+        self, phase: During, use: Use = Use.ACTIVATIONS, following: str = "", passed: Iterable[Tensor] = ()
+    ) -> None:
         """End a layer's forward, or a backward pass: what it allocated and did not free waits for a later pass.
 
         Args:
             phase: ``FORWARD`` or ``BACKWARD``.
             use: of what waits.
             following: the layer that begins, to which storages allocated since the last layer are attributed.
+            passed: what that layer takes, or the one that ends returns.
         """
+        entries = tuple(entry for tensor in passed if (entry := self._entry(tensor)) is not None)
         for entry in self._allocated[phase]:
             if entry.layer == _NEXT:
                 entry.layer = following
+                entry.replaces = self._passed if any(entry is other for other in entries) else ()
             if entry.size and entry.use is Use.TEMPORARY:
                 self._move(entry, use)
         self._allocated[phase].clear()
+        self._passed = entries
 
     def saved_by_layer(self, microbatch: int) -> dict[str, int]:
-        """Return the bytes, by layer, that the forward passes of a micro-batch allocated and did not free."""
+        """Return the bytes, by layer, that the forward passes of a micro-batch allocated and did not free.
+
+        What code between two layers made in place of the first one's output, which is gone, counts as that output.
+        """
         saved: dict[str, int] = {}
         for entry in self._entries.values():
             if entry.phase is During.FORWARD and entry.microbatch == microbatch and entry.use in PASSING:
-                saved[entry.layer] = saved.get(entry.layer, 0) + entry.size
+                gone = entry.replaces and not any(output.size for output in entry.replaces)
+                layer = entry.replaces[0].layer if gone else entry.layer
+                saved[layer] = saved.get(layer, 0) + entry.size
         return saved
 
     def reset_peak(self) -> None:

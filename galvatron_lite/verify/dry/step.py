@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import process_time
@@ -234,7 +234,9 @@ class _LayerHooks:
 
     name: str
     place: RankPlace
-    mark: Callable[[str], None]  # called when a pass of the layer begins or ends
+    mark: Callable[
+        ..., None
+    ]  # called when a pass of the layer begins or ends, in forward with what it takes or returns
     taken: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     forwards: int = 0
@@ -251,7 +253,7 @@ class _LayerHooks:
 
     def attach(self, module: nn.Module) -> None:
         """Attach hooks before all others at the layer's begin, and after all others at its end."""
-        module.register_forward_pre_hook(self._enter, prepend=True)
+        module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         module.register_forward_hook(self._note_outputs, prepend=True)
         module.register_forward_hook(self._leave)
@@ -259,8 +261,8 @@ class _LayerHooks:
             if leaf is not module and next(leaf.children(), None) is None:
                 leaf.register_forward_pre_hook(self._count)
 
-    def _enter(self, _module: nn.Module, _args: Any) -> None:
-        self.mark(self.name)
+    def _enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.mark(self.name, _local((args, kwargs)))
         self.forwards += 1
 
     def _note_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -276,10 +278,9 @@ class _LayerHooks:
             self.recompute_calls += 1
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.mark(self.name)
+        outputs = _local(output)
+        self.mark(self.name, outputs)
         self.place.between = self.place.phase is During.FORWARD
-        # the local piece: reading the tensor itself would redistribute it for the code between layers
-        outputs = (tensor.piece.tensor if isinstance(tensor, LayoutTensor) else tensor for tensor in tensors_of(output))
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _gradient: self.mark(self.name))  # type: ignore[no-untyped-call]
@@ -379,9 +380,9 @@ class _Run:
         if parameter.grad is not None:
             self.ledger.classify([local_tensor(parameter.grad)], Use.GRADIENTS)
 
-    def _mark(self, name: str) -> None:
+    def _mark(self, name: str, passed: Sequence[Tensor] = ()) -> None:
         if self.place.phase is During.FORWARD:
-            self.ledger.end(During.FORWARD, following=name)
+            self.ledger.end(During.FORWARD, following=name, passed=passed)
         else:
             for managed in self._parameters:
                 self._classify_gradient(managed.parameter)
@@ -411,6 +412,11 @@ class _Run:
             forwards = hooks.runs * microbatches // self.plan.microbatches
             splits.append(LayerSplit(name, hooks.taken, hooks.returned, forwards, tuple(layer_parameters)))
         return tuple(splits)
+
+
+def _local(value: Any) -> list[Tensor]:
+    """Return the local pieces of tensors: reading the tensors would redistribute them for the code between layers."""
+    return [tensor.piece.tensor if isinstance(tensor, LayoutTensor) else tensor for tensor in tensors_of(value)]
 
 
 def _shape(value: Any) -> tuple[int, ...]:
