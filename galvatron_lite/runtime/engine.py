@@ -123,6 +123,8 @@ class ParallelModel(ShardedModel):
         self.module, self.plan, self.max_grad_norm = model, plan, max_grad_norm
         self.device = pick_device() if device is None else torch.device(device)
         self.entries = entries_of(model, layers)
+        double = any(one.dtype in (torch.float64, torch.complex128) for one in model.parameters())
+        self.sum_dtype = torch.float64 if double else torch.float32
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
         options = SetupOptions(
             device=self.device,

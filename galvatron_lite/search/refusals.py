@@ -145,12 +145,12 @@ def check_batch(request: Request) -> None:
 
 def _without_strategies(request: Request, names: Sequence[str], layers: Sequence[Layer]) -> InputError:
     """The error for pins that leave some layers no strategy."""
-    kinds = [request.graph.kind_of(layer) for layer in layers[:1]]
+    kinds = [replace(request.graph.kind_of(layer), name=layer.name) for layer in layers[:1]]
     reasons = [reason for dimension in choosing() for kind in kinds if (reason := dimension.reason(kind))]
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     pins = " ".join(f"{typed_name(name)}={_value(value)}" for name, value in request.fixed.pinned) or "nothing"
     remedy = f"On {request.devices} devices nothing is left for {some or 'the layers'}; lift one of the pins."
-    return InputError("--fix", pins, " ".join([remedy, *reasons[:2]]))
+    return InputError("--fix", pins, " ".join([remedy, *(f"{reason}." for reason in reasons[:2])]))
 
 
 def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
