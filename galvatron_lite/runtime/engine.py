@@ -236,7 +236,7 @@ class ParallelModel(ShardedModel):
             if runtime.updates.hosts and loss.requires_grad:  # gradients may be zeroed between forward and backward
                 loss.register_hook(runtime.updates.follow_hosts)  # type: ignore[no-untyped-call]
             runtime.reducer.watch(loss, runtime.updates.deliver)
-        group = self.runtime.glue_groups.batch
+        group = self.runtime.samples_group
         return self._guard_loss(loss if group is None else global_mean(loss, group, self.runtime.traffic.glue.batch))
 
     def _runs_backward_when_called(self) -> bool:

@@ -273,12 +273,12 @@ def suggestions(request: Request, session: Session, backend: str) -> str:
     sentences = [
         f"It fits {change}: {plan}."
         for change, wider in _wider(request, session, backend)
-        if (plan := _first_plan(wider, session.pricer))
+        if (plan := first_plan(wider, session.pricer))
     ]
     for profile in _larger(request, session):
         larger = Session(profile, session.mode)
         wider = replace(request, devices=profile.cluster.devices).on(*larger.space(backend_named(backend)))
-        plan = _first_plan(wider, larger.pricer)
+        plan = first_plan(wider, larger.pricer)
         if plan:
             sentences.append(f"It fits on {wider.devices} devices: {plan}.")
             break
@@ -327,7 +327,7 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
         yield f"with --backend {ANY.name}", wider.on(*session.space(ANY))
 
 
-def _first_plan(request: Request, pricer: LayerPricer) -> str:
+def first_plan(request: Request, pricer: LayerPricer) -> str:
     """A plan in a line, the first that a search meets; empty where none is met."""
     solved = search(request, pricer, slack=1.0, effort=_FIRST, below=ANY_TIME)
     return "" if solved is None else summary(plain(request, solved))

@@ -365,6 +365,43 @@ def test_models_in_float64_train_in_float64(pool: WorkerPool, stages: int) -> No
     pool.run(2, train_in_float64, stages=stages)
 
 
+class Term(nn.Linear):
+    """A layer that returns a term of the loss, too."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return hidden + super().forward(hidden).tanh(), hidden.square().mean()
+
+
+class Terms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Term(6, 6) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for block in self.blocks:
+            hidden, term = block(hidden)
+            total = total + term
+        return hidden.square().mean() + total
+
+
+def losses_of_terms() -> tuple[list[float], float]:
+    """Where the layers share the samples and the code around them does not; and in one process."""
+    plan = make_plan([["before", "blocks.0", "blocks.1", "blocks.2", "after"]], [[TENSOR, *[DATA] * 3, TENSOR]], 8, 1)
+    hidden = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    parallel = auto_parallelize(Terms(), hidden, plan=plan, device="cpu")
+    with torch.no_grad():
+        losses = [float(parallel(hidden)), float(parallel.outputs(hidden)), float(Terms()(hidden))]
+    losses.append(float(parallel(hidden).detach()))
+    return losses, losses.pop(2)
+
+
+def test_terms_that_layers_return_are_means_over_all_samples(pool: WorkerPool) -> None:
+    for losses, wanted in pool.run(2, losses_of_terms):
+        assert losses == pytest.approx([wanted] * 3, rel=1e-6)
+
+
 def names_of_parameters() -> list[set[str]]:
     interleaved = Case([Strategy()] * 5, cuts=[1, 2, 4], schedule=Schedule.INTERLEAVED, virtual=2, microbatches=2)
     cases = Case([DATA] * 5), Case([TENSOR] * 5), Case([ZERO3] * 5), Case([Strategy()] * 5, cuts=[3]), interleaved
