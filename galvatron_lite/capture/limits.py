@@ -20,7 +20,7 @@ from galvatron_lite.model.sides import SIDES, sides_of
 from galvatron_lite.model.trace.flow import DataFlow, at
 from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.model.trace.record import Recorder
-from galvatron_lite.model.trace.run import BlockCall, Observation, is_folded, items_a_sample, shapes_only
+from galvatron_lite.model.trace.run import BlockCall, Observation, argument_name, is_folded, items_a_sample, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.sharded.calls import in_place
 from galvatron_lite.parallelism.sharded.tensor import Call, name_of
@@ -128,7 +128,7 @@ def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples
     for small, large in zip(few, more, strict=True):
         for place, items in items_a_sample(small, large, samples).items():
             if is_folded(place, items):
-                return f"{place.lstrip('.')} of {small.path}"
+                return f"{argument_name(place)} of {small.path}"
     return ""
 
 

@@ -123,6 +123,8 @@ class ParallelModel(ShardedModel):
         self.module, self.plan, self.max_grad_norm = model, plan, max_grad_norm
         self.device = pick_device() if device is None else torch.device(device)
         self.entries = entries_of(model, layers)
+        double = any(one.dtype in (torch.float64, torch.complex128) for one in model.parameters())
+        self.sum_dtype = torch.float64 if double else torch.float32
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
         options = SetupOptions(
             device=self.device,
@@ -234,7 +236,7 @@ class ParallelModel(ShardedModel):
             if runtime.updates.hosts and loss.requires_grad:  # gradients may be zeroed between forward and backward
                 loss.register_hook(runtime.updates.follow_hosts)  # type: ignore[no-untyped-call]
             runtime.reducer.watch(loss, runtime.updates.deliver)
-        group = self.runtime.glue_groups.batch
+        group = self.runtime.samples_group
         return self._guard_loss(loss if group is None else global_mean(loss, group, self.runtime.traffic.glue.batch))
 
     def _runs_backward_when_called(self) -> bool:

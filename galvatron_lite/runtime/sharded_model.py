@@ -37,6 +37,7 @@ class ShardedModel(Saving, Observable, UserNames):
     device: torch.device  # of this rank
     plan: Plan
     entries: Entries  # of the full model's state
+    sum_dtype: torch.dtype  # of losses and norms: float32, or float64 where a parameter of the model has it
     runtimes: Sequence[StageRuntime]  # this rank's stages or branches, ready to train
     runtime: StageRuntime  # the first of them
     copies: nn.ModuleList  # the model's structure once more for each other runtime

@@ -209,7 +209,7 @@ class Calls:
 
 
 def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> Tensor:
-    traffic, group = runtime.traffic, runtime.glue_groups.batch
+    traffic, group = runtime.traffic, runtime.samples_group
     piece = traffic.piece(tensor)
     if piece is not None:
         full = AxisSplit(piece.split.devices, (WHOLE,) * len(piece.shape))
@@ -221,4 +221,4 @@ def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> T
         return local
     total = local.clone()
     dist.all_reduce(total, group=group)
-    return total / traffic.glue.batch
+    return total / dist.get_world_size(group)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,7 @@ from galvatron_lite.runtime.activations.traffic import ActivationRedistributor, 
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.compiled import compile_blocks
 from galvatron_lite.runtime.loss.routers import install_router_losses
-from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.mesh import Meshes
 from galvatron_lite.runtime.parameters.guard import hides_norm, read_full_values
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates, managed_parameters, reduced_parameters
 from galvatron_lite.runtime.parameters.materialize import Materializer
@@ -52,9 +53,13 @@ class StageRuntime:
     is_last: bool = True  # whether this stage computes the loss
 
     @property
-    def glue_groups(self) -> StrategyGroups:
-        """Groups of the layer in whose layout glue code runs."""
-        return self.meshes.groups(glue_of(self.stage).strategy)
+    def samples_group(self) -> dist.ProcessGroup | None:
+        """Ranks with other samples in the layer that shares them most; None: all have the same.
+
+        A number that this layer returns, such as a term of the loss, is a mean over its rank's samples.
+        """
+        layers = (glue_of(self.stage), *self.stage)
+        return self.meshes.groups(max(layers, key=lambda placed: placed.strategy.batch_degree).strategy).batch
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:

@@ -43,7 +43,7 @@ def accumulated_step(parallel: ParallelModel, parts: Sequence[Sequence[Any]], lo
     """Run forward and backward of all micro-batches without a pipeline; arguments and result as of
     ``pipelined_step``."""
     (microbatches,), glue = parts, parallel.runtime.traffic.glue
-    total = torch.zeros((), device=parallel.device)
+    total = torch.zeros((), dtype=parallel.sum_dtype, device=parallel.device)
     for number, part in enumerate(microbatches):
         parallel.watch.at(StepPhase.FORWARD, number)
         loss = parallel.local_loss(part)
@@ -108,7 +108,7 @@ def pipelined_loss(parallel: ParallelModel, parts: Sequence[Sequence[Any]]) -> T
     calls, runtimes, last = parallel.calls, parallel.runtimes, parallel.runtimes[-1]
     ranks = last.meshes.stage_devices // last.traffic.glue.batch  # that have the same samples
     losses = _runner_of(parallel).outputs(parts, lambda chunk, part: calls.loss(runtimes[chunk], part))
-    total = torch.zeros((), device=calls.device) if not losses else torch.stack([loss.float() for loss in losses]).sum()
+    total = sum((loss.to(parallel.sum_dtype) for loss in losses), torch.zeros((), device=calls.device))
     return total / (last.traffic.glue.batch * len(parts[0]) * ranks)
 
 
@@ -196,7 +196,7 @@ def sum_over_world(parallel: ShardedModel, values: list[Tensor], with_norm: bool
             for runtime in parallel.runtimes
         ]
         values = [*values, torch.stack(shares).sum()]
-    sums = torch.stack([value.float() for value in values])
+    sums = torch.stack([value.to(parallel.sum_dtype) for value in values])
     if parallel.runtime.meshes.world > 1:
         dist.all_reduce(sums, group=parallel.watch.group)
     return sums

@@ -316,7 +316,8 @@ def _offered_nowhere(graph: ModelGraph, field_name: str, value: object, offered:
     others = {str(_shown(other)) for other in offered - {getattr(Strategy(), field_name, None)}}
     only = f", only {', '.join(sorted(others, key=lambda text: (len(text), text)))}" if others else ""
     dimensions = [dimension for dimension in choosing() if field_name in fields_of(dimension.name)]
-    kinds = [graph.kinds[layer.kind] for layer in graph.layers if layer.role is Role.BLOCK]
+    blocks = [layer for layer in graph.layers if layer.role is Role.BLOCK]
+    kinds = [replace(graph.kind_of(layer), name=layer.name) for layer in blocks]
     reason = next((why for kind in kinds for dimension in dimensions if (why := dimension.reason(kind))), "")
     remedy = f"No layer of {graph.name} offers it{only}. {reason}".rstrip()
     return InputError(f"--fix {typed_name(field_name)}", str(_shown(value)), remedy)

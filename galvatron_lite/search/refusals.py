@@ -145,12 +145,12 @@ def check_batch(request: Request) -> None:
 
 def _without_strategies(request: Request, names: Sequence[str], layers: Sequence[Layer]) -> InputError:
     """The error for pins that leave some layers no strategy."""
-    kinds = [request.graph.kind_of(layer) for layer in layers[:1]]
+    kinds = [replace(request.graph.kind_of(layer), name=layer.name) for layer in layers[:1]]
     reasons = [reason for dimension in choosing() for kind in kinds if (reason := dimension.reason(kind))]
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     pins = " ".join(f"{typed_name(name)}={_value(value)}" for name, value in request.fixed.pinned) or "nothing"
     remedy = f"On {request.devices} devices nothing is left for {some or 'the layers'}; lift one of the pins."
-    return InputError("--fix", pins, " ".join([remedy, *reasons[:2]]))
+    return InputError("--fix", pins, " ".join([remedy, *(f"{reason}." for reason in reasons[:2])]))
 
 
 def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
@@ -273,12 +273,12 @@ def suggestions(request: Request, session: Session, backend: str) -> str:
     sentences = [
         f"It fits {change}: {plan}."
         for change, wider in _wider(request, session, backend)
-        if (plan := _first_plan(wider, session.pricer))
+        if (plan := first_plan(wider, session.pricer))
     ]
     for profile in _larger(request, session):
         larger = Session(profile, session.mode)
         wider = replace(request, devices=profile.cluster.devices).on(*larger.space(backend_named(backend)))
-        plan = _first_plan(wider, larger.pricer)
+        plan = first_plan(wider, larger.pricer)
         if plan:
             sentences.append(f"It fits on {wider.devices} devices: {plan}.")
             break
@@ -327,7 +327,7 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
         yield f"with --backend {ANY.name}", wider.on(*session.space(ANY))
 
 
-def _first_plan(request: Request, pricer: LayerPricer) -> str:
+def first_plan(request: Request, pricer: LayerPricer) -> str:
     """A plan in a line, the first that a search meets; empty where none is met."""
     solved = search(request, pricer, slack=1.0, effort=_FIRST, below=ANY_TIME)
     return "" if solved is None else summary(plain(request, solved))

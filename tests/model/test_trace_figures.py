@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model, map_tensors, resize_batch
@@ -22,7 +23,7 @@ from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.profiler.memory import PeakMemory, track_peak
 from galvatron_lite.verify.dry.kernels import accelerated
-from tests.model.models import FAMILIES, HEADS, TOKENS, VOCAB, captured, captured_block, hugging_face
+from tests.model.models import FAMILIES, HEADS, TOKENS, VOCAB, captured, captured_block, hugging_face, saved_bytes
 
 SAMPLES = 4
 RANDOM_STATE = 5056
@@ -136,6 +137,49 @@ def test_attention_inside_multihead_attention_is_fused() -> None:
     weights = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
     assert by_class(block, OperatorClass.MATMUL) == 2 * weights * TOKENS
     assert block.backward_flops == 2 * 2 * weights * TOKENS + 10 * TOKENS**2 * 32
+
+
+class RotatedBlock(nn.Module):
+    """Attention whose queries lie head by head after a rotation of pairs, under a mask of booleans."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
+        query, key = (torch.stack((-one[..., 1::2], one[..., ::2]), -1).flatten(-2) for one in (query, key))
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RotatedBlock(32) for _ in range(3))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        mask = (torch.arange(TOKENS, device=hidden.device) <= lengths[:, None])[:, None, None].expand(
+            -1, -1, TOKENS, -1
+        )
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return self.head(hidden).mean()
+
+
+def test_attention_keeps_a_copy_of_its_mask_and_lies_as_its_query() -> None:
+    """So joined heads are a copy."""
+    torch.manual_seed(0)
+    model, batch = Rotated(), {"hidden": torch.randn(4, TOKENS, 32), "lengths": torch.tensor([3, 5, 7, 9])}
+    block, mask = model.blocks[0], torch.ones(1, TOKENS, TOKENS, dtype=torch.bool)
+
+    def saved(samples: int) -> int:
+        hidden = torch.randn(samples, TOKENS, 32).requires_grad_()
+        return saved_bytes(lambda: block(hidden, mask.expand(samples, 1, -1, -1)), block)
+
+    assert trace(model, batch).kinds["block"].kept[Recompute.NONE].total == (saved(4) - saved(2)) / 2
 
 
 def test_eager_attention_keeps_what_it_materialises() -> None:

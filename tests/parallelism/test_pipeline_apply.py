@@ -26,6 +26,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import build_family
+from tests.parallelism.sharded_compare import compare
 from tests.pool import WorkerPool
 
 SAMPLES, CPU = 8, torch.device("cpu")
@@ -284,6 +285,26 @@ def test_results_may_be_written_to() -> None:
         task()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def test_products_of_shards_are_deferred() -> None:
+    def product(x: Tensor) -> Tensor:
+        module = Product()
+        defer_weights(module, Deferral())
+        result: Tensor = module(x)
+        return result
+
+    compare(product, [torch.randn(2, 6, 5)], [(1,)], (2,))
 
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])

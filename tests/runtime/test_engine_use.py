@@ -35,6 +35,7 @@ from tests.runtime.training import (
     plan_of,
     train,
     train_alone,
+    train_plainly,
 )
 from tests.together import Together, together
 
@@ -319,6 +320,86 @@ def test_plans_train_like_one_process(trained: Together, name: str) -> None:
     assert len(trained[name]) == CASES[name].world
     for found in trained[name]:
         assert_same(found, wanted)
+
+
+class Chain(nn.Module):
+    """Layers in float64 whose loss is a mean over labels other than -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        return nn.functional.cross_entropy(hidden, labels)
+
+
+def train_in_float64(stages: int) -> None:
+    """Two micro-batches of unlike weights, with clipping, under a plan and in one process."""
+    names = ["before", "blocks.0", "blocks.1", "blocks.2", "after"]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    batch = {"hidden": hidden, "labels": torch.tensor([0, 1, 2, 3, 4, -100, -100, 5])}
+    alone = Chain()
+    wanted = train_plainly(alone, batch, 0.05, 2)
+    if stages == 1:
+        plan = make_plan([names], [[DATA] * 5], 8, 2)
+    else:
+        plan = make_plan([names[:2], names[2:]], [[Strategy()] * 2, [Strategy()] * 3], 8, 2)
+    parallel = auto_parallelize(Chain(), batch, plan=plan, device="cpu")
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    losses = [parallel.train_step(batch, optimizer, max_grad_norm=0.05) for _ in range(2)]
+    with torch.no_grad():
+        losses.append(parallel(batch))
+        wanted.losses.append(alone(**batch))
+    wanted_losses = torch.tensor(wanted.losses, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack(losses), wanted_losses, rtol=1e-14, atol=0)
+    torch.testing.assert_close(full_state_dict(parallel), wanted.state, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_models_in_float64_train_in_float64(pool: WorkerPool, stages: int) -> None:
+    """Losses, norms and weights of shares, too."""
+    pool.run(2, train_in_float64, stages=stages)
+
+
+class Term(nn.Linear):
+    """A layer that returns a term of the loss, too."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return hidden + super().forward(hidden).tanh(), hidden.square().mean()
+
+
+class Terms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Term(6, 6) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for block in self.blocks:
+            hidden, term = block(hidden)
+            total = total + term
+        return hidden.square().mean() + total
+
+
+def losses_of_terms() -> tuple[list[float], float]:
+    """Where the layers share the samples and the code around them does not; and in one process."""
+    plan = make_plan([["before", "blocks.0", "blocks.1", "blocks.2", "after"]], [[TENSOR, *[DATA] * 3, TENSOR]], 8, 1)
+    hidden = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    parallel = auto_parallelize(Terms(), hidden, plan=plan, device="cpu")
+    with torch.no_grad():
+        losses = [float(parallel(hidden)), float(parallel.outputs(hidden)), float(Terms()(hidden))]
+    losses.append(float(parallel(hidden).detach()))
+    return losses, losses.pop(2)
+
+
+def test_terms_that_layers_return_are_means_over_all_samples(pool: WorkerPool) -> None:
+    for losses, wanted in pool.run(2, losses_of_terms):
+        assert losses == pytest.approx([wanted] * 3, rel=1e-6)
 
 
 def names_of_parameters() -> list[set[str]]:

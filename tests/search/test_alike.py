@@ -105,6 +105,20 @@ def test_less_memory_takes_a_higher_stage_or_the_host(profile: Profile) -> None:
     assert all(one.zero_stage == 3 or one.offloads_states for one in strategies)
 
 
+def test_host_memory_that_pins_do_not_allow_is_not_blamed(profile: Profile) -> None:
+    session, backend = Session(profile), backend_named("galvatron")
+    request = request_of(session, GPUS, BATCH, MEMORY, Fixed(), None, backend)
+    task = PlanTask(session, request, backend, None)
+
+    def planned(task: PlanTask, explain: bool = True) -> Plan:
+        if task.request.fixed.strategy:
+            raise InputError("--fix", "offload=activations", "Nothing is left.")
+        raise InfeasibleError(f"No plan exists{', which is explained' * explain}.")
+
+    with pytest.raises(InfeasibleError, match="explained"):
+        attempts.with_reserve(planned, task)
+
+
 def test_nothing_fits_names_the_least_of_all_ways(profile: Profile) -> None:
     with pytest.raises(InfeasibleError) as caught:
         api.plan(profile, **{**_ASKED, "mem": 10**9, "runners_up": 0})

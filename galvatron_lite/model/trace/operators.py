@@ -36,9 +36,14 @@ def _attention_shapes(
     query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None, _causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Output (..., heads, queries, value size) and logarithms (..., heads, queries) in float32."""
-    rows = query.shape[:-1]
-    output = query.new_empty(*rows[:-2], rows[-1], rows[-2], value.shape[-1]).transpose(-3, -2)
-    return output, query.new_empty(rows, dtype=torch.float32)
+    return attention_output(query, value), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def attention_output(query: Tensor, value: Tensor) -> Tensor:
+    """An empty output of attention; fused kernels lay it out as the query, so that joining heads may copy it."""
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    shape = (*query.shape[:-1], value.shape[-1])
+    return torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -170,6 +175,8 @@ def _fused(
     if query.dim() == 3:
         lifted = _fused(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), is_causal=is_causal)
         return lifted.squeeze(1)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # kernels add numbers, and each call keeps its copy
+        attn_mask = attn_mask.to(query.dtype)
     output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
     return output
 

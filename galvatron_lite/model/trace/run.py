@@ -337,6 +337,11 @@ def _items(few: Sequence[int], more: Sequence[int], samples: tuple[int, int]) ->
     return few[0] // samples[0] if 0 in grown else ELSEWHERE if grown else 0
 
 
+def argument_name(place: str) -> str:
+    """What people call a place of a block's call: ``argument 1`` (its second), ``argument mask``, ``output``."""
+    return "output" if place.startswith(_OUTPUT) else f"argument {place[len('.0.') :]}"
+
+
 def is_folded(place: str, each: int) -> bool:
     """Whether samples of a tensor at a place cannot be moved, by its items for each sample; outputs of samples times
     something else (router logits of tokens) are read by the loss only."""
@@ -359,11 +364,10 @@ def check_folded(sampled: Mapping[str, Mapping[str, int]], outputs: bool = False
                 where = (
                     "samples elsewhere than" if each == ELSEWHERE else f"{each} items a sample (samples times heads)"
                 )
-                what = "The output" if place.startswith(_OUTPUT) else f"Argument {place.lstrip('.')}"
                 remedy = (
-                    f"{what} of {name} has {where} along dim 0, which cannot be moved: share samples alike in all "
-                    "layers, as with --fix data=1 --fix zero=1, or with the same degrees for before, after and the "
-                    "blocks."
+                    f"{argument_name(place).capitalize()} of {name} has {where} along dim 0, which cannot be moved: "
+                    "share samples alike in all layers, as with --fix data=1 --fix zero=1, or with the same degrees "
+                    "for before, after and the blocks."
                 )
                 remedy += " Branches have other samples than the code around them: --forbid branches." * outputs
                 raise InputError("plan", f"other samples in {name} than around it", remedy)

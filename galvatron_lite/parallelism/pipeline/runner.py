@@ -473,7 +473,7 @@ class PipelineRunner:
         if not chunk.stage.last:
             self._channel.send(action, produced, header)
         elif torch.is_grad_enabled():
-            self._loss += produced.detach()
+            self._loss = self._loss + produced.detach()  # whose dtype may be wider
         else:
             check_sources("the model's outputs", produced)
             self._outputs.append(produced)

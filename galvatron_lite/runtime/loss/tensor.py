@@ -78,7 +78,8 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def global_mean(loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
-    """The mean of the losses of equal shares; in backward each rank receives the gradient of its own loss."""
+    """The mean of the losses of a group's ranks, which work on ``shares`` equal shares or, in some layers, on parts of
+    them; in backward each rank receives the gradient of its own loss."""
     mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
     return mean
 
@@ -89,7 +90,7 @@ class _GlobalMean(torch.autograd.Function):
         ctx.shares = shares
         total = loss.clone()
         dist.all_reduce(total, group=group)
-        return total / shares
+        return total / dist.get_world_size(group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -160,10 +160,10 @@ def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: 
         if shares == 1 or _has_count(batch):
             return [ShareScale()] * shares
         terms = weight.of_shares(batch, shares)
-        rows = zip(*([None] * shares if term is None else term.float() for term in terms), strict=True)
+        rows = zip(*([None] * shares if term is None else term for term in terms), strict=True)
         return [ShareScale(terms=tuple(row)) for row in rows]
     factors = share_factors(weight, reduction, batch, shares)
-    return [ShareScale()] * shares if factors is None else [ShareScale(factor) for factor in factors.float()]
+    return [ShareScale()] * shares if factors is None else [ShareScale(factor) for factor in factors]
 
 
 def share_factors(
@@ -213,7 +213,7 @@ def weighted(loss: Tensor, factor: Tensor | None) -> Tensor:
     """The loss of a share times its factor; zero if the factor is zero, as the mean is then 0/0."""
     if factor is None:
         return loss
-    factor = factor.to(loss.device)
+    factor = factor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
     scaled = loss * factor
     return torch.where(factor == 0, torch.zeros_like(scaled), scaled)
 

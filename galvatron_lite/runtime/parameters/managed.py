@@ -169,7 +169,8 @@ def squared_norm_share(
     total = torch.zeros((), device=device)
     for copies, gradients in by_copies.items():
         with torch._C.DisableTorchFunctionSubclass():  # they may be guarded
-            total += get_total_norm(gradients).float() ** 2 / copies
+            norm = get_total_norm(gradients)
+            total = total + norm.to(promote_types(norm.dtype, float32)) ** 2 / copies
     return total
 
 

@@ -21,10 +21,11 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.strategy import changed
 from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.families.family import PlanTask, seconds_of, with_others
 from galvatron_lite.search.pin_names import typed_name
-from galvatron_lite.search.refusals import infeasible
+from galvatron_lite.search.refusals import first_plan, infeasible
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.units import format_bytes
@@ -222,16 +223,22 @@ def with_reserve(planned: Callable[..., Plan], task: PlanTask) -> Plan:
     attempts = [*_with_host_memory(task)]
     if not attempts:
         return planned(task)
+    too_large = list[PlanTask]()
     for attempt in [task, *attempts]:
         try:
             plan = planned(attempt, explain=False)
         except InfeasibleError:
+            too_large.append(attempt)
             continue
+        except InputError:
+            if attempt is task:
+                raise
+            continue  # the user's pins leave no layer in host memory
         return plan if attempt is task else _noted(plan, task)
     try:
         return planned(task)
     except InfeasibleError as error:
-        raise _least_demanding(error, attempts) from None
+        raise _least_demanding(error, too_large[1:]) from None
 
 
 def _least_demanding(error: InfeasibleError, attempts: Sequence[PlanTask]) -> InfeasibleError:
@@ -258,9 +265,11 @@ def _with_host_memory(task: PlanTask) -> Iterator[PlanTask]:
 
 
 def _noted(plan: Plan, task: PlanTask) -> Plan:
-    """A plan with a note on the bytes that it keeps in host memory."""
+    """A plan with a note on the bytes that it keeps in host memory, and why."""
     need = format_bytes(_reserve_bytes(task.session.pricer, plan, task.backend))
-    note = f"Nothing fits in device memory alone: about {need} of each device's data are kept in host memory"
+    fits = first_plan(replace(task.request, budget=UNBOUNDED), task.session.pricer)
+    why = "Nothing fits in device memory alone" if fits else "With these pins no plan keeps all data on the devices"
+    note = f"{why}: about {need} of each device's data are kept in host memory"
     source = plan.provenance and replace(plan.provenance, notes=(note, *plan.provenance.notes))
     return replace(plan, provenance=source)
 

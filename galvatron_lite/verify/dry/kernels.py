@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from galvatron_lite.model.trace.operators import attention_output
 from galvatron_lite.parallelism.context import attention
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
 from galvatron_lite.runtime.activations.traffic import LayoutTensor
@@ -89,8 +90,7 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        *batch, heads, queries, _ = query.shape
-        output = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-3, -2)
+        output = attention_output(query, value)
         ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
 
