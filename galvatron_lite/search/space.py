@@ -18,7 +18,7 @@ sense, each of which the dimension states with its reason (``Dimension.allows``)
   them twice. Host memory is not bounded.
 
 A pinned strategy that the rules leave out, for all layers or for one, is taken as it is, on the device unless offload
-is pinned too.
+is pinned too. Where pins leave a layer nothing else, this holds also for layers that have to agree with it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from itertools import groupby
 from typing import Any
 
 from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
@@ -160,13 +161,35 @@ class Space:
     _left: dict[tuple[int, Fixed], tuple[object, tuple[Strategy, ...]]] = field(default_factory=dict)
     # equal tuples of strategies are one object, so that kinds of layers share what is cached of them
     _same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
+    # kinds of layers that have a strategy or a layout in common with others: by shared parameters, around the blocks
+    _bound: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = self.graph.layers
+        tied = {layers[place].kind for group in tied_groups(self.graph) for place in group}
+        around = {layer.kind for layer in layers if layer.role is not Role.BLOCK}
+        object.__setattr__(self, "_bound", frozenset(tied | around))
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What a kind of layer (key into the graph's kinds) may do on a stage of so many devices."""
         key = (kind, devices, fixed)
         if key not in self._offered:
-            self._offered[key] = self._sensible(kind, devices, fixed) or self._legal(kind, devices, fixed)
+            left = self._sensible(kind, devices, fixed)
+            if not left or self._lifts_rules(kind, devices, fixed):
+                left = tuple(dict.fromkeys((*left, *self._legal(kind, devices, fixed))))
+            self._offered[key] = self._same.setdefault(left, left)
         return self._offered[key]
+
+    def _lifts_rules(self, kind: str, devices: int, fixed: Fixed) -> bool:
+        """Whether the rules leave nothing to another layer with these pins, with which this one has to agree."""
+        return (
+            fixed != UNPINNED
+            and kind in self._bound
+            and any(
+                not self._sensible(other, devices, fixed) and self._legal(other, devices, fixed)
+                for other in self._bound - {kind}
+            )
+        )
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""

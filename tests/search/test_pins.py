@@ -16,7 +16,7 @@ from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.pin_names import check_backend, forbidden_names, pin_names, schedules_named
 from galvatron_lite.search.pins import NOTHING, Pins, read_pins
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.space import Fixed, Space
 from tests.analysis.cases import small
 from tests.factories import make_graph, make_kind
 
@@ -263,6 +263,15 @@ def test_a_pin_leaves_out_layers_that_share_parameters_with_one_that_does_not_of
     kinds = [make_kind(name, 1, tensor_degrees=degrees) for name, degrees in (("before", 1), ("a", 2))]
     graph = make_graph(kinds, ["before", "a", "a"], [Tie("l0", "l2", 1)])
     assert read_pins(["tp=2"], (), graph).fixed.layers == (("l1", "tensor", 2),)
+
+
+def test_layers_that_share_parameters_have_a_strategy_in_common_under_pins() -> None:
+    kinds = [make_kind(name, 64, tensor_degrees=degrees) for name, degrees in (("before", 2), ("a", 2), ("b", 1))]
+    graph = make_graph(kinds, ["before", "a", "b"], [Tie("l0", "l2", 1)])
+    fixed = read_pins(["data=2", "tp=2"], (), graph).fixed
+    first, block, second = (Space(graph, 8).strategies(one.kind, 4, fixed.at_layer(one.name)) for one in graph.layers)
+    assert set(first) & set(second)
+    assert {(one.data, one.tensor) for one in block} == {(2, 2)}
 
 
 @pytest.mark.parametrize(
