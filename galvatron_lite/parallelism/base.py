@@ -244,6 +244,10 @@ class Dimension:
         """Whether it sends messages for a purpose in a step: all-reduces (``sums``), or others."""
         return purpose in self.purposes and self.sums in (None, sums)
 
+    def simplified(self, strategy: Strategy) -> Sequence[Strategy]:  # noqa: ARG002
+        """List simpler strategies of the same ranks and samples, the simplest first."""
+        return ()
+
     def spread(self, strategy: Strategy) -> ParameterSpread | None:  # noqa: ARG002
         """Return the ranks of parameters that it places on other ranks than the rest (experts); None for none."""
         return None

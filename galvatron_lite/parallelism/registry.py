@@ -90,6 +90,11 @@ def pinned() -> tuple[Dimension, ...]:
     return (*_PINNED, *_ADDED)
 
 
+def complexity(strategy: Strategy) -> int:
+    """Return how many simpler strategies there are of the same ranks and samples (lower ZeRO stages)."""
+    return sum(len(dimension.simplified(strategy)) for dimension in choosing())
+
+
 def short_name(strategy: Strategy) -> str:
     """Return a short name such as ``data4 zero3x2 tensor2+sp recompute``, or ``unsplit``."""
     return " ".join(filter(None, (dimension.word(strategy) for dimension in (*_ADDED, *_WRITTEN)))) or UNSPLIT

@@ -28,7 +28,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
-from galvatron_lite.parallelism.registry import SHAPES, SPREADING
+from galvatron_lite.parallelism.registry import SHAPES, SPREADING, complexity
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.search.best_first import ANY_TIME, SolvedPlan, finished, search
 from galvatron_lite.search.problem import Partition, StagePlan
@@ -75,13 +75,13 @@ class Finalist:
 
     @property
     def complexity(self) -> tuple[int, int, int, int, int, float]:
-        """How often neighbouring layers differ in strategy, strategies, kind of pipeline, sum of ZeRO stages, bytes of
-        the fullest device, seconds."""
+        """How often neighbouring layers differ in strategy, strategies, kind of pipeline, complexity of strategies,
+        bytes of the fullest device, seconds."""
         strategies = [run.strategy for stage in self.plan.stages for run in stage.runs]
         changes, used = sum(a != b for a, b in pairwise(strategies)), set(strategies)
         pipeline = 0 if len(self.plan.stages) == 1 else 1 if self.plan.schedule.simple else 2
-        stages = sum(strategy.zero_stage for strategy in used)
-        return changes, len(used), pipeline, stages, self.alternative.peak_memory, self.seconds
+        machinery = sum(map(complexity, used))
+        return changes, len(used), pipeline, machinery, self.alternative.peak_memory, self.seconds
 
     @property
     def alternative(self) -> Alternative:

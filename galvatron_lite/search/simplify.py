@@ -17,6 +17,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.stage import Shape, tied_groups
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.registry import choosing, complexity
 from galvatron_lite.parallelism.strategy import INSIDE, Strategy
 from galvatron_lite.search.alternatives import USER_PLAN, Finalist, as_result, shaped
 from galvatron_lite.search.best_first import SolvedPlan, plain, search
@@ -33,8 +34,6 @@ _NEAR, _WORK = 0.5, 4_000_000
 results repeat."""
 _TRIED, _PRICED = 48, 1500
 """Changed plans that are priced at most, and unlike layers in all of them."""
-_STAGES = 3
-"""Stages of ZeRO that may be lower than another one: 0 to 2."""
 _GROWTH = 1, 2, 4, 8
 """By how many layers runs are tried to grow."""
 
@@ -170,19 +169,22 @@ def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
 
 
 def _simplicity(cuts: Sequence[int], strategies: Sequence[Strategy]) -> tuple[int, int, int]:
-    """How often strategies change within stages, how many there are, and the sum of their ZeRO stages."""
+    """How often strategies change within stages, how many there are, and their ``complexity``."""
     changes = sum(a != b for first, last in pairwise(cuts) for a, b in pairwise(strategies[first:last]))
     used = set(strategies)
-    return changes, len(used), sum(strategy.zero_stage for strategy in used)
+    return changes, len(used), sum(map(complexity, used))
 
 
 def _changes(graph: ModelGraph, cuts: Sequence[int], strategies: Sequence[Strategy]) -> Iterator[list[Strategy]]:
-    """Plans with lower ZeRO stages, of one strategy or of all; and with other strategies of the blocks, of those that
+    """Plans with simplified strategies, one or all of them; and with other strategies of the blocks, of those that
     blocks have: another one for all blocks of a strategy, for one run of layers, or for a run that grows into the next
     or the one before."""
-    used = set(strategies)
-    for among, stage in product([used, *({one} for one in used if len(used) > 1)], range(_STAGES)):
-        yield [_below(strategy, stage) if strategy in among else strategy for strategy in strategies]
+    used = dict.fromkeys(strategies)
+    for dimension in choosing():
+        simpler = {strategy: dimension.simplified(strategy) for strategy in used}
+        for among, step in product([[*used], *([one] for one in used)], range(max(map(len, simpler.values())))):
+            new = {strategy: simpler[strategy][step] for strategy in among if step < len(simpler[strategy])}
+            yield [new.get(strategy, strategy) for strategy in strategies]
     blocks = parts_of(graph)[1]
     pool = dict.fromkeys(strategies[blocks.start : blocks.stop])
     runs = list[range]()
@@ -207,12 +209,3 @@ def _changes(graph: ModelGraph, cuts: Sequence[int], strategies: Sequence[Strate
                     yield changed(range(run.start, run.stop + more), new)
                 if more < len(before) and before.stop == run.start and run.start not in cuts:
                     yield changed(range(run.start - more, run.stop), new)
-
-
-def _below(strategy: Strategy, stage: int) -> Strategy:
-    """A strategy with a ZeRO stage of at most that."""
-    if strategy.zero_stage <= stage:
-        return strategy
-    if stage:
-        return replace(strategy, zero_stage=stage)
-    return replace(strategy, data=strategy.data * strategy.zero, zero=1, zero_stage=0)

@@ -90,6 +90,11 @@ class ZeroDimension(Dimension):
             stages.add(strategy.zero_stage)
         return [{"zero_stage": stage} for stage in sorted(stages)]
 
+    def simplified(self, strategy: Strategy) -> Sequence[Strategy]:
+        """Those of lower stages; without one, the ranks are replicas."""
+        replicas = replace(strategy, data=strategy.data * strategy.zero, zero=1, zero_stage=0)
+        return [replace(strategy, zero_stage=stage) if stage else replicas for stage in range(strategy.zero_stage)]
+
     def fault(self, strategy: Strategy) -> tuple[str, str] | None:
         """A degree without a stage."""
         legal = strategy.zero == 1 or strategy.zero_stage in (1, 2, 3)
