@@ -183,8 +183,8 @@ def _changes(graph: ModelGraph, cuts: Sequence[int], strategies: Sequence[Strate
     for dimension in choosing():
         simpler = {strategy: dimension.simplified(strategy) for strategy in used}
         for among, step in product([[*used], *([one] for one in used)], range(max(map(len, simpler.values())))):
-            new = {strategy: simpler[strategy][step] for strategy in among if step < len(simpler[strategy])}
-            yield [new.get(strategy, strategy) for strategy in strategies]
+            lower = {strategy: simpler[strategy][step] for strategy in among if step < len(simpler[strategy])}
+            yield [lower.get(strategy, strategy) for strategy in strategies]
     blocks = parts_of(graph)[1]
     pool = dict.fromkeys(strategies[blocks.start : blocks.stop])
     runs = list[range]()
