@@ -158,9 +158,26 @@ def test_parts_of_whole_dims_are_written_to() -> None:
         compare(function, both, [PIXELS, cut], (3, 2), stays_cut=True)
 
 
-def test_writing_to_rows_of_a_cut_dim_is_refused() -> None:
+def test_rows_of_split_dims_are_written_to() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        made = x * 1
+        made[:, 1, 4] = y[:, 0, -2]
+        made[0, ..., 1:5, -1] = y[1, :, 0:1, 2]
+        made[..., 2:, 1:4] += y[..., :5, 2:]
+        made[:, :, 3] = made[:, :, 0] * 2
+        made[..., 0, :2] = 0.5
+        made[:, [0, 2], 5:6, None] = y[:, :2, 1:2, None]
+        return made
+
+    both = [picture(2, 4, 7, 5), picture(2, 4, 7, 5, seed=1)]
+    for cut, degrees in ((PIXELS, (3, 2)), ((2,), (4,)), ((3,), (2,))):
+        for other in (cut, ()):
+            compare(function, both, [cut, other], degrees, stays_cut=True, gathers=None)
+
+
+def test_writing_to_places_of_a_split_dim_is_refused() -> None:
     cut = distribute(torch.zeros(1, 1, 6, 6), (ShardSpec(2, 6, ShapeOnlyAxisGroup(2)),), PIXELS_RULES)
-    for index in ((..., slice(1, 3), slice(None)), (0, 0, 2), cut > 0):
+    for index in ((..., slice(1, 3, 2), slice(None)), (0, 0, [2, 3]), cut > 0):
         with pytest.raises(InputError, match="__setitem__ of a split picture"):
             cut[index] = 1.0
 

@@ -295,7 +295,7 @@ def _apply_custom(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
 
     def call_gathered(*args: Any, **kwargs: Any) -> Any:
-        return apply(*args, **kwargs)
+        return _apply_custom(cls, *args, **kwargs)  # sharded still, where a mode took the call first
 
     call_gathered.__name__ = f"{cls.__name__}.apply"
     return handle_torch_function(call_gathered, sharded, *args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from numbers import Integral
 from typing import Any
 
@@ -136,12 +137,19 @@ def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSp
 
 def _range(local: Tensor, spec: ShardSpec, start: int, extent: int) -> Tensor:
     """Return this rank's part of a range of rows; none of them moves."""
-    kept, before = list[Range](), 0
+    overlaps = _overlaps(spec, start, start + extent)
+    return take_pieces(local, spec.dim, tuple((place, place + length) for place, _, length in overlaps))
+
+
+def _overlaps(spec: ShardSpec, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """What this rank holds of a range of rows: place in its shard, first row in the range, number; a single empty one
+    if it holds none."""
+    overlaps, before = list[tuple[int, int, int]](), 0
     for low, high in spec.pieces:
-        first, last = max(low, start), min(high, start + extent)
-        kept += [(before + first - low, before + last - low)] if first < last else []
+        first, last = max(low, start), min(high, stop)
+        overlaps += [(before + first - low, first - start, last - first)] if first < last else []
         before += high - low
-    return take_pieces(local, spec.dim, tuple(kept))
+    return overlaps or [(0, 0, 0)]
 
 
 def _slice_items(rows: Range, start: int, step: int, extent: int) -> Range:
@@ -181,23 +189,43 @@ def _select(call: Call) -> Any:
 
 
 def _set(call: Call) -> Any:
-    """``x[index] = value``; refused unless the index takes all items of sharded dims."""
+    """``x[index] = value``: every rank writes the rows that it holds, or none, so that backward runs on all of them."""
     tensor, entries, value = call.args
     if not isinstance(tensor, ShardedTensor):
         return on_full(call)
     with locals_only():
-        index = _parsed(entries, tensor.specs, tensor.dim())
-    if (
-        index is None
-        or index.chosen
-        or any(part.indices(spec.extent) != (0, spec.extent, 1) for part, spec in index.slices(tensor.specs))
-    ):
+        numbers = _parsed(entries, tensor.specs, tensor.dim())
+        index = numbers and _parsed(_as_slices(entries, tensor.specs, tensor.dim()), tensor.specs, tensor.dim())
+        dims = tensor[index.local].dim() if index else 0
+    if numbers is None or index is None or any(part.step not in (None, 1) for part in index.sliced.values()):
         return refuse_write(call)
+    for dim in sorted(numbers.chosen, reverse=True):
+        behind = dims - 1 - index.dims_after[dim]
+        value = value.unsqueeze(-1 - behind) if isinstance(value, Tensor) and value.dim() >= behind else value
+    rows = {spec.dim: range(*index.sliced[spec.dim].indices(spec.extent)) for spec in tensor.specs}
+    partial = [spec for spec in tensor.specs if len(rows[spec.dim]) < spec.extent]
     with locals_only():
-        specs = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs)
-        dims = tensor[index.local].dim()
-        tensor[index.local] = align(value, specs, dims) if isinstance(value, Tensor) else value
+        kept = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs if spec not in partial)
+        value = align(value, kept, dims) if isinstance(value, Tensor) else value
+        for overlaps in product(*(_overlaps(spec, rows[spec.dim].start, rows[spec.dim].stop) for spec in partial)):
+            target, part = tensor.view_as(tensor) if partial else tensor, value
+            for spec, (place, row, length) in zip(partial, overlaps, strict=True):
+                target, from_last = target.narrow(spec.dim, place, length), index.dims_after[spec.dim] - dims
+                if isinstance(part, Tensor) and part.dim() >= -from_last and part.shape[from_last] > 1:
+                    part = part.narrow(from_last, row, length)
+            target[index.local] = part
     return None
+
+
+def _as_slices(index: Any, specs: ShardSpecs, dims: int) -> tuple[Any, ...]:
+    """Replace the numbers of sharded dims by slices of one row."""
+    extents = {spec.dim: spec.extent for spec in specs}
+    entries, dim = list[Any](), 0
+    for entry in _expanded(index, dims):
+        row = range(extents[dim])[entry] if type(entry) is int and dim in extents else None
+        entries.append(entry if row is None else slice(row, row + 1))
+        dim += entry is not None
+    return tuple(entries)
 
 
 HANDLERS: Mapping[str, Handler] = {"__getitem__": _get, "__setitem__": _set, "narrow": _narrow, "select": _select}
