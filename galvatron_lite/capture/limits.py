@@ -22,8 +22,7 @@ from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.model.trace.record import Recorder
 from galvatron_lite.model.trace.run import BlockCall, Observation, is_folded, items_a_sample, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
-from galvatron_lite.parallelism.sharded.calls import in_place
-from galvatron_lite.parallelism.sharded.tensor import Call, name_of
+from galvatron_lite.parallelism.sharded.tensor import Call, in_place, name_of
 
 _NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),

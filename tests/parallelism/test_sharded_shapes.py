@@ -16,6 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.parallelism.sharded.collectives import distribute
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.indexing import rows_stay
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.sharded_compare import Lines, compare, picture
@@ -173,6 +174,31 @@ def test_rows_of_split_dims_are_written_to() -> None:
     for cut, degrees in ((PIXELS, (3, 2)), ((2,), (4,)), ((3,), (2,))):
         for other in (cut, ()):
             compare(function, both, [cut, other], degrees, stays_cut=True, gathers=None)
+
+
+def test_writes_to_slices_of_split_dims_reach_their_tensor() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        made = x * 1
+        made[:, :, 2:].mul_(0.5)
+        made[..., 1:4][:, :2].add_(y[..., 1:4][:, :2])
+        made[..., -2][0] = 3.0
+        made.narrow(2, 1, 4).copy_(y[:, :, :4])
+        functional.relu(made[..., 1:, :2], inplace=True)
+        return made
+
+    both = [picture(2, 4, 7, 5), picture(2, 4, 7, 5, seed=1)]
+    for cut in (PIXELS, ()):
+        compare(function, both, [PIXELS, cut], (3, 2), stays_cut=True, gathers=None)
+
+
+def test_writes_to_rows_that_are_copies_are_refused() -> None:
+    cut = distribute(torch.zeros(1, 1, 6, 6), (ShardSpec(2, 6, ShapeOnlyAxisGroup(2)),), PIXELS_RULES)
+    with rows_stay():
+        cut[:, :, 0] += 1
+    with pytest.raises(InputError, match="rows taken of split"), rows_stay():
+        cut[:, :, 0].zero_()
+    with pytest.raises(InputError, match="view of a slice"):
+        cut[:, :, 1:].transpose(2, 3).zero_()
 
 
 def test_writing_to_places_of_a_split_dim_is_refused() -> None:

@@ -28,6 +28,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     ShardSpec,
     ShardSpecs,
     global_shape,
+    in_place,
     locals_only,
     sharded_tensors,
     specs_of,
@@ -91,17 +92,6 @@ def input_first(call: Call) -> Call:
         return call
     rest = {name: value for name, value in call.kwargs.items() if name != "input"}
     return call._replace(args=(call.kwargs["input"],), kwargs=rest)
-
-
-def in_place(call: Call) -> bool:
-    """Whether a call writes to its first argument."""
-    if call.name.startswith("__"):
-        return call.name in _WRITING
-    return call.name.endswith("_") or bool(call.kwargs.get("inplace"))
-
-
-_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_WRITING = frozenset(["__setitem__", *map("__i{}__".format, _OPERATORS)])
 
 
 def tensors_among(call: Call) -> list[Tensor]:

@@ -7,15 +7,20 @@ of all. A single row, or the result of an index with a tensor, is held by every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from numbers import Integral
+from operator import setitem
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.calls import align, argument, input_first, on_full, refuse_write
 from galvatron_lite.parallelism.sharded.collectives import redistribute, sum_over
 from galvatron_lite.parallelism.sharded.groups import OrderedGroup, RangeGroup, shards_of, take_pieces
@@ -101,7 +106,7 @@ def _get(call: Call) -> Any:
     ):
         return on_full(call)
     result: Tensor = tensor
-    specs = list[ShardSpec]()
+    specs, is_slice = list[ShardSpec](), bool(index.chosen) or tensor.write_back is not None
     with locals_only():
         for spec in tensor.specs:
             if spec.dim in index.chosen:
@@ -109,9 +114,36 @@ def _get(call: Call) -> Any:
             else:
                 result, after = _slice(result, spec, index.sliced[spec.dim])
                 specs.append(after.at_dim(index.dims_after[spec.dim]))
+                is_slice |= after is not spec
         takes_all = all(isinstance(entry, slice) and entry == slice(None) for entry in index.local)
         result = result.view_as(result) if takes_all and result is tensor else result[index.local]
-    return wrap_locals(result, tuple(specs), call.rules)
+    rows = wrap_locals(result, tuple(specs), call.rules)
+    if isinstance(rows, ShardedTensor) and is_slice:
+        rows.write_back = partial(setitem, tensor, entries)
+    elif (given := getattr(_ROWS, "given", None)) is not None and not rows.is_inference():
+        given.append((rows, rows._version))
+    return rows
+
+
+_ROWS = threading.local()
+
+
+@contextmanager
+def rows_stay() -> Iterator[None]:
+    """Run code of sharded tensors that may not write to rows it takes of them, which are copies (``x[:, 0].zero_()``).
+
+    Raises:
+        InputError: it did.
+    """
+    outer, given = getattr(_ROWS, "given", None), list[tuple[Tensor, int]]()
+    _ROWS.given = given
+    try:
+        yield
+    finally:
+        _ROWS.given = outer
+    if any(row._version != version for row, version in given):
+        remedy = "Under this plan they are copies: write x[:, 0] = value in place of x[:, 0].copy_(value) and the like."
+        raise InputError("model", "that writes to rows taken of split tokens or pixels", remedy)
 
 
 def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSpec]:
@@ -199,6 +231,9 @@ def _set(call: Call) -> Any:
         dims = tensor[index.local].dim() if index else 0
     if numbers is None or index is None or any(part.step not in (None, 1) for part in index.sliced.values()):
         return refuse_write(call)
+    given = getattr(_ROWS, "given", None)
+    if given is not None and isinstance(value, Tensor):  # x[:, 0] += 1 writes to the row, which it then assigns
+        given[:] = [(row, value._version if row is value else version) for row, version in given]
     for dim in sorted(numbers.chosen, reverse=True):
         behind = dims - 1 - index.dims_after[dim]
         value = value.unsqueeze(-1 - behind) if isinstance(value, Tensor) and value.dim() >= behind else value
