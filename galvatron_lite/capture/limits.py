@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
@@ -158,19 +159,36 @@ class _WriteRecorder(TorchFunctionMode):
         if any(id(tensor) in self._activations for tensor in tensors_of((args, kwargs))):
             call = Call(function, name_of(function), args, kwargs, RING_RULES)
             target = call.args[0] if call.args else None
-            if in_place(call) and id(target) in self._activations and call.name not in RING_RULES.handlers:
+            refused = call.name not in RING_RULES.handlers or _writes_places(call)
+            if peek_interpreter_stack() is not None:  # inside of a transform, which would read the memory of a share
+                self.names.append("torch.func")
+            elif in_place(call) and id(target) in self._activations and refused:
                 self.names.append(call.name)
             self._activations.update((id(tensor), tensor) for tensor in tensors_of(result))
         return result
 
 
+def _writes_places(call: Call) -> bool:
+    """Whether a call writes to places that a tensor chooses, or to the row of a token."""
+    target = call.args[0]
+    if call.name == "__setitem__":
+        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        return any(isinstance(entry, (Tensor, list)) for entry in index)
+    base = target._base
+    is_row = base is not None and 1 < base.dim() > target.dim() and base.shape[1] not in target.shape
+    return is_row and not call.name.startswith("__")
+
+
 def token_writes(block: nn.Module, call: BlockCall) -> str:
     """Name the first function of a block that writes to activations and cannot write to shards of the tokens; empty if
     there is none."""
-    args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
-    recorder = _WriteRecorder(tensors_of((args, kwargs)))
-    with torch.no_grad(), shapes_only(Recorder()), left_to_the_plan(), recorder:
-        block(*args, **kwargs)
+    with torch.enable_grad():  # as in training: blocks may register hooks on what they compute
+        args, kwargs = map_tensors(
+            (call.args, call.kwargs), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone()
+        )
+        recorder = _WriteRecorder(tensors_of((args, kwargs)))
+        with shapes_only(Recorder()), left_to_the_plan(), recorder:
+            block(*args, **kwargs)
     return next(iter(recorder.names), "")
 
 

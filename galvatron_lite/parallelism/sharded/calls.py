@@ -6,13 +6,15 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch import eager_transforms, vmap
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import handle_torch_function, has_torch_function
@@ -200,7 +202,9 @@ def on_full(call: Call) -> Any:
         InputError: the function would write to a sharded tensor.
     """
     refuse_write(call)
-    warn_gathered(call, next(sharded_tensors((call.args, call.kwargs))))
+    tensor = next(sharded_tensors((call.args, call.kwargs)))
+    refuse_transform(tensor)
+    warn_gathered(call, tensor)
     return call_full(call)
 
 
@@ -217,6 +221,13 @@ def refuse_write(call: Call) -> None:
         remedy = "Write what returns a new tensor instead (x = x.add(y) for x.add_(y), torch.where, torch.cat), or "
         field = f"{call.name} of a split {written.rules.what}"
         raise InputError(field, _location(_caller()), f"{remedy}{keep_full(written)}")
+
+
+def refuse_transform(tensor: ShardedTensor) -> None:
+    """Raise InputError inside of a ``torch.func`` transform: what moves between ranks cannot be transformed."""
+    if peek_interpreter_stack() is not None:
+        remedy = f"What ranks send one another cannot be transformed: {keep_full(tensor)}"
+        raise InputError(f"torch.func of a split {tensor.rules.what}", _location(_caller()), remedy)
 
 
 def warn_gathered(call: Call, tensor: ShardedTensor) -> None:
@@ -264,13 +275,31 @@ _INTERNAL = ("galvatron_lite.", "torch.", "contextlib.")
 
 
 def intercept_custom_functions() -> None:
-    """Send custom autograd functions with sharded arguments to the rules; repeated calls change nothing.
+    """Send custom autograd functions with sharded arguments to the rules, and keep them from ``torch.func``.
+
+    Repeated calls change nothing.
 
     ``torch.autograd.Function.apply`` is no torch function: it would read the memory of a shard. Torch has no public
     extension point for it, so this puts a method between ``Function`` and its base in C++ (user code may hold
     ``MyFunction.apply`` already). Without sharded arguments that method calls torch's.
     """
     _SingleLevelFunction.apply = classmethod(_apply_custom)  # type: ignore[attr-defined]
+    for module, name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad")):
+        if not hasattr(enter := getattr(module, name), "refuses"):
+            setattr(module, name, _without_shards(enter))
+
+
+def _without_shards(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse sharded tensors that enter a ``torch.func`` transform, which would read the memory of a shard."""
+
+    @wraps(enter)
+    def run(tensor: Any, *args: Any) -> Any:
+        if isinstance(tensor, ShardedTensor) and has_torch_function((tensor,)):
+            refuse_transform(tensor)
+        return enter(tensor, *args)
+
+    run.refuses = True  # type: ignore[attr-defined]
+    return run
 
 
 def apply_internal(function: type[Function], *args: Any) -> Any:
