@@ -152,31 +152,29 @@ class _WriteRecorder(TorchFunctionMode):
         super().__init__()
         self.names: list[str] = []
         self._activations = {id(input_): input_ for input_ in inputs}
+        self._rows = set[int]()  # of those, rows of a token
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if any(id(tensor) in self._activations for tensor in tensors_of((args, kwargs))):
+        if peek_interpreter_stack() is not None:  # inside of a transform, which would read the memory of a share
+            self.names.append("torch.func")
+        elif any(id(tensor) in self._activations for tensor in tensors_of((args, kwargs))):
             call = Call(function, name_of(function), args, kwargs, RING_RULES)
-            target = call.args[0] if call.args else None
-            refused = call.name not in RING_RULES.handlers or _writes_places(call)
-            if peek_interpreter_stack() is not None:  # inside of a transform, which would read the memory of a share
-                self.names.append("torch.func")
-            elif in_place(call) and id(target) in self._activations and refused:
+            if in_place(call) and args and id(args[0]) in self._activations and self._is_refused(call):
                 self.names.append(call.name)
             self._activations.update((id(tensor), tensor) for tensor in tensors_of(result))
+            if args and call.name in ("__getitem__", "select") and result.dim() < args[0].dim() > 1:
+                self._rows |= {id(result)} if args[0].shape[1] not in result.shape else set()
         return result
 
-
-def _writes_places(call: Call) -> bool:
-    """Whether a call writes to places that a tensor chooses, or to the row of a token."""
-    target = call.args[0]
-    if call.name == "__setitem__":
-        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-        return any(isinstance(entry, (Tensor, list)) for entry in index)
-    base = target._base
-    is_row = base is not None and 1 < base.dim() > target.dim() and base.shape[1] not in target.shape
-    return is_row and not call.name.startswith("__")
+    def _is_refused(self, call: Call) -> bool:
+        """Whether a call without a rule writes to activations, or one to places that a tensor names, or to a row."""
+        if call.name == "__setitem__":
+            entries = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+            return any(isinstance(entry, (Tensor, list)) for entry in entries)
+        is_row = id(call.args[0]) in self._rows and not call.name.startswith("__")  # x[:, 0] += 1 assigns it then
+        return is_row or call.name not in RING_RULES.handlers
 
 
 def token_writes(block: nn.Module, call: BlockCall) -> str:

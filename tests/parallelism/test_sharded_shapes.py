@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import BaseTorchFunctionMode
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
@@ -369,3 +370,26 @@ class Swish(torch.autograd.Function):
 def test_functions_of_the_users_own() -> None:
     intercept_custom_functions()  # what they do with a share is not known: they get all of it
     compare(Swish.apply, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=False, gathers=True)
+
+
+def test_functions_of_the_users_own_under_a_mode() -> None:
+    """As selective recomputation has one, which takes the call before the rules do."""
+    intercept_custom_functions()
+
+    def under_a_mode(x: Tensor) -> Any:
+        with BaseTorchFunctionMode():
+            return Swish.apply(x)
+
+    compare(under_a_mode, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=False, gathers=True)
+
+
+def test_transforms_of_split_tensors_are_refused() -> None:
+    intercept_custom_functions()
+    cut = on_one_rank(torch.ones(2, 1, 4, 4))
+    for transform in (
+        torch.vmap(torch.sum),
+        torch.func.grad(torch.sum),
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,)),
+    ):
+        with pytest.raises(InputError, match=r"torch\.func of a split picture"):
+            transform(cut)
