@@ -196,8 +196,11 @@ def test_writes_to_rows_that_are_copies_are_refused() -> None:
     cut = distribute(torch.zeros(1, 1, 6, 6), (ShardSpec(2, 6, ShapeOnlyAxisGroup(2)),), PIXELS_RULES)
     with rows_stay():
         cut[:, :, 0] += 1
-    with pytest.raises(InputError, match="rows taken of split"), rows_stay():
+        cut[..., :2].clamp_(max=1)
+    with pytest.raises(InputError, match="rows or views taken of split"), rows_stay():
         cut[:, :, 0].zero_()
+    with pytest.raises(InputError, match="rows or views taken of split"), rows_stay():
+        on_one_rank(torch.zeros(1, 2, 6, 6), dim=3).view(1, 2, 36).zero_()
     with pytest.raises(InputError, match="view of a slice"):
         cut[:, :, 1:].transpose(2, 3).zero_()
 

@@ -118,23 +118,26 @@ def _get(call: Call) -> Any:
         takes_all = all(isinstance(entry, slice) and entry == slice(None) for entry in index.local)
         result = result.view_as(result) if takes_all and result is tensor else result[index.local]
     rows = wrap_locals(result, tuple(specs), call.rules)
-    if isinstance(rows, ShardedTensor) and is_slice:
+    if not isinstance(rows, ShardedTensor):
+        keep_unwritten(rows)
+    elif is_slice:
         rows.write_back = partial(setitem, tensor, entries)
-    elif (given := getattr(_ROWS, "given", None)) is not None and not rows.is_inference():
-        given.append((rows, rows._version))
     return rows
 
 
 _ROWS = threading.local()
 
 
+def keep_unwritten(copied: Tensor) -> None:
+    """Refuse writes to a full tensor that is a copy here, and a view in one process (``x[:, 0].zero_()``)."""
+    given = getattr(_ROWS, "given", None)
+    if given is not None and not copied.is_inference():
+        given.append((copied, copied._version))
+
+
 @contextmanager
 def rows_stay() -> Iterator[None]:
-    """Run code of sharded tensors that may not write to rows it takes of them, which are copies (``x[:, 0].zero_()``).
-
-    Raises:
-        InputError: it did.
-    """
+    """Run code of sharded tensors, and raise InputError if it wrote to tensors of ``keep_unwritten``."""
     outer, given = getattr(_ROWS, "given", None), list[tuple[Tensor, int]]()
     _ROWS.given = given
     try:
@@ -143,7 +146,7 @@ def rows_stay() -> Iterator[None]:
         _ROWS.given = outer
     if any(row._version != version for row, version in given):
         remedy = "Under this plan they are copies: write x[:, 0] = value in place of x[:, 0].copy_(value) and the like."
-        raise InputError("model", "that writes to rows taken of split tokens or pixels", remedy)
+        raise InputError("model", "that writes to rows or views taken of split tokens or pixels", remedy)
 
 
 def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSpec]:

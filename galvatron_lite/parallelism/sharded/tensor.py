@@ -128,17 +128,19 @@ class ShardedTensor(torch.Tensor):
         if isinstance(first, ShardedTensor) and first.write_back is not None:
             if in_place(call):
                 first.write_back(first)
-            elif isinstance(result, ShardedTensor) and result.write_back is None and _share_memory(first, result):
-                result.write_back = _refuse_write_back
+            elif isinstance(result, ShardedTensor) and result.write_back is None and share_memory(first, result):
+                result.write_back = refuse_write_back
         return result
 
 
-def _share_memory(first: Tensor, second: Tensor) -> bool:
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors, sharded or not, have one storage."""
     with locals_only():
         return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
-def _refuse_write_back(_: Tensor) -> None:
+def refuse_write_back(_: Tensor) -> None:
+    """Raise InputError: a view of a copy was written to."""
     remedy = "Under this plan it is a copy: write to the tensor itself (x[:, 1:] = ...), or to a slice of it."
     raise InputError("model", "that writes to a view of a slice of split tokens or pixels", remedy)
 
