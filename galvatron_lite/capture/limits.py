@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
@@ -22,8 +23,7 @@ from galvatron_lite.model.trace.meta import left_to_the_plan
 from galvatron_lite.model.trace.record import Recorder
 from galvatron_lite.model.trace.run import BlockCall, Observation, argument_name, is_folded, items_a_sample, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
-from galvatron_lite.parallelism.sharded.calls import in_place
-from galvatron_lite.parallelism.sharded.tensor import Call, name_of
+from galvatron_lite.parallelism.sharded.tensor import Call, in_place, name_of
 
 _NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),
@@ -152,26 +152,41 @@ class _WriteRecorder(TorchFunctionMode):
         super().__init__()
         self.names: list[str] = []
         self._activations = {id(input_): input_ for input_ in inputs}
+        self._rows = set[int]()  # of those, rows of a token
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if any(id(tensor) in self._activations for tensor in tensors_of((args, kwargs))):
+        if peek_interpreter_stack() is not None:  # inside of a transform, which would read the memory of a share
+            self.names.append("torch.func")
+        elif any(id(tensor) in self._activations for tensor in tensors_of((args, kwargs))):
             call = Call(function, name_of(function), args, kwargs, RING_RULES)
-            target = call.args[0] if call.args else None
-            if in_place(call) and id(target) in self._activations and call.name not in RING_RULES.handlers:
+            if in_place(call) and args and id(args[0]) in self._activations and self._is_refused(call):
                 self.names.append(call.name)
             self._activations.update((id(tensor), tensor) for tensor in tensors_of(result))
+            if args and call.name in ("__getitem__", "select") and result.dim() < args[0].dim() > 1:
+                self._rows |= {id(result)} if args[0].shape[1] not in result.shape else set()
         return result
+
+    def _is_refused(self, call: Call) -> bool:
+        """Whether a call without a rule writes to activations, or one to places that a tensor names, or to a row."""
+        if call.name == "__setitem__":
+            entries = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+            return any(isinstance(entry, (Tensor, list)) for entry in entries)
+        is_row = id(call.args[0]) in self._rows and not call.name.startswith("__")  # x[:, 0] += 1 assigns it then
+        return is_row or call.name not in RING_RULES.handlers
 
 
 def token_writes(block: nn.Module, call: BlockCall) -> str:
     """Name the first function of a block that writes to activations and cannot write to shards of the tokens; empty if
     there is none."""
-    args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
-    recorder = _WriteRecorder(tensors_of((args, kwargs)))
-    with torch.no_grad(), shapes_only(Recorder()), left_to_the_plan(), recorder:
-        block(*args, **kwargs)
+    with torch.enable_grad():  # as in training: blocks may register hooks on what they compute
+        args, kwargs = map_tensors(
+            (call.args, call.kwargs), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone()
+        )
+        recorder = _WriteRecorder(tensors_of((args, kwargs)))
+        with shapes_only(Recorder()), left_to_the_plan(), recorder:
+            block(*args, **kwargs)
     return next(iter(recorder.names), "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,12 +38,22 @@ class GlobalBatches:
         example: a batch as the model takes it, if there is one.
         local: whether each rank passes a share; the batch is their concatenation in the order of ranks.
         timeout: seconds that a rank waits for the others; default: torch's.
+        trained: returns which parameters of this rank require gradients.
+
+    Attributes:
+        trained_by_rank: a checksum of ``trained`` of each rank, when it passed its last batch.
     """
 
     def __init__(
-        self, device: torch.device, example: Any = None, local: bool = False, timeout: float | None = None
+        self,
+        device: torch.device,
+        example: Any = None,
+        local: bool = False,
+        timeout: float | None = None,
+        trained: Callable[[], Any] = tuple,
     ) -> None:
-        self._device, self._local, self._count = device, local, 0
+        self._device, self._local, self._count, self._trained = device, local, 0, trained
+        self.trained_by_rank: tuple[int, ...] = ()
         self._patience = None if timeout is None else timedelta(seconds=timeout)
         self._places = None if example is None else _shape_of(example)
         self._cpu_group: dist.ProcessGroup | None = None
@@ -65,14 +75,16 @@ class GlobalBatches:
     def _compare(self, batch: Any, group: dist.ProcessGroup | None) -> None:
         shapes = [(place, tuple(one.shape), str(one.dtype)) for place, one in places(batch)]
         sums = _checksum(batch) if self._count < COMPARED and not self._local else 0
-        checksum = torch.tensor([zlib.crc32(repr(shapes).encode()), sums])
+        checksum = torch.tensor([*(zlib.crc32(repr(part).encode()) for part in (self._trained(), shapes)), sums])
         if self._cpu_group is None:
             # a separate group, so that other messages of a rank are no answer; on the CPU, as the device may still be
             # busy with the last step
             self._cpu_group = dist.new_group(backend="gloo", timeout=self._patience, group_desc="batches")
         gathered = checksum.new_empty(dist.get_world_size() * len(checksum))
         all_gather(gathered, checksum, self._cpu_group)
-        checksums = [tuple(row) for row in gathered.view(-1, len(checksum)).tolist()]
+        rows = gathered.view(-1, len(checksum)).tolist()
+        self.trained_by_rank = tuple(row[0] for row in rows)
+        checksums = [tuple(row[1:]) for row in rows]
         if len(set(checksums)) == 1:
             return
         usual = Counter(checksums).most_common(1)[0][0]

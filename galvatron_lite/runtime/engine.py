@@ -153,7 +153,10 @@ class ParallelModel(ShardedModel):
         self.origin.settle()
         self._pending: weakref.ref[PendingGradients] | None = None
         self._optimizers = OptimizerSteps(self)
-        self._global_batches = GlobalBatches(self.device, batch, local_batch, timeout)
+        self.global_batches = GlobalBatches(
+            self.device, batch, local_batch, timeout,
+            lambda: [(one.parameter.requires_grad, one.updated.requires_grad) for one in self.managed],
+        )  # fmt: skip
         self._batch_count = 1  # batches that make up the present step
         self._interrupted = False  # whether an error ended the last backward pass
 
@@ -208,7 +211,7 @@ class ParallelModel(ShardedModel):
         return call(*args, **kwargs)
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        batch = self._global_batches(batch_of_call(args, kwargs), self.watch.group)
+        batch = self.global_batches(batch_of_call(args, kwargs), self.watch.group)
         if not is_alone(self.plan) and any(tensor.requires_grad for tensor in tensors_of(batch)):
             remedy = "Ranks and micro-batches work on shares of the batch, whose gradients stay with them: detach it."
             raise InputError("batch", "a tensor that requires a gradient", remedy)
@@ -271,7 +274,7 @@ class ParallelModel(ShardedModel):
         Raises:
             InputError: the batch cannot be shared evenly.
         """
-        batch = self._global_batches(batch_of_call(args, kwargs), self.watch.group)
+        batch = self.global_batches(batch_of_call(args, kwargs), self.watch.group)
         with torch.no_grad():
             self._prepare_pass(trains=False)
             try:
@@ -304,7 +307,7 @@ class ParallelModel(ShardedModel):
             ExhaustedError: memory ran out.
         """
         with self._watched(StepPhase.BATCH):
-            batch, self._batch_count = self._global_batches.of_step(batch, self.watch.group)
+            batch, self._batch_count = self.global_batches.of_step(batch, self.watch.group)
         loss: Tensor = self._train_step(batch, optimizer, max_grad_norm)
         return loss
 

@@ -54,9 +54,11 @@ class ShardedModel(Saving, Observable, UserNames):
         """What an optimizer updates on this rank, by name: shards, rows under ZeRO-1, copies in host memory."""
         updated = {managed.parameter: managed.updated for managed in self.managed}
         by_name = {name: managed.updated for managed in self.managed for name in managed.names}
+        first_names = {} if self.runtime.shared is None else self.runtime.shared.first_names
         for name, parameter in super().named_parameters("", *args, **kwargs):
             # while FSDP has gathered a layer, its modules hold other tensors, by the same names
-            yield ".".join(filter(None, (prefix, name))), updated.get(parameter, by_name.get(name, parameter))
+            first_name = ".".join(filter(None, (prefix, first_names.get(name, name))))
+            yield first_name, updated.get(parameter, by_name.get(name, parameter))
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
         """Parameter groups for any torch optimizer: shards of different kinds are in separate groups.

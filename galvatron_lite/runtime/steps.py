@@ -93,7 +93,7 @@ def pipelined_step(parallel: ParallelModel, parts: Sequence[Sequence[Any]], loss
 
     # the gradient of a parameter that stages share may come from another stage than the one whose reducer has it
     _begin_backward(runtimes, synchronise=False)
-    total = runner.step(parts, call, before, watch.goes_on)
+    total = runner.step(parts, call, before, watch.goes_on, parallel.global_batches.trained_by_rank)
     return total / (runtimes[-1].meshes.stage_devices // glue.batch)
 
 

@@ -350,6 +350,18 @@ class Detector(nn.Module):
         return torch.stack([(seen[i] - one["box"]).square().mean() for i, one in enumerate(targets)]).mean()
 
 
+class OneByOne(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(OneByOne, self).forward(row[None])[0] for row in x])
+
+
+def test_models_that_run_other_operators_with_other_batch_sizes_are_for_data_parallelism() -> None:
+    model, batch = plain()
+    model.body = nn.Sequential(*(OneByOne(32) for _ in model.body))
+    with pytest.raises(ValuesReadError, match="auto_parallelize trains such a model"):
+        trace(model, batch)
+
+
 def test_a_list_of_samples_is_named() -> None:
     batch = {"images": torch.ones(8, 4), "targets": [{"box": torch.ones(4)} for _ in range(8)]}
     with pytest.raises(TraceError, match=r"'targets' cannot be used.*list with an item for each of the 8 samples"):

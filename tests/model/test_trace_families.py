@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -308,3 +310,37 @@ def test_a_loss_may_hold_tensors_on_the_cpu() -> None:
         for loss in (torch.nn.functional.cross_entropy, weighted)
     ]
     assert found[0] == found[1]
+
+
+class OnTokens(nn.Module):
+    """A block that does something to what its linear layer gives."""
+
+    def __init__(self, does: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(HIDDEN, HIDDEN), does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x)
+        more = self.does(made)
+        return x + made + (more if isinstance(more, torch.Tensor) and more.shape == made.shape else 0)
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (lambda x: x[:, 0].zero_(), "zero_"),
+        (lambda x: x.__setitem__(x > 1, 1.0), "__setitem__"),
+        (lambda x: torch.vmap(torch.cumsum, (0, None))(x, 0), "torch.func"),
+        (lambda x: x.__setitem__((slice(None), 0), 1.0), ""),
+        (lambda x: x[:, 1:].mul_(2), ""),
+        (lambda x: x.register_hook(lambda gradient: gradient / 2), ""),
+    ],
+)
+def test_what_cannot_run_on_shares_of_the_tokens_keeps_them_together(
+    does: Callable[[torch.Tensor], Any], reason: str
+) -> None:
+    blocks = [OnTokens(does) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.Linear(HIDDEN, 1), nn.Flatten(0))
+    graph = trace(model, torch.randint(VOCAB, (4, TOKENS)), loss_fn=lambda output, _: output.mean())
+    assert graph.kind_of(graph.layers[1]).context_reason.startswith(f"{reason} " if reason else "")
+    assert bool(reason) == (not any(one.context > 1 for one in strategies_for(graph.kind_of(graph.layers[1]), 2)))

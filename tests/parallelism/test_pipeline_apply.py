@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner, pipeline_groups
@@ -22,11 +23,13 @@ from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
 from galvatron_lite.parallelism.precision import compute_context, holding_copies, narrow_experts
+from galvatron_lite.parallelism.sharded.collectives import distribute
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec, to_local
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import build_family
-from tests.parallelism.sharded_compare import compare
 from tests.pool import WorkerPool
 
 SAMPLES, CPU = 8, torch.device("cpu")
@@ -287,24 +290,29 @@ def test_results_may_be_written_to() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-class Product(nn.Module):
+class Reading(nn.Module):
+    """Multiplies by a memory that is no linear layer's weight."""
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.rand(3, 5))
+        self.memory = nn.Parameter(torch.randn(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
+        return torch.tanh(x @ self.memory.T)
 
 
-def test_products_of_shards_are_deferred() -> None:
-    def product(x: Tensor) -> Tensor:
-        module = Product()
-        defer_weights(module, Deferral())
-        result: Tensor = module(x)
-        return result
-
-    compare(product, [torch.randn(2, 6, 5)], [(1,)], (2,))
+def test_gradients_of_products_of_split_tokens_are_left_too() -> None:
+    model, x, deferral = Reading(), torch.randn(2, 4, 4), Deferral()
+    alone = copy.deepcopy(model)
+    defer_weights(model, deferral)
+    output = to_local(model(distribute(x, (ShardSpec(1, 4, ShapeOnlyAxisGroup(2)),), RING_RULES)))
+    expected = alone(x[:, :2])
+    torch.testing.assert_close(output, expected)
+    (output.sum() + expected.sum()).backward()
+    assert model.memory.grad is None
+    (task,) = deferral.take()
+    task()
+    torch.testing.assert_close(model.memory.grad, alone.memory.grad)
 
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])

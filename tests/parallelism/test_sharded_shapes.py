@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import BaseTorchFunctionMode
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.parallelism.sharded.collectives import distribute
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.indexing import rows_stay
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.sharded_compare import Lines, compare, picture
@@ -158,9 +160,54 @@ def test_parts_of_whole_dims_are_written_to() -> None:
         compare(function, both, [PIXELS, cut], (3, 2), stays_cut=True)
 
 
-def test_writing_to_rows_of_a_cut_dim_is_refused() -> None:
+def test_rows_of_split_dims_are_written_to() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        made = x * 1
+        made[:, 1, 4] = y[:, 0, -2]
+        made[0, ..., 1:5, -1] = y[1, :, 0:1, 2]
+        made[..., 2:, 1:4] += y[..., :5, 2:]
+        made[:, :, 3] = made[:, :, 0] * 2
+        made[..., 0, :2] = 0.5
+        made[:, [0, 2], 5:6, None] = y[:, :2, 1:2, None]
+        return made
+
+    both = [picture(2, 4, 7, 5), picture(2, 4, 7, 5, seed=1)]
+    for cut, degrees in ((PIXELS, (3, 2)), ((2,), (4,)), ((3,), (2,))):
+        for other in (cut, ()):
+            compare(function, both, [cut, other], degrees, stays_cut=True, gathers=None)
+
+
+def test_writes_to_slices_of_split_dims_reach_their_tensor() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        made = x * 1
+        made[:, :, 2:].mul_(0.5)
+        made[..., 1:4][:, :2].add_(y[..., 1:4][:, :2])
+        made[..., -2][0] = 3.0
+        made.narrow(2, 1, 4).copy_(y[:, :, :4])
+        functional.relu(made[..., 1:, :2], inplace=True)
+        return made
+
+    both = [picture(2, 4, 7, 5), picture(2, 4, 7, 5, seed=1)]
+    for cut in (PIXELS, ()):
+        compare(function, both, [PIXELS, cut], (3, 2), stays_cut=True, gathers=None)
+
+
+def test_writes_to_rows_that_are_copies_are_refused() -> None:
     cut = distribute(torch.zeros(1, 1, 6, 6), (ShardSpec(2, 6, ShapeOnlyAxisGroup(2)),), PIXELS_RULES)
-    for index in ((..., slice(1, 3), slice(None)), (0, 0, 2), cut > 0):
+    with rows_stay():
+        cut[:, :, 0] += 1
+        cut[..., :2].clamp_(max=1)
+    with pytest.raises(InputError, match="rows or views taken of split"), rows_stay():
+        cut[:, :, 0].zero_()
+    with pytest.raises(InputError, match="rows or views taken of split"), rows_stay():
+        cut.view(4, 9).zero_()
+    with pytest.raises(InputError, match="view of a slice"):
+        cut[:, :, 1:].transpose(2, 3).zero_()
+
+
+def test_writing_to_places_of_a_split_dim_is_refused() -> None:
+    cut = distribute(torch.zeros(1, 1, 6, 6), (ShardSpec(2, 6, ShapeOnlyAxisGroup(2)),), PIXELS_RULES)
+    for index in ((..., slice(1, 3, 2), slice(None)), (0, 0, [2, 3]), cut > 0):
         with pytest.raises(InputError, match="__setitem__ of a split picture"):
             cut[index] = 1.0
 
@@ -326,3 +373,26 @@ class Swish(torch.autograd.Function):
 def test_functions_of_the_users_own() -> None:
     intercept_custom_functions()  # what they do with a share is not known: they get all of it
     compare(Swish.apply, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=False, gathers=True)
+
+
+def test_functions_of_the_users_own_under_a_mode() -> None:
+    """As selective recomputation has one, which takes the call before the rules do."""
+    intercept_custom_functions()
+
+    def under_a_mode(x: Tensor) -> Any:
+        with BaseTorchFunctionMode():
+            return Swish.apply(x)
+
+    compare(under_a_mode, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=False, gathers=True)
+
+
+def test_transforms_of_split_tensors_are_refused() -> None:
+    intercept_custom_functions()
+    cut = on_one_rank(torch.ones(2, 1, 4, 4))
+    for transform in (
+        torch.vmap(torch.sum),
+        torch.func.grad(torch.sum),
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,)),
+    ):
+        with pytest.raises(InputError, match=r"torch\.func of a split picture"):
+            transform(cut)

@@ -162,11 +162,12 @@ def several_optimizers(model: nn.Module) -> list[float]:
 
 
 def freezing(model: nn.Module) -> list[float]:
+    """Vectors, and all that the first stage of a pipeline has."""
     optimizer = adamw(model)
     losses = []
     for seed, trains in enumerate((False, True, False)):
-        for parameter in model.parameters():
-            parameter.requires_grad_(trains or parameter.dim() > 1)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains or (parameter.dim() > 1 and not name.startswith(("embed", "blocks.0"))))
         losses.append(step(model, optimizer, seed))
     return losses
 

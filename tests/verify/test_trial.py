@@ -525,3 +525,21 @@ def test_a_pass_that_fails_leaves_buffers_as_they_were() -> None:
     with pytest.raises(SkippedError):
         run_pass(double, double.batch[:2])
     assert double.model.count == 0
+
+
+class Forces(nn.Module):
+    """Its layers see the tensors of ``torch.func`` transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        force = torch.vmap(torch.func.grad(lambda row: self.blocks(row).sum()))(rows)
+        return force.square().mean() + self.blocks(rows).square().mean()
+
+
+def test_models_that_call_torch_func_are_tried() -> None:
+    findings = found(Forces(), torch.randn(8, 4))
+    assert not findings.skipped
+    assert not findings.loss_error

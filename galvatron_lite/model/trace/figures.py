@@ -10,9 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from galvatron_lite.errors import TraceError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.trace.record import OperatorCall, Recording
+from galvatron_lite.model.trace.record import OperatorCall, Recording, UnlikeRunsError
 from galvatron_lite.model.trace.run import RegionRun
 
 SAMPLES = (2, 4)  # the two batch sizes a region is run at
@@ -81,10 +80,7 @@ def _check_alike(small: Recording, large: Recording) -> None:
         return
     pairs = zip_longest(*names, fillvalue=("", "nothing"))
     unlike = next((f"{a[1]} and {b[1]} in {a[0] or b[0] or 'it'}" for a, b in pairs if a != b), "tensors kept")
-    remedy = (
-        f"The model must run the same operators whatever the batch size ({unlike} differ); name its blocks (blocks=)."
-    )
-    raise TraceError("model", f"batch sizes {SAMPLES}", remedy)
+    raise UnlikeRunsError("model", f"batch sizes {SAMPLES}", f"With them it runs unlike operators ({unlike} differ)")
 
 
 def slope(small: int, large: int) -> int:

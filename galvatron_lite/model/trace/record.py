@@ -239,4 +239,10 @@ class MissingOperatorError(ValuesReadError):
     instead = "take another operator."
 
 
+class UnlikeRunsError(ValuesReadError):
+    """The model runs other operators with another batch size, as a loop over samples does."""
+
+    instead = "run the same operators whatever the batch size, or name its blocks (blocks=)."
+
+
 _TRAINS = "auto_parallelize trains such a model, every rank all of it; for other plans"

@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart
 from galvatron_lite.parallelism.sharded import metadata, shapes
-from galvatron_lite.parallelism.sharded.calls import in_place, on_full, refuse_write
+from galvatron_lite.parallelism.sharded.calls import on_full, refuse_write
 from galvatron_lite.parallelism.sharded.collectives import (
     distribute,
     enter,
@@ -34,6 +34,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     ShardSpec,
     from_local,
     global_shape,
+    in_place,
     locals_only,
     sharded_tensors,
     specs_of,

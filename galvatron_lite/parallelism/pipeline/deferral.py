@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
-from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, to_local
 
 Later = Callable[[], None]
 """Computes the gradient of a parameter and accumulates it."""
@@ -70,7 +70,9 @@ class _Deferring(TorchFunctionMode):
         operands = None if product is None else product.operands(args, kwargs)
         if product is None or operands is None or not _is_trained(operands.weight):
             return func(*args, **kwargs)
-        if isinstance(operands.input, ShardedTensor):
+        if isinstance(operands.input, ShardedTensor) and not torch._C._is_torch_function_enabled():
+            operands = replace(operands, input=to_local(operands.input))  # called by a rule of such tensors
+        elif isinstance(operands.input, ShardedTensor):
             with self:  # the tensor's rules call the product of local tokens, which comes here again
                 return type(operands.input).__torch_function__(func, types, args, kwargs)
         plain = all(_is_plain(tensor) for tensor in (operands.input, operands.bias) if tensor is not None)

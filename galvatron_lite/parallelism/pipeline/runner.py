@@ -180,7 +180,8 @@ class P2PChannel:
 
         Args:
             schedule: of this rank's group of devices.
-            kind: key of the shapes of values: the shapes of a micro-batch, and whether gradients are computed.
+            kind: key of the shapes of values: the shapes of a micro-batch, and of which parameters gradients are
+                computed.
             gradients: returns the shapes of the gradients for a backward pass; None before its forward pass.
         """
         self._schedule, self._kind, self._gradients = schedule, kind, gradients
@@ -376,6 +377,7 @@ class PipelineRunner:
         call: Call,
         before_pass: Callable[[Action, bool], None] | None = None,
         begun: Callable[[], None] | None = None,
+        trained: Hashable = (),
     ) -> Tensor:
         """Run all passes of all micro-batches.
 
@@ -387,11 +389,12 @@ class PipelineRunner:
                 where the model returns.
             before_pass: called before each pass, with the pass and whether it is the stage's last of this kind.
             begun: called when the inputs of a pass have arrived; not in passes of weights.
+            trained: which parameters require gradients: on it depends which values do. The same on all ranks.
 
         Returns:
             The sum of the scaled losses on ranks of the last stage, zero on others.
         """
-        actions = self._begin(microbatches, call, begun)
+        actions = self._begin(microbatches, call, begun, trained)
         last = {(action.what, action.chunk): action for action in actions}
         run = {Pass.FORWARD: self._forward, Pass.BACKWARD: self._backward, Pass.WEIGHT: self._weight}
         for action, following in zip(actions, (*actions[1:], None), strict=True):
@@ -427,6 +430,7 @@ class PipelineRunner:
         microbatches: Sequence[Sequence[Any]],
         call: Call,
         begun: Callable[[], None] | None = None,
+        trained: Hashable = (),
         *,
         forward_only: bool = False,
     ) -> tuple[Action, ...]:
@@ -443,7 +447,7 @@ class PipelineRunner:
             done = in_flight.get((action.chunk, action.microbatch))
             return None if done is None else done.shapes
 
-        self._channel.begin(schedule, (torch.is_grad_enabled(), shapes), gradients)
+        self._channel.begin(schedule, (torch.is_grad_enabled() and (trained,), shapes), gradients)
         return schedule.actions
 
     def _end(self) -> None:

@@ -93,6 +93,7 @@ class SharedCopies:
 
     Attributes:
         counted_elsewhere: names of parameters here that another stage counts in the global gradient norm.
+        first_names: the names that one process has for parameters here, by the names that they have here.
 
     Raises:
         InputError: two layers that share a parameter have different strategies, so that their slices do not match.
@@ -114,6 +115,7 @@ class SharedCopies:
         pipeline = pipeline or Pipeline(DEFAULT_SCHEDULE, len(stages))
         self._copies: list[_Copies] = []
         counted_elsewhere: list[str] = []
+        self.first_names: dict[str, str] = {}
         for parameter in shared:
             holders = holding_stages(parameter, stages)
             if len(holders) < 2:
@@ -121,6 +123,7 @@ class SharedCopies:
             places = holding_groups(holders, pipeline)
             group = groups.create(place_groups(places, pipeline.groups), COPIES) if len(places) > 1 else None
             here = {stage: parameter.names_in(stages[stage])[0] for stage in holders if stage in models}
+            self.first_names |= dict.fromkeys(here.values(), parameter.names[0])
             counted_elsewhere += [name for stage, name in here.items() if stage != holders[0]]
             if here:
                 copies = dict.fromkeys(models[stage].get_parameter(name) for stage, name in here.items())

@@ -6,13 +6,15 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch import eager_transforms, vmap
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import handle_torch_function, has_torch_function
@@ -28,6 +30,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     ShardSpec,
     ShardSpecs,
     global_shape,
+    in_place,
     locals_only,
     sharded_tensors,
     specs_of,
@@ -91,17 +94,6 @@ def input_first(call: Call) -> Call:
         return call
     rest = {name: value for name, value in call.kwargs.items() if name != "input"}
     return call._replace(args=(call.kwargs["input"],), kwargs=rest)
-
-
-def in_place(call: Call) -> bool:
-    """Whether a call writes to its first argument."""
-    if call.name.startswith("__"):
-        return call.name in _WRITING
-    return call.name.endswith("_") or bool(call.kwargs.get("inplace"))
-
-
-_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_WRITING = frozenset(["__setitem__", *map("__i{}__".format, _OPERATORS)])
 
 
 def tensors_among(call: Call) -> list[Tensor]:
@@ -210,7 +202,9 @@ def on_full(call: Call) -> Any:
         InputError: the function would write to a sharded tensor.
     """
     refuse_write(call)
-    warn_gathered(call, next(sharded_tensors((call.args, call.kwargs))))
+    tensor = next(sharded_tensors((call.args, call.kwargs)))
+    refuse_transform(tensor)
+    warn_gathered(call, tensor)
     return call_full(call)
 
 
@@ -227,6 +221,13 @@ def refuse_write(call: Call) -> None:
         remedy = "Write what returns a new tensor instead (x = x.add(y) for x.add_(y), torch.where, torch.cat), or "
         field = f"{call.name} of a split {written.rules.what}"
         raise InputError(field, _location(_caller()), f"{remedy}{keep_full(written)}")
+
+
+def refuse_transform(tensor: ShardedTensor) -> None:
+    """Raise InputError inside of a ``torch.func`` transform: what moves between ranks cannot be transformed."""
+    if peek_interpreter_stack() is not None:
+        remedy = f"What ranks send one another cannot be transformed: {keep_full(tensor)}"
+        raise InputError(f"torch.func of a split {tensor.rules.what}", _location(_caller()), remedy)
 
 
 def warn_gathered(call: Call, tensor: ShardedTensor) -> None:
@@ -274,13 +275,31 @@ _INTERNAL = ("galvatron_lite.", "torch.", "contextlib.")
 
 
 def intercept_custom_functions() -> None:
-    """Send custom autograd functions with sharded arguments to the rules; repeated calls change nothing.
+    """Send custom autograd functions with sharded arguments to the rules, and keep them from ``torch.func``.
+
+    Repeated calls change nothing.
 
     ``torch.autograd.Function.apply`` is no torch function: it would read the memory of a shard. Torch has no public
     extension point for it, so this puts a method between ``Function`` and its base in C++ (user code may hold
     ``MyFunction.apply`` already). Without sharded arguments that method calls torch's.
     """
     _SingleLevelFunction.apply = classmethod(_apply_custom)  # type: ignore[attr-defined]
+    for module, name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad")):
+        if not hasattr(enter := getattr(module, name), "refuses"):
+            setattr(module, name, _without_shards(enter))
+
+
+def _without_shards(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse sharded tensors that enter a ``torch.func`` transform, which would read the memory of a shard."""
+
+    @wraps(enter)
+    def run(tensor: Any, *args: Any) -> Any:
+        if isinstance(tensor, ShardedTensor) and has_torch_function((tensor,)):
+            refuse_transform(tensor)
+        return enter(tensor, *args)
+
+    run.refuses = True  # type: ignore[attr-defined]
+    return run
 
 
 def apply_internal(function: type[Function], *args: Any) -> Any:
@@ -295,7 +314,7 @@ def _apply_custom(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
 
     def call_gathered(*args: Any, **kwargs: Any) -> Any:
-        return apply(*args, **kwargs)
+        return _apply_custom(cls, *args, **kwargs)  # sharded still, where a mode took the call first
 
     call_gathered.__name__ = f"{cls.__name__}.apply"
     return handle_torch_function(call_gathered, sharded, *args, **kwargs)

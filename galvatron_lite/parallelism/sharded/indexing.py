@@ -7,14 +7,20 @@ of all. A single row, or the result of an index with a tensor, is held by every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from numbers import Integral
+from operator import setitem
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.calls import align, argument, input_first, on_full, refuse_write
 from galvatron_lite.parallelism.sharded.collectives import redistribute, sum_over
 from galvatron_lite.parallelism.sharded.groups import OrderedGroup, RangeGroup, shards_of, take_pieces
@@ -100,7 +106,7 @@ def _get(call: Call) -> Any:
     ):
         return on_full(call)
     result: Tensor = tensor
-    specs = list[ShardSpec]()
+    specs, is_slice = list[ShardSpec](), bool(index.chosen) or tensor.write_back is not None
     with locals_only():
         for spec in tensor.specs:
             if spec.dim in index.chosen:
@@ -108,9 +114,39 @@ def _get(call: Call) -> Any:
             else:
                 result, after = _slice(result, spec, index.sliced[spec.dim])
                 specs.append(after.at_dim(index.dims_after[spec.dim]))
+                is_slice |= after is not spec
         takes_all = all(isinstance(entry, slice) and entry == slice(None) for entry in index.local)
         result = result.view_as(result) if takes_all and result is tensor else result[index.local]
-    return wrap_locals(result, tuple(specs), call.rules)
+    rows = wrap_locals(result, tuple(specs), call.rules)
+    if not isinstance(rows, ShardedTensor):
+        keep_unwritten(rows)
+    elif is_slice:
+        rows.write_back = partial(setitem, tensor, entries)
+    return rows
+
+
+_ROWS = threading.local()
+
+
+def keep_unwritten(copied: Tensor) -> None:
+    """Refuse writes to a full tensor that is a copy here, and a view in one process (``x[:, 0].zero_()``)."""
+    given = getattr(_ROWS, "given", None)
+    if given is not None and not copied.is_inference():
+        given.append((copied, copied._version))
+
+
+@contextmanager
+def rows_stay() -> Iterator[None]:
+    """Run code of sharded tensors, and raise InputError if it wrote to tensors of ``keep_unwritten``."""
+    outer, given = getattr(_ROWS, "given", None), list[tuple[Tensor, int]]()
+    _ROWS.given = given
+    try:
+        yield
+    finally:
+        _ROWS.given = outer
+    if any(row._version != version for row, version in given):
+        remedy = "Under this plan they are copies: write x[:, 0] = value in place of x[:, 0].copy_(value) and the like."
+        raise InputError("model", "that writes to rows or views taken of split tokens or pixels", remedy)
 
 
 def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSpec]:
@@ -136,12 +172,19 @@ def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSp
 
 def _range(local: Tensor, spec: ShardSpec, start: int, extent: int) -> Tensor:
     """Return this rank's part of a range of rows; none of them moves."""
-    kept, before = list[Range](), 0
+    overlaps = _overlaps(spec, start, start + extent)
+    return take_pieces(local, spec.dim, tuple((place, place + length) for place, _, length in overlaps))
+
+
+def _overlaps(spec: ShardSpec, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """What this rank holds of a range of rows: place in its shard, first row in the range, number; a single empty one
+    if it holds none."""
+    overlaps, before = list[tuple[int, int, int]](), 0
     for low, high in spec.pieces:
-        first, last = max(low, start), min(high, start + extent)
-        kept += [(before + first - low, before + last - low)] if first < last else []
+        first, last = max(low, start), min(high, stop)
+        overlaps += [(before + first - low, first - start, last - first)] if first < last else []
         before += high - low
-    return take_pieces(local, spec.dim, tuple(kept))
+    return overlaps or [(0, 0, 0)]
 
 
 def _slice_items(rows: Range, start: int, step: int, extent: int) -> Range:
@@ -181,23 +224,46 @@ def _select(call: Call) -> Any:
 
 
 def _set(call: Call) -> Any:
-    """``x[index] = value``; refused unless the index takes all items of sharded dims."""
+    """``x[index] = value``: every rank writes the rows that it holds, or none, so that backward runs on all of them."""
     tensor, entries, value = call.args
     if not isinstance(tensor, ShardedTensor):
         return on_full(call)
     with locals_only():
-        index = _parsed(entries, tensor.specs, tensor.dim())
-    if (
-        index is None
-        or index.chosen
-        or any(part.indices(spec.extent) != (0, spec.extent, 1) for part, spec in index.slices(tensor.specs))
-    ):
+        numbers = _parsed(entries, tensor.specs, tensor.dim())
+        index = numbers and _parsed(_as_slices(entries, tensor.specs, tensor.dim()), tensor.specs, tensor.dim())
+        dims = tensor[index.local].dim() if index else 0
+    if numbers is None or index is None or any(part.step not in (None, 1) for part in index.sliced.values()):
         return refuse_write(call)
+    given = getattr(_ROWS, "given", None)
+    if given is not None and isinstance(value, Tensor):  # x[:, 0] += 1 writes to the row, which it then assigns
+        given[:] = [(row, value._version if row is value else version) for row, version in given]
+    for dim in sorted(numbers.chosen, reverse=True):
+        behind = dims - 1 - index.dims_after[dim]
+        value = value.unsqueeze(-1 - behind) if isinstance(value, Tensor) and value.dim() >= behind else value
+    rows = {spec.dim: range(*index.sliced[spec.dim].indices(spec.extent)) for spec in tensor.specs}
+    partial = [spec for spec in tensor.specs if len(rows[spec.dim]) < spec.extent]
     with locals_only():
-        specs = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs)
-        dims = tensor[index.local].dim()
-        tensor[index.local] = align(value, specs, dims) if isinstance(value, Tensor) else value
+        kept = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs if spec not in partial)
+        value = align(value, kept, dims) if isinstance(value, Tensor) else value
+        for overlaps in product(*(_overlaps(spec, rows[spec.dim].start, rows[spec.dim].stop) for spec in partial)):
+            target, part = tensor.view_as(tensor) if partial else tensor, value
+            for spec, (place, row, length) in zip(partial, overlaps, strict=True):
+                target, from_last = target.narrow(spec.dim, place, length), index.dims_after[spec.dim] - dims
+                if isinstance(part, Tensor) and part.dim() >= -from_last and part.shape[from_last] > 1:
+                    part = part.narrow(from_last, row, length)
+            target[index.local] = part
     return None
+
+
+def _as_slices(index: Any, specs: ShardSpecs, dims: int) -> tuple[Any, ...]:
+    """Replace the numbers of sharded dims by slices of one row."""
+    extents = {spec.dim: spec.extent for spec in specs}
+    entries, dim = list[Any](), 0
+    for entry in _expanded(index, dims):
+        row = range(extents[dim])[entry] if type(entry) is int and dim in extents else None
+        entries.append(entry if row is None else slice(row, row + 1))
+        dim += entry is not None
+    return tuple(entries)
 
 
 HANDLERS: Mapping[str, Handler] = {"__getitem__": _get, "__setitem__": _set, "narrow": _narrow, "select": _select}

@@ -221,7 +221,7 @@ def _contract(
     ):
         return on_full(call)
     with locals_only():
-        aligned = [to_local(align(one, _specs_of_letters(label, specs), len(label))) for one, label in pairs]
+        aligned = (align(operand, _specs_of_letters(label, specs), len(label)) for operand, label in pairs)
         local = function(*aligned)
         total = sum_over(local, [spec.group for letter, spec in specs.items() if letter not in result])
     return wrap_locals(total, _specs_of_letters(result, specs), call.rules)

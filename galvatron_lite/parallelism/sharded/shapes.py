@@ -34,6 +34,7 @@ from galvatron_lite.parallelism.sharded.groups import (
     ordered_dim_after,
     shards_of,
 )
+from galvatron_lite.parallelism.sharded.indexing import keep_unwritten
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
@@ -42,6 +43,8 @@ from galvatron_lite.parallelism.sharded.tensor import (
     ShardSpecs,
     global_shape,
     locals_only,
+    refuse_write_back,
+    share_memory,
     specs_of,
     wrap_locals,
 )
@@ -158,7 +161,13 @@ def _reshaped(call: Call) -> Any:
         result = _reshaped_local(gather_dims(tensor, lost), after, kept)
     if lost and len(after) > 2:
         warn_gathered(call, tensor)
-    return wrap_locals(result, tuple(dim.after for dim in kept), call.rules)
+    result = wrap_locals(result, tuple(dim.after for dim in kept), call.rules)
+    if call.name == "view" and not share_memory(tensor, result):
+        if isinstance(result, ShardedTensor):
+            result.write_back = refuse_write_back
+        else:
+            keep_unwritten(result)
+    return result
 
 
 def _widened(call: Call) -> Any:

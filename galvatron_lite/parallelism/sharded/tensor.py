@@ -82,6 +82,16 @@ class Call(NamedTuple):
     gather_reason: str = ""  # why the tensor is gathered, if no missing rule is the reason
 
 
+def in_place(call: Call) -> bool:
+    """Whether a call writes to its first argument."""
+    if call.name.startswith("__"):
+        return call.name in _WRITING
+    return call.name.endswith("_") or bool(call.kwargs.get("inplace"))
+
+
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITING = frozenset(["__setitem__", *map("__i{}__".format, _OPERATORS)])
+
 Handler = Callable[[Call], Any]
 """Runs a call, and returns sharded tensors, or plain ones that every rank holds in full."""
 
@@ -101,6 +111,8 @@ class ShardedTensor(torch.Tensor):
 
     specs: ShardSpecs  # not empty
     rules: Rules
+    # of a slice of a sharded tensor, which may be a copy: writes it back to that tensor; None: it is no slice
+    write_back: Callable[[Any], None] | None = None
 
     @classmethod
     def __torch_function__(
@@ -111,7 +123,26 @@ class ShardedTensor(torch.Tensor):
         first = args[0] if args else None
         rules = first.rules if isinstance(first, ShardedTensor) else next(sharded_tensors((args, named))).rules
         name = name_of(func)
-        return rules.handlers.get(name, rules.otherwise)(Call(func, name, args, named, rules))
+        call = Call(func, name, args, named, rules)
+        result = rules.handlers.get(name, rules.otherwise)(call)
+        if isinstance(first, ShardedTensor) and first.write_back is not None:
+            if in_place(call):
+                first.write_back(first)
+            elif isinstance(result, ShardedTensor) and result.write_back is None and share_memory(first, result):
+                result.write_back = refuse_write_back
+        return result
+
+
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors, sharded or not, have one storage."""
+    with locals_only():
+        return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+
+
+def refuse_write_back(_: Tensor) -> None:
+    """Raise InputError: a view of a copy was written to."""
+    remedy = "Under this plan it is a copy: write to the tensor itself (x[:, 1:] = ...), or to a slice of it."
+    raise InputError("model", "that writes to a view of a slice of split tokens or pixels", remedy)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -195,6 +226,7 @@ def unwrap(tensor: Tensor) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         tensor.__class__ = type(tensor).__mro__[1 if type(tensor) is ShardedTensor else 2]
         del tensor.specs, tensor.rules
+        vars(tensor).pop("write_back", None)
     return tensor
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from galvatron_lite.model.batch import map_places, places
 from galvatron_lite.parallelism.sharded.collectives import enter, gather_dims, leave
 from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.indexing import rows_stay
 from galvatron_lite.parallelism.sharded.tensor import (
     Rules,
     ShardSpecs,
@@ -86,7 +87,9 @@ def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: 
             return entering(tensor, specs.get(place, ()), groups, rules)
 
         args, kwargs = map_places((args, kwargs), inside)
-        output = map_places(forward(*args, **kwargs), lambda _, tensor: settled(tensor, groups))
+        with rows_stay():
+            output = forward(*args, **kwargs)
+        output = map_places(output, lambda _, tensor: settled(tensor, groups))
         leaving = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
 
         def outside(place: str, tensor: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from galvatron_lite.parallelism.sharded.calls import (
     argument,
     arguments,
     handled_by,
-    in_place,
     input_first,
     refuse_write,
 )
@@ -38,6 +37,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     ShardSpec,
     from_local,
     global_shape,
+    in_place,
     locals_only,
     to_local,
     wrap_locals,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import (
@@ -274,7 +275,7 @@ def _moved_tensors(double: Double, batch: Any) -> list[tuple[str, bool, Tensor]]
         moved.extend(
             (path, is_output, tensor.detach().clone())
             for tensor in tensors_of(nest)
-            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_complex()
+            if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_complex() or is_wrapped(tensor))
         )
 
     def enter(path: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
