@@ -75,6 +75,7 @@ class Stack(Strict):
     # whether pipeline stages balance the work of layers, the head's included, rather than their number
     splits_by_work: bool = False
     expert_tensor: int = 1  # devices that share the matmuls of one expert under expert parallelism; 0: the tensor group
+    spreads_experts: bool = False  # whether experts are spread over as many replicas as divide them by default
     transformer_engine: bool = False  # whether matmuls of blocks go through TransformerEngine
     cublas_workspace: int = (
         0  # bytes of a cuBLAS handle's workspace by ``CUBLAS_WORKSPACE_CONFIG``; 0: PyTorch's default

@@ -174,7 +174,7 @@ def _strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         tensor=run.tp or 1,
         sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
         context=context,
-        expert=run.ep or 1,
+        expert=run.ep or (gcd(replicas, run.n_experts or 1) if stack.spreads_experts else 1),
         expert_tensor=integer_argument(run.remarks, "expert-tensor-parallel-size") or stack.expert_tensor,
     )
 

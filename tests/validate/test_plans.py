@@ -168,6 +168,8 @@ MIXTURE = {"arch": "moe", "gated_mlp": True, "tied_embeddings": False, "seq_len"
           "n_experts": 128, "moe_topk": 8, "moe_ffn": 768}, 30.5),
         ({"model": "gpt-oss-120b", "layers": 36, "hidden": 2880, "heads": 64, "kv_heads": 8, "vocab": 201088,
           "n_experts": 128, "moe_topk": 4, "moe_ffn": 2880}, 116.8),
+        ({"model": "gpt-oss-20b", "layers": 24, "hidden": 2880, "heads": 64, "kv_heads": 8, "vocab": 201088,
+          "n_experts": 32, "moe_topk": 4, "moe_ffn": 2880}, 20.9),
         ({"model": "deepseek-v3", "arch": "moe-mla", "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": None,
           "vocab": 129280, "n_experts": 256, "moe_topk": 8, "moe_ffn": 2048}, 671.0),
     ],
@@ -287,3 +289,14 @@ def test_only_the_first_blocks_of_each_stage_run_again() -> None:
 )
 def test_experts_are_whole_where_stated_or_where_nothing_else_is_left(changes: dict[str, object], folded: bool) -> None:
     assert folds_experts(gpt(n_gpus=16, pp=2, n_experts=8, **changes)) is folded
+
+
+@pytest.mark.parametrize(("framework", "stated", "degree"), [
+    ("NeMo AutoModel FSDP2", None, 4), ("NeMo AutoModel FSDP2", 2, 2), ("Megatron-Bridge", None, 1),
+])  # fmt: skip
+def test_experts_are_spread_over_all_replicas_where_the_software_does_so(
+    framework: str, stated: int | None, degree: int
+) -> None:
+    """AutoModel's recipes for gpt-oss have ``ep_size`` 64 of 64 GPUs and 8 of 8, its table has none."""
+    run = gpt(framework=framework, n_experts=12, ep=stated, n_gpus=8, dp=8, tp=1, pp=1)
+    assert plan(run).stages[0].runs[0].strategy.expert == degree
