@@ -246,13 +246,16 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
 
     The modules a run names tell what selective recomputation runs again, the argument ``--cross-entropy-loss-fusion``
     tells Megatron-LM's fused cross-entropy (native, or Transformer Engine's). torchtitan compiles its loss since it has
-    ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
+    ``float8.force_recompute_fp8_weight_in_bwd`` (2025). NVIDIA's BERT is scripted, which fuses scale and mask, where it
+    is pretrained (DeepLearningExamples, run_pretraining.py), not in run_squad.py.
     """
     kernels = stack.kernels
     if run.flash_attn is not None:
         kernels = replace(kernels, flash_attention=run.flash_attn)
     if _is_fp32(precision):
         kernels = replace(kernels, autocast=False)
+    if stack.name == "pytorch-ddp" and run.arch in ("encoder", "bert") and stack.predicted_share:
+        kernels = replace(kernels, fused_softmax="fine-tun" not in run.remarks)
     if precision == "fp8-rowwise":
         kernels = replace(kernels, fp8_rows=True)
     if "norm" in (run.act_ckpt or "").lower():

@@ -1,6 +1,7 @@
 """Plans from published degrees: placements are Megatron-LM's, counted by hand."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -196,6 +197,15 @@ def test_megatron_hides_the_traffic_of_sharded_parameters_only() -> None:
     plain, sharded = stack(gpt(zero_stage=1)), stack(gpt(zero_stage=3))
     assert plain.constants.hidden["zero"] < 0.5 < sharded.constants.hidden["zero"]
     assert plain.name != sharded.name  # prices are remembered by name
+
+
+def test_softmax_is_fused_where_nvidias_bert_is_scripted() -> None:
+    """``torch.jit.script`` in run_pretraining.py, not in run_squad.py, which Lambda runs, too."""
+    bert = partial(gpt, arch="encoder", framework="PyTorch")
+    assert stack(bert()).kernels.fused_softmax
+    for eager in (bert(notes="SQuAD fine-tune; fine-tuning"), bert(arch="encoder-decoder"),
+                  bert(framework="NVIDIA DeepLearningExamples PyTorch (Lambda runs)")):  # fmt: skip
+        assert not stack(eager).kernels.fused_softmax
 
 
 def test_dispatchers_and_hidden_exchanges_are_read_from_words() -> None:
