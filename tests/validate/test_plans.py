@@ -208,6 +208,11 @@ def test_softmax_is_fused_where_nvidias_bert_is_scripted() -> None:
         assert not stack(eager).kernels.fused_softmax
 
 
+def test_compiled_runs_fuse_chains_in_any_software() -> None:
+    assert stack(gpt(framework="PyTorch DDP (torch.compile)")).kernels.compiled
+    assert not stack(gpt(framework="PyTorch DDP")).kernels.compiled
+
+
 def test_dispatchers_and_hidden_exchanges_are_read_from_words() -> None:
     plain, deep = stack(gpt()), stack(gpt(notes="dispatcher DeepEP; 1F1B A2A overlap"))
     assert (plain.kernels.unique_dispatch, deep.kernels.unique_dispatch) == (False, True)
