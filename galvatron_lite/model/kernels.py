@@ -25,8 +25,8 @@ class Kernels(Strict):
     # attention is one fused kernel that keeps no score matrix; else scores, softmax and dropout are separate operators
     # whose results are kept
     flash_attention: bool = True
-    # of plain attention: scale, mask and softmax are one kernel that keeps its output only; else softmax runs and is
-    # kept in fp32
+    # of plain attention: scale, mask and softmax are one kernel that keeps its output only; else there are three, and
+    # under ``autocast`` softmax runs and is kept in fp32
     fused_softmax: bool = False
     # a relative bias of scores and the mask are added in a separate tensor that the fused kernel keeps (PyTorch's
     # ``scaled_dot_product_attention``); else the kernel adds the bias

@@ -53,6 +53,7 @@ class Stack(Strict):
     zero_stage: int = 0  # default ZeRO stage of data parallelism
     positions: Literal["learned", "rotary", "alibi", "none"] = "learned"  # position encoding of plain decoders
     biases: bool = True  # whether plain decoders have biases
+    multiplies_tf32: bool = False  # whether products of fp32 run in TF32 where the device has it
     predicted_share: float = 1.0  # share of a masked language model's tokens that logits are computed for
     virtual_stages: int = 2  # default of interleaved schedules; 0: one for each block (2: torchtitan's default)
     # whether tensors whose tokens are gathered or scattered are copied besides, since samples come first
@@ -75,6 +76,7 @@ class Stack(Strict):
     # whether pipeline stages balance the work of layers, the head's included, rather than their number
     splits_by_work: bool = False
     expert_tensor: int = 1  # devices that share the matmuls of one expert under expert parallelism; 0: the tensor group
+    spreads_experts: bool = False  # whether experts are spread over as many replicas as divide them by default
     transformer_engine: bool = False  # whether matmuls of blocks go through TransformerEngine
     cublas_workspace: int = (
         0  # bytes of a cuBLAS handle's workspace by ``CUBLAS_WORKSPACE_CONFIG``; 0: PyTorch's default

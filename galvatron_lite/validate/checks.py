@@ -242,17 +242,22 @@ def optimizer_of(text: str | None, stack: Stack) -> str:
 
 
 def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
-    """Return the kernels of attention, selective recomputation and loss that a run states; fp32 needs no casts.
+    """Return the kernels that a run states: attention, compilation, recomputation, loss; fp32 needs no casts.
 
     The modules a run names tell what selective recomputation runs again, the argument ``--cross-entropy-loss-fusion``
     tells Megatron-LM's fused cross-entropy (native, or Transformer Engine's). torchtitan compiles its loss since it has
-    ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
+    ``float8.force_recompute_fp8_weight_in_bwd`` (2025). NVIDIA's BERT is scripted, which fuses scale and mask, where it
+    is pretrained (DeepLearningExamples, run_pretraining.py), not in run_squad.py.
     """
     kernels = stack.kernels
     if run.flash_attn is not None:
         kernels = replace(kernels, flash_attention=run.flash_attn)
+    if "torch.compile" in run.framework.lower() and not kernels.compiled:
+        kernels = replace(kernels, compiled=True, compiled_loss=True)
     if _is_fp32(precision):
         kernels = replace(kernels, autocast=False)
+    if stack.name == "pytorch-ddp" and run.arch in ("encoder", "bert") and stack.predicted_share:
+        kernels = replace(kernels, fused_softmax="fine-tun" not in run.remarks)
     if precision == "fp8-rowwise":
         kernels = replace(kernels, fp8_rows=True)
     if "norm" in (run.act_ckpt or "").lower():

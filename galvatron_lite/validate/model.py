@@ -122,16 +122,27 @@ def _summed(name: str, totals: tuple[float, float, float], side: int, precision:
 
 _FORCED = ("force-balanced", "forced expert balance", "force-load-balancing", "fake balanced gate")
 """Words of notes for routers that are forced to send all experts the same number of tokens."""
-_UNSTATED = ("biases", "head_norm", "window", "window_period", "sinks", "router", "expert_groups", "chosen_groups")
+_UNSTATED = (
+    "biases",
+    "head_norm",
+    "window",
+    "window_period",
+    "sinks",
+    "clamped",
+    "router",
+    "expert_groups",
+    "chosen_groups",
+)
 """Fields of ``MoeShape`` that rows do not have; they come from the shipped model of the run's name."""
 
 
 def named_figures(model: str | None) -> dict[str, object]:
     """Return fields of the shape of a shipped mixture of experts by its name; none for an unknown name.
 
-    Every Qwen3 has heads of 128 (huggingface.co/Qwen).
+    Every Qwen3 has heads of 128 (huggingface.co/Qwen); gpt-oss-20b has fewer blocks and experts than gpt-oss-120b, all
+    else is alike (arXiv:2508.10925, table 1).
     """
-    name = (model or "").lower()
+    name = "gpt-oss-120b" if (model or "").lower().startswith("gpt-oss") else (model or "").lower()
     shape = load_shape(name) if name in model_names() else None
     if not isinstance(shape, MoeShape):
         return {"head_dim": 128} if name.startswith("qwen3-") else {}

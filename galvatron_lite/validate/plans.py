@@ -33,8 +33,11 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
-def compute_precision(text: str | None, device: Device) -> str:
-    """Return the precision of matmuls that a text states, as estimates name it; bf16 by default."""
+def compute_precision(text: str | None, device: Device, multiplies_tf32: bool = False) -> str:
+    """Return the precision of matmuls that a text states, as estimates name it; bf16 by default.
+
+    ``multiplies_tf32``: whether the software multiplies fp32 in TF32 by default.
+    """
     word = (text or "bf16").lower()
     if "fp4" in word:
         return "nvfp4"
@@ -46,7 +49,7 @@ def compute_precision(text: str | None, device: Device) -> str:
         return "bf16"
     if "fp16" in word:
         return "fp16"
-    if "tf32" in word:
+    if "tf32" in word or (multiplies_tf32 and "fp32" in word and "bf16" not in word):
         return "tf32" if "tf32" in device.peak else "fp32"
     return "fp32" if "fp32" in word else "bf16"
 
@@ -174,7 +177,7 @@ def _strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         tensor=run.tp or 1,
         sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
         context=context,
-        expert=run.ep or 1,
+        expert=run.ep or (gcd(replicas, run.n_experts or 1) if stack.spreads_experts else 1),
         expert_tensor=integer_argument(run.remarks, "expert-tensor-parallel-size") or stack.expert_tensor,
     )
 

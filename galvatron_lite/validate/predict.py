@@ -22,6 +22,7 @@ from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.checks import check_understood, cluster_of, stack_of
@@ -153,7 +154,7 @@ class Predictor:
         if key not in self._clusters:
             self._clusters[key] = cluster_of(run, self.calibration)
         cluster = self._clusters[key]
-        precision = compute_precision(run.precision, cluster.device)
+        precision = compute_precision(run.precision, cluster.device, match_stack(run.framework).multiplies_tf32)
         return cluster, precision, stack_of(run, precision, self.calibration)
 
     def _predict_shared(self, run: PublishedRun) -> Predicted:

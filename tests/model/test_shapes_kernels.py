@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
 from galvatron_lite.model.kernels import Kernels
@@ -197,6 +199,68 @@ def test_kept_bytes_are_those_of_autograd(name: str, fused: bool) -> None:
     x = torch.randn(SAMPLES, 24, 32, requires_grad=True)
     scale_and_mask = 24 * 24  # the causal mask, one byte a pair, once a batch
     assert kept_by_block(layer, x) == kind.kept[Recompute.NONE].total + scale_and_mask / SAMPLES
+
+
+def test_plain_attention_in_half_precision_keeps_five_bytes_a_score() -> None:
+    """Without autocast softmax runs and is kept in the precision of its input, fused or not."""
+    shape = replace(SMALL, dropout=0.2)
+    layer = Layer(shape, merged=False, fused=False).bfloat16()
+    x = torch.randn(SAMPLES, 24, 32, dtype=torch.bfloat16, requires_grad=True)
+    plain = block_of(Kernels(flash_attention=False), shape).kept[Recompute.NONE].total
+    narrow_statistics = 2 * 24 * 2 * 2  # of two norms: the CPU's kernel keeps them in the precision of its weights
+    assert kept_by_block(layer, x) == plain + 24 * 24 / SAMPLES - narrow_statistics  # and the causal mask
+
+
+class Moved(TorchDispatchMode):
+    """Counts bytes that kernels read and write; views move none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.total += sum(each.nbytes for each in tree_leaves((args, out)) if isinstance(each, Tensor))
+        return out
+
+
+def moved(function: Any, *inputs: Tensor) -> tuple[float, float]:
+    """Passes over the first input, forward and backward."""
+    with Moved() as forward:
+        out = function(*inputs)
+    gradient = torch.ones_like(out)
+    with Moved() as backward:
+        torch.autograd.grad(out, inputs, gradient)
+    return forward.total / inputs[0].nbytes, backward.total / inputs[0].nbytes
+
+
+def test_biases_and_clamps_of_experts_move_what_the_kernels_of_megatron_core_do() -> None:
+    """``TEGroupedMLP._apply_bias`` and the clamps of ``weighted_bias_quick_geglu_impl``, on all rows of all experts."""
+    shape = MoeShape(
+        layers=1, hidden=32, heads=4, vocab=64, seq_len=1024, n_experts=4, moe_topk=1, moe_ffn=64, gated_mlp=True,
+        clamped=True, activation="silu", positions="none",
+    )  # fmt: skip
+    kernels = Kernels(merged_projections=True, fused_activation=True)
+    operators = {operator.name: operator for operator in build_graph(shape, kernels=kernels).kinds["block"].operators}
+    rows = [torch.randn(1024, width, dtype=torch.bfloat16, requires_grad=True) for width in (32, 128)]
+    weights = torch.rand(1024, 1, dtype=torch.bfloat16, requires_grad=True)
+    biases = [torch.randn(32, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+
+    def biased(x: Tensor, weights: Tensor, *biases: Tensor) -> Tensor:
+        parts = zip(x.split(256), weights.split(256), biases, strict=True)
+        return torch.cat([part + bias * weight for part, weight, bias in parts])
+
+    def clamped(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.cat((gate.clamp(max=7.0), up.clamp(-7.0, 7.0)), -1)
+
+    for name, passes, size in [
+        ("mlp.experts.bias", moved(biased, rows[0], weights, *biases), rows[0].nbytes),
+        ("mlp.clamp", moved(clamped, rows[1]), rows[1].nbytes),
+    ]:
+        operator = operators[name]
+        assert (operator.moved / size, operator.backward_moved / size) == pytest.approx(passes, rel=0.05)
 
 
 def test_latent_attention_with_shared_experts_has_deepseek_parameters() -> None:

@@ -1,6 +1,7 @@
 """Plans from published degrees: placements are Megatron-LM's, counted by hand."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -168,6 +169,8 @@ MIXTURE = {"arch": "moe", "gated_mlp": True, "tied_embeddings": False, "seq_len"
           "n_experts": 128, "moe_topk": 8, "moe_ffn": 768}, 30.5),
         ({"model": "gpt-oss-120b", "layers": 36, "hidden": 2880, "heads": 64, "kv_heads": 8, "vocab": 201088,
           "n_experts": 128, "moe_topk": 4, "moe_ffn": 2880}, 116.8),
+        ({"model": "gpt-oss-20b", "layers": 24, "hidden": 2880, "heads": 64, "kv_heads": 8, "vocab": 201088,
+          "n_experts": 32, "moe_topk": 4, "moe_ffn": 2880}, 20.9),
         ({"model": "deepseek-v3", "arch": "moe-mla", "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": None,
           "vocab": 129280, "n_experts": 256, "moe_topk": 8, "moe_ffn": 2048}, 671.0),
     ],
@@ -194,6 +197,20 @@ def test_megatron_hides_the_traffic_of_sharded_parameters_only() -> None:
     plain, sharded = stack(gpt(zero_stage=1)), stack(gpt(zero_stage=3))
     assert plain.constants.hidden["zero"] < 0.5 < sharded.constants.hidden["zero"]
     assert plain.name != sharded.name  # prices are remembered by name
+
+
+def test_softmax_is_fused_where_nvidias_bert_is_scripted() -> None:
+    """``torch.jit.script`` in run_pretraining.py, not in run_squad.py, which Lambda runs, too."""
+    bert = partial(gpt, arch="encoder", framework="PyTorch")
+    assert stack(bert()).kernels.fused_softmax
+    for eager in (bert(notes="SQuAD fine-tune; fine-tuning"), bert(arch="encoder-decoder"),
+                  bert(framework="NVIDIA DeepLearningExamples PyTorch (Lambda runs)")):  # fmt: skip
+        assert not stack(eager).kernels.fused_softmax
+
+
+def test_compiled_runs_fuse_chains_in_any_software() -> None:
+    assert stack(gpt(framework="PyTorch DDP (torch.compile)")).kernels.compiled
+    assert not stack(gpt(framework="PyTorch DDP")).kernels.compiled
 
 
 def test_dispatchers_and_hidden_exchanges_are_read_from_words() -> None:
@@ -287,3 +304,14 @@ def test_only_the_first_blocks_of_each_stage_run_again() -> None:
 )
 def test_experts_are_whole_where_stated_or_where_nothing_else_is_left(changes: dict[str, object], folded: bool) -> None:
     assert folds_experts(gpt(n_gpus=16, pp=2, n_experts=8, **changes)) is folded
+
+
+@pytest.mark.parametrize(("framework", "stated", "degree"), [
+    ("NeMo AutoModel FSDP2", None, 4), ("NeMo AutoModel FSDP2", 2, 2), ("Megatron-Bridge", None, 1),
+])  # fmt: skip
+def test_experts_are_spread_over_all_replicas_where_the_software_does_so(
+    framework: str, stated: int | None, degree: int
+) -> None:
+    """AutoModel's recipes for gpt-oss have ``ep_size`` 64 of 64 GPUs and 8 of 8, its table has none."""
+    run = gpt(framework=framework, n_experts=12, ep=stated, n_gpus=8, dp=8, tp=1, pp=1)
+    assert plan(run).stages[0].runs[0].strategy.expert == degree

@@ -123,6 +123,9 @@ def test_precision_of_matmuls(text: str | None, expected: str) -> None:
     assert compute_precision(text, A100) == expected
     if expected == "tf32":  # only where the device has it
         assert compute_precision(text, V100) == "fp32"
+    # TensorFlow multiplies fp32 in TF32 by default
+    assert compute_precision(text, A100, multiplies_tf32=True) == expected.replace("fp32", "tf32")
+    assert compute_precision(text, V100, multiplies_tf32=True) == compute_precision(text, V100)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def _product(tape: Tape, name: str, factors: tuple[Value, Value], shape: tuple[i
 
 
 def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool) -> Value:
-    """Scale, mask and softmax: one kernel that keeps its output, or one each, with softmax in fp32."""
+    """Scale, mask and softmax: one kernel that keeps its output, or one each, with softmax in fp32 under autocast."""
     out = tape.like(scores)
     if tape.kernels.fused_softmax:
         seen = 1 if causal else 2  # Megatron's causal kernel skips what the mask hides
@@ -203,7 +203,7 @@ def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool
     if biased:
         added = tape.like(x)
         x = tape.memory(f"{name}.bias", (x,), added, moved, 0, shares_gradient=True, **traits)
-    wide = out if out.item_bytes == FP32 else tape.like(x, FP32)
+    wide = tape.like(x, FP32) if tape.kernels.autocast and out.item_bytes < FP32 else out
     moved, back = x.bytes + wide.bytes, 2 * wide.bytes + x.bytes
     tape.memory(f"{name}.softmax", (x,), wide, moved, back, saved=(wide,), **traits)
     return out if wide is out else tape.memory(f"{name}.cast", (wide,), out, wide.bytes + out.bytes, **traits)

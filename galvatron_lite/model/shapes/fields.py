@@ -105,6 +105,7 @@ class MoeShape(TransformerShape):
     n_experts: int  # per block
     moe_topk: int = 2  # experts that a token visits
     moe_ffn: int = 0  # inner width of one expert; 0: ``ffn_hidden``
+    clamped: bool = False  # whether gate and up projections of experts are clamped before their product
     shared_ffn: int = 0  # inner width of all shared experts together, which all tokens visit; 0: there are none
     dense_layers: int = 0  # first blocks with a plain MLP of ``ffn_hidden``
     capacity: float = 1.0  # rows of an expert over its even share; 1: dropless, each takes the tokens that choose it

@@ -165,6 +165,9 @@ def _experts(layer: LayerWriter[MoeShape], x: Value) -> Value:
     tape.memory("dispatch", (source,), copies, x.bytes + copies.bytes, count=_PERMUTE)
     inner = _expert_activations(layer, copies)
     down = _grouped(layer, "mlp.experts.down", inner, (shape.moe_ffn, shape.hidden), Sharding.SEQUENCE)
+    if shape.biases:  # times the weights, added to each expert's rows, joined (Megatron-Core, ``_apply_bias``)
+        moved, back = 6 * down.bytes, 8 * down.bytes
+        down = tape.memory("mlp.experts.bias", (down,), tape.like(down), moved, back, count=4, fusible=True)
     weighted, factors = tape.like(down), (down, weights)
     moved, back = 2 * down.bytes + weights.bytes, 3 * down.bytes
     tape.memory("mlp.weight", factors, weighted, moved, back, saved=factors, fusible=True)
@@ -187,9 +190,18 @@ def _expert_activations(layer: LayerWriter[MoeShape], x: Value) -> Value:
     if not shape.gated_mlp:
         return ops.activation(tape, "mlp.act", projected("up"), keeps_output=relu)
     if tape.kernels.merged_projections:
-        both = projected("gate_up", 2 * shape.moe_ffn)
+        both = _clamped(layer, projected("gate_up", 2 * shape.moe_ffn), 2)
         return ops.gated(tape, both.view(both.items // 2), both.view(both.items // 2), keeps_output=relu)
-    return ops.gated(tape, projected("gate"), projected("up"), keeps_output=relu)
+    gate, up = (_clamped(layer, projected(name), 0) for name in ("gate", "up"))
+    return ops.gated(tape, gate, up, keeps_output=relu)
+
+
+def _clamped(layer: LayerWriter[MoeShape], x: Value, joins: int) -> Value:
+    """A projection's output between bounds, which keeps it; ``joins``: passes that join gate and up again."""
+    if not layer.shape.clamped:
+        return x
+    moved, back = (2 + joins) * x.bytes, (11 + 2 * joins) * x.bytes // 2  # backward makes masks (``clamp_backward``)
+    return layer.tape.memory("mlp.clamp", (x,), layer.tape.like(x), moved, back, saved=(x,), count=3, fusible=True)
 
 
 def _choose(layer: LayerWriter[MoeShape], logits: Value) -> Value:
