@@ -297,24 +297,24 @@ def groups_made_once() -> Iterator[None]:
     Groups take long to connect, and torch keeps what it works out by group: for fifty plans as for one. What a plan's
     groups are is as before; those that somebody destroys are made anew.
     """
-    import torch.distributed as dist
+    from torch.distributed import ProcessGroup
 
-    new, destroy = dist.new_group, dist.destroy_process_group
-    known: dict[str, Any] = {}
+    from galvatron_lite.parallelism.process_groups import ProcessGroups
 
-    def shared(*args: Any, **options: Any) -> Any:
-        if "group_desc" not in options:  # that of a thread, or of the test's own
-            return new(*args, **options)
-        key = repr((args, sorted(options.items())))
+    new, destroy = ProcessGroups._new, ProcessGroups.destroy
+    known: dict[tuple[float | None, str, tuple[int, ...]], ProcessGroup] = {}
+
+    def shared(self: ProcessGroups, ranks: Sequence[int], purpose: str) -> ProcessGroup:
+        key = self.timeout, purpose, tuple(ranks)
         if key not in known:
-            known[key] = new(*args, **options)
+            known[key] = new(self, ranks, purpose)
         return known[key]
 
-    def destroyed(*args: Any) -> None:
+    def destroyed(self: ProcessGroups, kept: ProcessGroups) -> None:
         known.clear()
-        destroy(*args)
+        destroy(self, kept)
 
-    with patch.object(dist, "new_group", shared), patch.object(dist, "destroy_process_group", destroyed):
+    with patch.object(ProcessGroups, "_new", shared), patch.object(ProcessGroups, "destroy", destroyed):
         yield
 
 

@@ -94,7 +94,8 @@ def pipelined_step(parallel: ParallelModel, parts: Sequence[Sequence[Any]], loss
     # the gradient of a parameter that stages share may come from another stage than the one whose reducer has it
     _begin_backward(runtimes, synchronise=False)
     total = runner.step(parts, call, before, watch.goes_on, parallel.global_batches.trained_by_rank)
-    return total / (runtimes[-1].meshes.stage_devices // glue.batch)
+    # other ranks have zero, of this dtype too
+    return total.to(parallel.sum_dtype) / (runtimes[-1].meshes.stage_devices // glue.batch)
 
 
 def _begin_backward(runtimes: Sequence[StageRuntime], *, synchronise: bool) -> None:
@@ -108,7 +109,7 @@ def pipelined_loss(parallel: ParallelModel, parts: Sequence[Sequence[Any]]) -> T
     calls, runtimes, last = parallel.calls, parallel.runtimes, parallel.runtimes[-1]
     ranks = last.meshes.stage_devices // last.traffic.glue.batch  # that have the same samples
     losses = _runner_of(parallel).outputs(parts, lambda chunk, part: calls.loss(runtimes[chunk], part))
-    total = sum((loss.to(parallel.sum_dtype) for loss in losses), torch.zeros((), device=calls.device))
+    total = sum(losses, torch.zeros((), dtype=parallel.sum_dtype, device=calls.device)).to(parallel.sum_dtype)
     return total / (last.traffic.glue.batch * len(parts[0]) * ranks)
 
 
