@@ -33,6 +33,7 @@ from galvatron_lite.plans.export.fields import nested
 from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
+from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer, check_engine, load
@@ -124,6 +125,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         self._pending: tuple[float | None, Tensor | None] = None, None
         self._has_gradients = False  # of a loop's own backward, which no step has used
         self.watch = Watch(self.device)
+        self._global_batches = GlobalBatches(self.device, batch)
 
     def _place(self, model: nn.Module, stage: Sequence[LayerAssignment], init_fn: InitFn | None, seed: int) -> None:
         """Initialize each layer and wrap its recomputation; under ZeRO-3 keep only the shards of this rank."""
@@ -183,7 +185,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
             InputError: there is no optimizer yet, or the batch cannot be shared evenly.
         """
         engine = self._ready()
-        (microbatch,) = self._microbatches(batch_of_call(args, kwargs), 1)
+        (microbatch,) = self._microbatches(self._global_batches(batch_of_call(args, kwargs)), 1)
         if torch.is_grad_enabled():
             self._check_gradients()
         engine.set_gradient_accumulation_boundary(True)
@@ -203,8 +205,8 @@ class DeepSpeedModel(Saving, Observable, UserNames):
     def _check_gradients(self) -> None:
         if self._has_gradients and (self._in_buffers or self.config["zero_optimization.stage"] in (1, 2)):
             remedy = (
-                "Under this plan DeepSpeed does not add to those of the batch before, which no step has used: give "
-                "train_step both batches as one, in more micro-batches (--fix microbatches=2), or take ZeRO-3."
+                "Under this plan DeepSpeed does not add to those of the batch before, which no step has used: call "
+                "train_step([batch, batch], optimizer), or take ZeRO-3."
             )
             raise InputError("gradients", "of two batches", remedy)
 
@@ -220,7 +222,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs for a global batch, without gradients, on every rank; see ``ParallelModel.outputs``."""
         engine = self._ready()
-        (microbatch,) = self._microbatches(batch_of_call(args, kwargs), 1)
+        (microbatch,) = self._microbatches(self._global_batches(batch_of_call(args, kwargs)), 1)
         rows = batch_size(microbatch)
         with torch.no_grad():
             outputs = call_model(engine, model_inputs(engine.module, microbatch))
@@ -231,7 +233,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         """One optimizer step on a global batch, in the plan's micro-batches; see ``ParallelModel.train_step``.
 
         Args:
-            batch: the same global batch on every rank.
+            batch: the same global batch on every rank; a list of several is one step on all of their samples.
             optimizer: from ``optimizer``; or an optimizer over ``parameters()``, for which the engine is created.
             max_grad_norm: clip the gradient to this norm; default: that of the constructor.
         """
@@ -242,7 +244,8 @@ class DeepSpeedModel(Saving, Observable, UserNames):
             raise InputError("optimizer", type(inner).__name__, "The engine was made with another one: give that.")
         self._called = False
         with self.watch.explained(self.step, self.plan, 0):
-            loss = self._mean(self._accumulate(batch))
+            batch, batches = self._global_batches.of_step(batch)
+            loss = self._mean(self._accumulate(batch, self.plan.microbatches * batches))
             self._pending = max_grad_norm, loss
             self.watch.at(StepPhase.OPTIMIZER)
             # schedulers check whether ``step`` of the optimizer was called
@@ -250,9 +253,9 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         self.step += 1
         return loss
 
-    def _accumulate(self, batch: Any) -> Tensor:
+    def _accumulate(self, batch: Any, count: int) -> Tensor:
         """Run forward and backward for this rank's samples, and return their mean loss."""
-        engine, count = self._ready(), self.plan.microbatches
+        engine = self._ready()
         self._check_gradients()
         total = torch.zeros((), device=self.device)
         for number, microbatch in enumerate(self._microbatches(batch, count)):
@@ -260,7 +263,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
             self.watch.at(StepPhase.FORWARD, number)
             loss = self._local_loss(microbatch)
             self.watch.at(StepPhase.BACKWARD, number)
-            engine.backward(loss)
+            engine.backward(loss / count, scale_wrt_gas=False)
             total += loss.detach().float() / count
         return total
 

@@ -103,8 +103,21 @@ def _plainly(strategy: Strategy, steps: int = 3) -> Run:
 
 
 def accumulated() -> list[dict[str, Tensor]]:
-    """The states after two backward passes and a step, where gradients of two batches add up."""
-    return [_accumulated(STRATEGIES[name]) for name in ("data", "zero3")]
+    """The states after one step on two batches: gradients that add up, or a list."""
+    return [*(_accumulated(STRATEGIES[name]) for name in ("data", "zero3")), _of_a_list()]
+
+
+def _of_a_list() -> dict[str, Tensor]:
+    parallel = make(plan_of(STRATEGIES["zero2"]))
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    parallel.train_step([make_batch(), make_batch()], optimizer)
+    return parallel.full_state_dict()
+
+
+def _unlike() -> None:
+    parallel = make(plan_of(STRATEGIES["data"]))
+    batch = {name: tensor.roll(dist.get_rank(), 0) for name, tensor in make_batch().items()}
+    parallel.train_step(batch, parallel.optimizer(torch.optim.AdamW, **ADAMW))
 
 
 def _accumulated(strategy: Strategy, precision: str = "fp32") -> dict[str, Tensor]:
@@ -160,7 +173,7 @@ def refused() -> list[str]:
         lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel),
         lambda: copy.deepcopy(make(plan_of(STRATEGIES["zero3"])).module),
         lambda: _accumulated(STRATEGIES["zero2"]), lambda: _accumulated(STRATEGIES["data"], "bf16"),
-        _dropped, _balanced, _grouped, _double,
+        _dropped, _balanced, _grouped, _double, _unlike,
     ]  # fmt: skip
     said = []
     for call in calls:

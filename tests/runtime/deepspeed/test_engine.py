@@ -108,6 +108,7 @@ def test_what_cannot_be_trained_is_refused_and_changes_nothing(answers: dict[str
     assert "load full_state_dict()" in copied
     named = ["gradients: 'of two batches'"] * 2
     named += ["gradients: 'dropped'", "output_router_logits", "param_groups", "takes no parameter in float64"]
+    named += ["batch: 'of rank 1' cannot be used"]
     assert all(part in error for part, error in zip(named, others, strict=True)), others
 
 
