@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,21 @@ _ONE_PROCESS_REMEDY = (
     "The Trainer would share out batches and wrap the model by itself: call galvatron_lite.as_one_process() in the "
     "script's first lines, before TrainingArguments are made."
 )
+
+
+_LOSS_REMEDY = (
+    "The parallel model computes the loss: give it to auto_parallelize(model, batch, loss_fn=...), which takes the "
+    "model's output and the batch."
+)
+_NEEDED: Mapping[str, tuple[object, str]] = {
+    "save_strategy": ("no", 'Set "no", and save with parallel.save(folder, trainer.optimizer), on all processes.'),
+    "remove_unused_columns": (False, "Set it to False: the model takes all entries of a batch."),
+    "gradient_accumulation_steps": (1, "Give the whole batch at once: the plan has micro-batches of its own."),
+    "gradient_checkpointing": (False, "The plan says which layers recompute: plan with --fix recompute=full."),
+    "label_smoothing_factor": (0.0, _LOSS_REMEDY),
+    "neftune_noise_alpha": (None, "Add the noise in the model's forward."),
+}
+"""Training arguments that have one value here, and what to do instead of setting another."""
 
 
 class SplitModel(nn.Module):
@@ -63,8 +79,9 @@ class Trainer(transformers.Trainer):
 
     Args:
         model: from ``auto_parallelize``.
-        args: with ``save_strategy="no"`` and ``remove_unused_columns=False``.
-        options: as for ``transformers.Trainer``.
+        args: with ``save_strategy="no"`` and ``remove_unused_columns=False``; gradient checkpointing, label smoothing,
+            noise in embeddings and gradient accumulation are not the Trainer's to do, and raise an error.
+        options: as for ``transformers.Trainer``, without ``compute_loss_func``.
 
     Raises:
         InputError: the model is not parallel, a training argument is not supported, or the Trainer sees the other
@@ -72,7 +89,7 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(self, model: ParallelModel, args: transformers.TrainingArguments, **options: Any) -> None:
-        _check(model, args)
+        _check(model, args, options)
         self.parallel = model
         self._split = SplitModel(model)
         super().__init__(self._split, args, **options)
@@ -119,14 +136,11 @@ class Trainer(transformers.Trainer):
         dist.barrier()
 
 
-def _check(model: object, args: transformers.TrainingArguments) -> None:
+def _check(model: object, args: transformers.TrainingArguments, options: Mapping[str, Any]) -> None:
     if not isinstance(model, ParallelModel):
         raise InputError("model", type(model).__name__, "Give what auto_parallelize(model, batch) returns.")
-    if args.save_strategy != "no":
-        remedy = 'Set "no", and save with parallel.save(folder, trainer.optimizer), which all processes call.'
-        raise InputError("save_strategy", str(args.save_strategy), remedy)
-    if args.remove_unused_columns:
-        raise InputError("remove_unused_columns", True, "Set it to False: the model takes all entries of a batch.")
-    if args.gradient_accumulation_steps != 1:
-        remedy = "Give the whole batch at once: the plan has micro-batches of its own."
-        raise InputError("gradient_accumulation_steps", args.gradient_accumulation_steps, remedy)
+    for name, (needed, remedy) in _NEEDED.items():
+        if (value := getattr(args, name, needed)) != needed:
+            raise InputError(name, str(value), remedy)
+    if options.get("compute_loss_func") is not None:
+        raise InputError("compute_loss_func", options["compute_loss_func"], _LOSS_REMEDY)

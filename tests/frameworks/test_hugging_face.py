@@ -27,6 +27,11 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": TOKENS, "pad_token_id": 0,
 }  # fmt: skip
 
+UNSUPPORTED = {
+    "gradient_checkpointing": True, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0,
+    "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
 
 def made(family: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
@@ -74,10 +79,10 @@ def evaluated(trainer: transformers.Trainer) -> list[float]:
     return [found.metrics["test_loss"], loss, float(abs(logits).mean())]
 
 
-def arguments(folder: Path) -> transformers.TrainingArguments:
+def arguments(folder: Path, **others: Any) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=SAMPLES, num_train_epochs=1, learning_rate=1e-2, logging_steps=1,
-        report_to=[], save_strategy="no", remove_unused_columns=False, disable_tqdm=True, use_cpu=True,
+        report_to=[], save_strategy="no", remove_unused_columns=False, disable_tqdm=True, use_cpu=True, **others,
     )  # fmt: skip
 
 
@@ -106,6 +111,11 @@ def seen_by_the_trainer(folder: Path) -> str:
     from galvatron_lite.frameworks.hugging_face import Trainer
 
     parallel = auto_parallelize(made("qwen2"), global_batch=SAMPLES, plan=plan_of("qwen2"), device="cpu")
+    for name, value in UNSUPPORTED.items():
+        with pytest.raises(InputError, match=name):
+            Trainer(parallel, arguments(folder, **{name: value}), train_dataset=padded_rows())
+    with pytest.raises(InputError, match="compute_loss_func"):
+        Trainer(parallel, arguments(folder), compute_loss_func=print)
     with pytest.raises(InputError) as raised:
         Trainer(parallel, arguments(folder), train_dataset=padded_rows())
     return str(raised.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.model.balancing import LOGITS, asks_balance
 from galvatron_lite.model.batch import (
     LossFn,
     batch_of_call,
@@ -31,6 +33,7 @@ from galvatron_lite.plans.export.fields import nested
 from galvatron_lite.plans.io import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
+from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer, check_engine, load
@@ -76,7 +79,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         model: nn.Module,
         plan: Plan,
         layers: Sequence[Layer],
-        batch: Any = None,  # noqa: ARG002
+        batch: Any = None,
         *,
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
@@ -93,9 +96,14 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         self._scales = dict[int, ShareScale]()
         prepare_for_training(model)
         check_hooks(model)
-        if scalar := next((name for name, one in model.named_parameters() if one.dim() == 0), None):
-            remedy = "DeepSpeed takes no parameter without dimensions: give it one (torch.ones(1)), or another backend."
-            raise InputError("parameter", scalar, remedy)
+        for name, one in model.named_parameters():
+            if one.dim() == 0 or one.dtype is torch.float64:
+                kind, change = ("in float64", "cast it") if one.dim() else ("without dimensions", "give it one")
+                remedy = f"DeepSpeed takes no parameter {kind}: {change} (torch.ones(1)), or take another backend."
+                raise InputError("parameter", name, remedy)
+        if plan.devices > 1 and asks_balance(model, batch):
+            remedy = "DeepSpeed's ranks balance experts over their own tokens: set it to False, or take our backend."
+            raise InputError(f"output_{LOGITS}", True, remedy)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
         join_world(plan, self.device.type)
@@ -106,6 +114,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
             plan, next(sharded, strategies[0]), precision=precision, max_grad_norm=max_grad_norm, pinned=pinned
         )
         self._compute = _DTYPES[precision or plan.precision]
+        self._in_buffers = self._compute is not None and not self.config["zero_optimization.stage"]  # gradients
         # in a list, so that it is no submodule
         self._library, self._pristine = load(self.device), [meta_copy(model)]
         self.dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
@@ -114,7 +123,9 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         if self.config["zero_optimization.stage"] == 3:
             refuse_copies(model, "A rank has a part of it: load full_state_dict() into a model that is not split.")
         self._pending: tuple[float | None, Tensor | None] = None, None
+        self._has_gradients = False  # of a loop's own backward, which no step has used
         self.watch = Watch(self.device)
+        self._global_batches = GlobalBatches(self.device, batch)
 
     def _place(self, model: nn.Module, stage: Sequence[LayerAssignment], init_fn: InitFn | None, seed: int) -> None:
         """Initialize each layer and wrap its recomputation; under ZeRO-3 keep only the shards of this rank."""
@@ -151,6 +162,9 @@ class DeepSpeedModel(Saving, Observable, UserNames):
     ) -> EngineOptimizer:
         if self._engines:
             raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
+        if self.config["zero_optimization.stage"] == 3 and not all(group["params"] for group in inner.param_groups):
+            remedy = "Under ZeRO-3 parameters are empty, with one dim: group them by name, or by p.ds_shape."
+            raise InputError("param_groups", "a group without parameters", remedy)
         if factory is None:
             warnings.warn(
                 "Checkpoints cannot have the states of this optimizer: make it with parallel.optimizer(factory).",
@@ -160,7 +174,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)
         self._engines.append(engine)
-        return EngineOptimizer(inner, self.update, factory, options)
+        return EngineOptimizer(inner, self.update, self.drop_gradients, factory, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean loss of a global batch in a single pass: ``parallel(batch)``, or called as the model is.
@@ -171,20 +185,44 @@ class DeepSpeedModel(Saving, Observable, UserNames):
             InputError: there is no optimizer yet, or the batch cannot be shared evenly.
         """
         engine = self._ready()
-        (microbatch,) = self._microbatches(batch_of_call(args, kwargs), 1)
+        (microbatch,) = self._microbatches(self._global_batches(batch_of_call(args, kwargs)), 1)
+        if torch.is_grad_enabled():
+            self._check_gradients()
         engine.set_gradient_accumulation_boundary(True)
         self.note_call()
         loss = self._local_loss(microbatch)
         if not torch.is_grad_enabled():
             return self._mean(loss)
-        scaled = engine.scale(loss) if self.config["zero_optimization.stage"] else loss
-        mean: Tensor = _MeanLoss.apply(scaled, self._mean(loss), self.plan.microbatches)  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        mean: Tensor = _MeanLoss.apply(anchor, self._mean(loss), partial(self._backward, loss))  # type: ignore[no-untyped-call]
         return mean
+
+    def _backward(self, loss: Tensor, factor: Tensor) -> None:
+        with torch.enable_grad():  # a single pass has one micro-batch, whatever their number in the plan
+            self.engine.backward(loss * factor.to(loss.dtype), scale_wrt_gas=False)
+        self._has_gradients = True
+
+    def _check_gradients(self) -> None:
+        if self._has_gradients and (self._in_buffers or self.config["zero_optimization.stage"] in (1, 2)):
+            remedy = (
+                "Under this plan DeepSpeed does not add to those of the batch before, which no step has used: call "
+                "train_step([batch, batch], optimizer), or take ZeRO-3."
+            )
+            raise InputError("gradients", "of two batches", remedy)
+
+    def drop_gradients(self) -> None:
+        """Drop gradients that no step has used; nothing if there are none."""
+        if self._has_gradients and (self._in_buffers or "zero_optimization.offload_optimizer.device" in self.config):
+            remedy = "Under this plan DeepSpeed keeps them until the optimizer's step: call it before zero_grad."
+            raise InputError("gradients", "dropped", remedy)
+        if self._has_gradients:
+            self.engine.optimizer.zero_grad()
+        self._has_gradients = False
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs for a global batch, without gradients, on every rank; see ``ParallelModel.outputs``."""
         engine = self._ready()
-        (microbatch,) = self._microbatches(batch_of_call(args, kwargs), 1)
+        (microbatch,) = self._microbatches(self._global_batches(batch_of_call(args, kwargs)), 1)
         rows = batch_size(microbatch)
         with torch.no_grad():
             outputs = call_model(engine, model_inputs(engine.module, microbatch))
@@ -195,7 +233,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         """One optimizer step on a global batch, in the plan's micro-batches; see ``ParallelModel.train_step``.
 
         Args:
-            batch: the same global batch on every rank.
+            batch: the same global batch on every rank; a list of several is one step on all of their samples.
             optimizer: from ``optimizer``; or an optimizer over ``parameters()``, for which the engine is created.
             max_grad_norm: clip the gradient to this norm; default: that of the constructor.
         """
@@ -206,7 +244,8 @@ class DeepSpeedModel(Saving, Observable, UserNames):
             raise InputError("optimizer", type(inner).__name__, "The engine was made with another one: give that.")
         self._called = False
         with self.watch.explained(self.step, self.plan, 0):
-            loss = self._mean(self._accumulate(batch))
+            batch, batches = self._global_batches.of_step(batch)
+            loss = self._mean(self._accumulate(batch, self.plan.microbatches * batches))
             self._pending = max_grad_norm, loss
             self.watch.at(StepPhase.OPTIMIZER)
             # schedulers check whether ``step`` of the optimizer was called
@@ -214,16 +253,17 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         self.step += 1
         return loss
 
-    def _accumulate(self, batch: Any) -> Tensor:
+    def _accumulate(self, batch: Any, count: int) -> Tensor:
         """Run forward and backward for this rank's samples, and return their mean loss."""
-        engine, count = self._ready(), self.plan.microbatches
+        engine = self._ready()
+        self._check_gradients()
         total = torch.zeros((), device=self.device)
         for number, microbatch in enumerate(self._microbatches(batch, count)):
             engine.set_gradient_accumulation_boundary(number == count - 1)
             self.watch.at(StepPhase.FORWARD, number)
             loss = self._local_loss(microbatch)
             self.watch.at(StepPhase.BACKWARD, number)
-            engine.backward(loss)
+            engine.backward(loss / count, scale_wrt_gas=False)
             total += loss.detach().float() / count
         return total
 
@@ -233,7 +273,7 @@ class DeepSpeedModel(Saving, Observable, UserNames):
         Raises:
             NonFiniteLossError: see ``train_step``.
         """
-        (norm, loss), self._pending = self._pending, (None, None)
+        (norm, loss), self._pending, self._has_gradients = self._pending, (None, None), False
         engine, largest = self._ready(), (self.max_grad_norm if norm is None else norm) or 0.0
         applied = self._clip(engine, largest, loss)
         if applied:
@@ -317,17 +357,14 @@ class DeepSpeedModel(Saving, Observable, UserNames):
 
 
 class _MeanLoss(torch.autograd.Function):
-    """Returns the mean loss of all ranks in forward, and backpropagates to this rank's loss.
-
-    DeepSpeed divides gradients by the number of micro-batches of a step, but a single pass has one micro-batch only, so
-    the gradient is multiplied by that number.
-    """
+    """Returns the mean loss of all ranks in forward; its backward is the engine's."""
 
     @staticmethod
-    def forward(ctx: Any, _loss: Tensor, mean: Tensor, microbatches: int) -> Tensor:
-        ctx.microbatches = microbatches
+    def forward(ctx: Any, _anchor: Tensor, mean: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+        ctx.engine_backward = backward
         return mean.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient * ctx.microbatches, None, None
+        ctx.engine_backward(gradient)
+        return torch.zeros_like(gradient), None, None

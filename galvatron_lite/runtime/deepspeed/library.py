@@ -67,6 +67,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         inner: optimizer over the model's parameters, which the engine steps.
         update: makes the engine update the parameters.
+        drop: drops gradients of the engine that no update has used.
         factory, options: ``factory(parameters, **options)`` created ``inner``; None: the user created it.
     """
 
@@ -74,12 +75,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         update: Callable[[], None],
+        drop: Callable[[], None],
         factory: Callable[..., torch.optim.Optimizer] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.factory, self.options = factory, dict(options or {})
         # the base class is not initialized: groups and states are those of the inner one, which DeepSpeed flattens
-        self.inner, self._update = inner, update
+        self.inner, self._update, self._drop = inner, update, drop
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
@@ -99,8 +101,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._update()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine drops gradients after the update."""
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Drop gradients that no step has used; the engine drops others after the update."""
+        self._drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this rank's flat shards. To save all states, use the model's ``save``."""

@@ -78,12 +78,20 @@ def in_bf16() -> list[float]:
     return train(STRATEGIES["zero3"], precision="bf16").losses
 
 
-def plainly(steps: int = 3) -> Run:
-    """Train by a loop that calls ``backward`` and ``step`` itself, with a scheduler of the learning rate."""
-    parallel = make(plan_of(STRATEGIES["zero1"]), max_grad_norm=CLIP)
+def plainly() -> dict[str, Run]:
+    return {name: _plainly(STRATEGIES[name]) for name in ("data", "zero1", "zero3")}
+
+
+def _plainly(strategy: Strategy, steps: int = 3) -> Run:
+    """Train by a loop that calls ``backward`` and ``step`` itself, with a scheduler of the learning rate; the gradients
+    of one more batch are dropped.
+    """
+    parallel = make(plan_of(strategy), max_grad_norm=CLIP)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     losses = []
+    (3 * parallel(make_batch())).backward()
+    optimizer.zero_grad()
     for _ in range(steps):
         loss = parallel(make_batch())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -92,6 +100,56 @@ def plainly(steps: int = 3) -> Run:
         schedule.step()
         losses.append(float(loss.detach()))
     return Run(losses, parallel.full_state_dict(), 1)
+
+
+def accumulated() -> list[dict[str, Tensor]]:
+    """The states after one step on two batches: gradients that add up, or a list."""
+    return [*(_accumulated(STRATEGIES[name]) for name in ("data", "zero3")), _of_a_list()]
+
+
+def _of_a_list() -> dict[str, Tensor]:
+    parallel = make(plan_of(STRATEGIES["zero2"]))
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    parallel.train_step([make_batch(), make_batch()], optimizer)
+    return parallel.full_state_dict()
+
+
+def _unlike() -> None:
+    parallel = make(plan_of(STRATEGIES["data"]))
+    batch = {name: tensor.roll(dist.get_rank(), 0) for name, tensor in make_batch().items()}
+    parallel.train_step(batch, parallel.optimizer(torch.optim.AdamW, **ADAMW))
+
+
+def _accumulated(strategy: Strategy, precision: str = "fp32") -> dict[str, Tensor]:
+    parallel = make(plan_of(strategy, precision=precision))
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    for part in (0.25, 0.75):
+        (part * parallel(make_batch())).backward()
+    optimizer.step()
+    return parallel.full_state_dict()
+
+
+def _dropped() -> None:
+    parallel = make(plan_of(STRATEGIES["offload"]))
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    parallel(make_batch()).backward()
+    optimizer.zero_grad()
+
+
+def _balanced() -> None:
+    DeepSpeedModel(make_model(MODEL), plan_of(STRATEGIES["data"]), (), {"output_router_logits": True}, device="cpu")
+
+
+def _grouped() -> None:
+    parallel = make(plan_of(STRATEGIES["zero3"]))
+    matrices = [one for one in parallel.parameters() if one.dim() > 1]
+    torch_groups = [{"params": list(parallel.parameters())}, {"params": matrices}]
+    parallel.train_step(make_batch(), torch.optim.AdamW(torch_groups))
+
+
+def _double() -> None:
+    model = make_model(MODEL).double()
+    DeepSpeedModel(model, plan_of(STRATEGIES["zero1"]), discover_layers(model), make_batch(), device="cpu")
 
 
 def reloaded() -> tuple[bool, float, float, Tensor]:
@@ -109,11 +167,13 @@ def reloaded() -> tuple[bool, float, float, Tensor]:
 
 
 def refused() -> list[str]:
-    """The errors of a second optimizer, of training without one, of a loss that is not finite, and of copies."""
+    """The errors of training without an optimizer, of a second one, of a loss that is not finite, and others."""
     parallel = make(plan_of(STRATEGIES["zero2"]), loss_fn=partial(_unsound, [True, True]))
     calls: list[Callable[[], Any]] = [
         lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel),
         lambda: copy.deepcopy(make(plan_of(STRATEGIES["zero3"])).module),
+        lambda: _accumulated(STRATEGIES["zero2"]), lambda: _accumulated(STRATEGIES["data"], "bf16"),
+        _dropped, _balanced, _grouped, _double, _unlike,
     ]  # fmt: skip
     said = []
     for call in calls:
@@ -225,7 +285,7 @@ def _falling(step: int) -> float:
 
 def everything(folder: str, code: str) -> dict[str, Any]:
     """The results of all functions by name; ``code`` is the script in the documentation."""
-    jobs = (trained, in_bf16, plainly, reloaded, refused, from_meta, resumed, from_galvatron, page)
+    jobs = (trained, in_bf16, plainly, accumulated, reloaded, refused, from_meta, resumed, from_galvatron, page)
     given = {"resumed": folder, "from_galvatron": folder, "page": code}
     return {job.__name__: job(*([given[job.__name__]] if job.__name__ in given else [])) for job in jobs}
 

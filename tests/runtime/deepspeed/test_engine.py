@@ -75,9 +75,15 @@ def _plainly(steps: int) -> tuple[list[float], torch.nn.Module, torch.optim.Opti
 
 def test_the_plain_loop_with_a_schedule_trains_like_one_process(answers: dict[str, Any]) -> None:
     losses, model, _ = _plainly(3)
-    assert_same(
-        Trained(answers["plainly"].losses, {}, answers["plainly"].state), Trained(losses, {}, model.state_dict())
-    )
+    for run in answers["plainly"].values():
+        assert_same(Trained(run.losses, {}, run.state), Trained(losses, {}, model.state_dict()))
+
+
+def test_gradients_of_two_batches_add_up(answers: dict[str, Any]) -> None:
+    model = make_model(jobs.MODEL)
+    losses_alone(model, torch.optim.AdamW(model.parameters(), **ADAMW), [make_batch()])
+    for state in answers["accumulated"]:
+        assert_same(Trained([], {}, state), Trained([], {}, model.state_dict()))
 
 
 def test_a_state_of_one_stage_goes_into_another(answers: dict[str, Any]) -> None:
@@ -93,13 +99,17 @@ def test_a_state_of_one_stage_goes_into_another(answers: dict[str, Any]) -> None
 
 
 def test_what_cannot_be_trained_is_refused_and_changes_nothing(answers: dict[str, Any]) -> None:
-    without, second, unsound, copied = answers["refused"]
+    without, second, unsound, copied, *others = answers["refused"]
     assert without == (
         "InputError: optimizer is missing. Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."
     )
     assert "has one already" in second
     assert unsound.startswith("NonFiniteLossError")
     assert "load full_state_dict()" in copied
+    named = ["gradients: 'of two batches'"] * 2
+    named += ["gradients: 'dropped'", "output_router_logits", "param_groups", "takes no parameter in float64"]
+    named += ["batch: 'of rank 1' cannot be used"]
+    assert all(part in error for part, error in zip(named, others, strict=True)), others
 
 
 def test_a_model_on_meta_is_made_in_shards(answers: dict[str, Any]) -> None:
