@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from galvatron_lite.arrays import Whole
 from galvatron_lite.errors import InputError
@@ -90,6 +91,7 @@ def pinned() -> tuple[Dimension, ...]:
     return (*_PINNED, *_ADDED)
 
 
+@lru_cache(maxsize=4096)
 def complexity(strategy: Strategy) -> int:
     """Return how many simpler strategies there are of the same ranks and samples (lower ZeRO stages)."""
     return sum(len(dimension.simplified(strategy)) for dimension in choosing())

@@ -170,7 +170,8 @@ def _simpler(request: Request, option: Finalist) -> Iterator[SolvedPlan]:
 
 def _simplicity(cuts: Sequence[int], strategies: Sequence[Strategy]) -> tuple[int, int, int]:
     """How often strategies change within stages, how many there are, and their ``complexity``."""
-    changes = sum(a != b for first, last in pairwise(cuts) for a, b in pairwise(strategies[first:last]))
+    pairs = (pair for first, last in pairwise(cuts) for pair in pairwise(strategies[first:last]))
+    changes = sum(a is not b and a != b for a, b in pairs)  # most are one object
     used = set(strategies)
     return changes, len(used), sum(map(complexity, used))
 
