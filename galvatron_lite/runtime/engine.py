@@ -153,10 +153,9 @@ class ParallelModel(ShardedModel):
         self.origin.settle()
         self._pending: weakref.ref[PendingGradients] | None = None
         self._optimizers = OptimizerSteps(self)
-        self.global_batches = GlobalBatches(
-            self.device, batch, local_batch, timeout,
-            lambda: [(one.parameter.requires_grad, one.updated.requires_grad) for one in self.managed],
-        )  # fmt: skip
+        # ranks of other stages must know which values between stages have gradients
+        trained = self._trained if len(plan.stages) > 1 else tuple
+        self.global_batches = GlobalBatches(self.device, batch, local_batch, timeout, trained)
         self._batch_count = 1  # batches that make up the present step
         self._interrupted = False  # whether an error ended the last backward pass
 
@@ -209,6 +208,9 @@ class ParallelModel(ShardedModel):
         if "torch._dynamo" in sys.modules:  # torch.compile(parallel) traces none of it: compile= does, by block
             call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         return call(*args, **kwargs)
+
+    def _trained(self) -> list[tuple[bool, bool]]:
+        return [(one.parameter.requires_grad, one.updated.requires_grad) for one in self.managed]
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
         batch = self.global_batches(batch_of_call(args, kwargs), self.watch.group)

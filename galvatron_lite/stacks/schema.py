@@ -53,6 +53,8 @@ class Stack(Strict):
     zero_stage: int = 0  # default ZeRO stage of data parallelism
     positions: Literal["learned", "rotary", "alibi", "none"] = "learned"  # position encoding of plain decoders
     biases: bool = True  # whether plain decoders have biases
+    # whether masked language models are scripted where they are pretrained: scale, mask and softmax are one kernel
+    scripted: bool = False
     multiplies_tf32: bool = False  # whether products of fp32 run in TF32 where the device has it
     predicted_share: float = 1.0  # share of a masked language model's tokens that logits are computed for
     virtual_stages: int = 2  # default of interleaved schedules; 0: one for each block (2: torchtitan's default)

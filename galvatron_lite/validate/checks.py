@@ -256,7 +256,7 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
         kernels = replace(kernels, compiled=True, compiled_loss=True)
     if _is_fp32(precision):
         kernels = replace(kernels, autocast=False)
-    if stack.name == "pytorch-ddp" and run.arch in ("encoder", "bert") and stack.predicted_share:
+    if stack.scripted and run.arch in ("encoder", "bert") and stack.predicted_share:
         kernels = replace(kernels, fused_softmax="fine-tun" not in run.remarks)
     if precision == "fp8-rowwise":
         kernels = replace(kernels, fp8_rows=True)

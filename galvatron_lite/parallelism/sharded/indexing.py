@@ -125,26 +125,27 @@ def _get(call: Call) -> Any:
     return rows
 
 
-_ROWS = threading.local()
+_WATCHED = threading.local()
+"""``copies``: tensors that code of this thread may not write to, with versions; absent outside of ``rows_stay``."""
 
 
 def keep_unwritten(copied: Tensor) -> None:
     """Refuse writes to a full tensor that is a copy here, and a view in one process (``x[:, 0].zero_()``)."""
-    given = getattr(_ROWS, "given", None)
-    if given is not None and not copied.is_inference():
-        given.append((copied, copied._version))
+    copies = getattr(_WATCHED, "copies", None)
+    if copies is not None and not copied.is_inference():
+        copies.append((copied, copied._version))
 
 
 @contextmanager
 def rows_stay() -> Iterator[None]:
     """Run code of sharded tensors, and raise InputError if it wrote to tensors of ``keep_unwritten``."""
-    outer, given = getattr(_ROWS, "given", None), list[tuple[Tensor, int]]()
-    _ROWS.given = given
+    outer, copies = getattr(_WATCHED, "copies", None), list[tuple[Tensor, int]]()
+    _WATCHED.copies = copies
     try:
         yield
     finally:
-        _ROWS.given = outer
-    if any(row._version != version for row, version in given):
+        _WATCHED.copies = outer
+    if any(row._version != version for row, version in copies):
         remedy = "Under this plan they are copies: write x[:, 0] = value in place of x[:, 0].copy_(value) and the like."
         raise InputError("model", "that writes to rows or views taken of split tokens or pixels", remedy)
 
@@ -234,9 +235,9 @@ def _set(call: Call) -> Any:
         dims = tensor[index.local].dim() if index else 0
     if numbers is None or index is None or any(part.step not in (None, 1) for part in index.sliced.values()):
         return refuse_write(call)
-    given = getattr(_ROWS, "given", None)
-    if given is not None and isinstance(value, Tensor):  # x[:, 0] += 1 writes to the row, which it then assigns
-        given[:] = [(row, value._version if row is value else version) for row, version in given]
+    copies = getattr(_WATCHED, "copies", None)
+    if copies is not None and isinstance(value, Tensor):  # x[:, 0] += 1 writes to the row, which it then assigns
+        copies[:] = [(row, value._version if row is value else version) for row, version in copies]
     for dim in sorted(numbers.chosen, reverse=True):
         behind = dims - 1 - index.dims_after[dim]
         value = value.unsqueeze(-1 - behind) if isinstance(value, Tensor) and value.dim() >= behind else value
